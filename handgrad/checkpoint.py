@@ -18,14 +18,14 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from handgrad.errors import DataError, StorageError, storage_error, storage_errors, tell_note
+from handgrad.errors import DataError, StorageError, storage_error, storage_errors, tell
 from handgrad.files import sync_folder, sync_name
 from handgrad.manifest import (
     MANIFEST,
@@ -48,7 +48,7 @@ from handgrad.tensor_files import Row, Stored, cut, opened, read_tensor, safeten
 
 PARTIAL = ".partial"
 REMOVED = ".removed"
-DAMAGED, FAILING = "damaged", "failing"  # folders of checkpoints that are no longer used
+DAMAGED, FAILING = "damaged", "failing"  # folders of checkpoints that no run resumes from
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, An
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder; a kill in between cannot leave half of it under its name."""
+    """Removes a folder. A kill cannot leave half of it under its name."""
     if folder.is_symlink():
         raise OSError("it is a symbolic link")
     aside = folder.with_name(folder.name + REMOVED)
@@ -188,7 +188,7 @@ def _remove(folder: Path) -> None:
 
 
 def move_aside(folder: Path, place: str = DAMAGED) -> Path:
-    """Moves a folder that is no longer to be used to a `place` among the checkpoints; returns where it is now."""
+    """Moves a checkpoint into the folder `place` beside it; returns its new path."""
     aside, name, number = folder.parent / place, folder.name, 0
     aside.mkdir(exist_ok=True)
     while (moved := aside / (name if number == 0 else f"{name}.{number}")).exists():
@@ -213,26 +213,21 @@ def prune(
     let go: a run does not end for an old checkpoint.
     """
     leftovers = [path for sign in (PARTIAL, REMOVED) for path in checkpoints.glob(f"step_*{sign}") if path.is_dir()]
-    removed = []
-    for leftover in leftovers:
-        with _warning(leftover, warn):
-            shutil.rmtree(leftover)
-            removed.append(leftover)
+    removed = [leftover for leftover in leftovers if _is_removed(leftover, shutil.rmtree, warn)]
     complete = [folder for folder in folders(checkpoints) if step_of(folder) <= newest_step and _is_complete(folder)]
     for folder in complete[keep:] if keep else []:
         if step_of(folder) != best_step and not is_major(step_of(folder), keep_every):
-            with _warning(folder, warn):
-                _remove(folder)
-                removed.append(folder)
+            removed += [folder] if _is_removed(folder, _remove, warn) else []
     return removed
 
 
-@contextlib.contextmanager
-def _warning(folder: Path, warn: Callable[[str], object]) -> Iterator[None]:
+def _is_removed(folder: Path, remove: Callable[[Path], object], warn: Callable[[str], object]) -> bool:
     try:
-        yield
+        remove(folder)
     except OSError as error:
         warn(f"could not remove {folder}: {error.strerror or error}; remove it by hand")
+        return False
+    return True
 
 
 def _is_complete(folder: Path) -> bool:
@@ -281,7 +276,7 @@ def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None)
     """The newest valid checkpoint (or None), of those `before` a step, and one line for each newer one that it skips;
     `moves`: moves those aside that are damaged, unless none is left.
 
-    Raises `OtherSchema` and `StorageError`: what cannot be read now may be the newest.
+    Raises `OtherSchema` and `StorageError`: a checkpoint that cannot be read now may be the newest.
     """
     passed_over, damaged = [], list[Path]()
     for folder in folders(checkpoints):
@@ -302,7 +297,7 @@ def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None)
 
 
 def ignored(found: Checkpoint) -> list[str]:
-    """The names of what lies in and beside a run's checkpoint and belongs to none."""
+    """The names of files and folders in and beside a run's checkpoint that belong to none."""
     steps = folders(found.folder.parent)
     beside = [path for path in found.folder.parent.iterdir() if path.name not in (DAMAGED, FAILING) and path not in steps]
     names = [f"{path.name}{' (an interrupted save)' if path.name.endswith(PARTIAL) else ''}" for path in sorted(beside)]
@@ -328,7 +323,7 @@ def find(path: str, *, strict: bool = False) -> Checkpoint:
         raise DataError(refused_strictly(checkpoint, passed_over))
     if passed_over:
         more = f" (and {len(passed_over) - 1} more)" if len(passed_over) > 1 else ""
-        tell_note(f"{passed_over[0]}{more}; takes {checkpoint.folder.name} instead")
+        tell(f"{passed_over[0]}{more}; takes {checkpoint.folder.name} instead", ends=False)
     return checkpoint
 
 

@@ -241,13 +241,14 @@ def check(config: RunConfig) -> RunConfig:
         )
     if not config.master_weights and config.precision not in (AUTO, "bf16", "fp8"):
         raise UsageError(f"master_weights false needs precision bf16 or fp8, found {config.precision}")
-    if config.optimizer == "muon" and not config.master_weights:
-        raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
-    if config.optimizer == "muon" and config.moments != "fp32":
-        raise UsageError(f"optimizer muon needs float32 moments, found moments {config.moments}")
-    if config.optimizer == "muon" and config.offload:
-        raise UsageError("offload moves AdamW's state, found optimizer muon; leave it off, or use --optimizer adamw")
-    if config.optimizer != "muon" and config.matrix_learning_rate:
+    if config.optimizer == "muon":
+        if not config.master_weights:
+            raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
+        if config.moments != "fp32":
+            raise UsageError(f"optimizer muon needs float32 moments, found moments {config.moments}")
+        if config.offload:
+            raise UsageError("offload moves AdamW's state, found optimizer muon; leave it off, or use --optimizer adamw")
+    elif config.matrix_learning_rate:
         raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
     check_architecture(config)
     if config.precision == "fp8":
@@ -257,7 +258,9 @@ def check(config: RunConfig) -> RunConfig:
         refused = [(name, getattr(config, name), needed) for name, needed in needs]
         check_lora(config.lora, config.architecture, config.init_from, refused)
     check_stride(config.eval_stride, config.sequence_length)
-    check_packing(config)
+    if config.packing == WHOLE and config.eval_stride:
+        remedy = f"set it to 0, or --packing {STREAM}"
+        raise UsageError(f"packing {WHOLE} has no eval_stride, found eval_stride {config.eval_stride}; {remedy}")
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
         save = config.save_every
         remedy = (
@@ -302,13 +305,6 @@ def check_stride(eval_stride: int, sequence_length: int) -> None:
     if eval_stride > sequence_length:
         found = f"eval_stride must be at most sequence_length = {sequence_length}, found {eval_stride}"
         raise UsageError(f"{found}; try --eval-stride {max(1, sequence_length // 2)}, half a window")
-
-
-def check_packing(config: RunConfig) -> None:
-    """Raises `UsageError` for settings that a packing does not go with."""
-    if config.packing == WHOLE and config.eval_stride:
-        remedy = f"set it to 0, or --packing {STREAM}"
-        raise UsageError(f"packing {WHOLE} has no eval_stride, found eval_stride {config.eval_stride}; {remedy}")
 
 
 def convert(name: str, value: Any) -> Any:

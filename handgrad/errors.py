@@ -1,4 +1,4 @@
-"""Errors for users: one line that says what was expected, what was found, where, and what to do next.
+"""Errors for users: one line with the expected, the found, the place and the next thing to do.
 
 `tell` prints the line and `cli.main` exits with the class's code. A bug is an `assert` or any other exception, and shows
 its traceback.
@@ -32,11 +32,11 @@ class HandgradError(ValueError):
 
 
 class UsageError(HandgradError):
-    """The command line asks for something that does not exist or does not fit together."""
+    """The command line names something that does not exist, or settings that contradict each other."""
 
 
 class DataError(HandgradError):
-    """An input file is missing, damaged or not what its name promises."""
+    """An input file is missing, damaged or of another kind than its name says."""
 
     exit_code = 65
 
@@ -48,14 +48,14 @@ class StorageError(HandgradError):
 
 
 class Preempted(HandgradError):
-    """A signal stopped the run after it saved its state; the same command goes on."""
+    """A signal stopped the run after it saved its state; the same command resumes it."""
 
     exit_code = 75
     shared = True
 
 
 class LostRank(HandgradError):
-    """Another process of the run is gone; the same command goes on from the last checkpoint."""
+    """Another process of the run is gone; the same command resumes from the last checkpoint."""
 
     exit_code = 75
 
@@ -135,29 +135,15 @@ STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signa
 REPEAT_SECONDS = 1.0  # a signal that comes again sooner is the same one, on another way
 
 
-def tell(error: HandgradError) -> None:
-    """Prints the error's line on stderr, once among the processes that one launcher has started on a machine."""
-    tell_line(str(error))
-
-
-def tell_line(text: str) -> None:
-    line = f"handgrad: {text}"
-    if is_first(line):
-        print_error(line)
-
-
-def tell_note(text: str) -> None:
-    """`tell_line` of something that does not end the process."""
-    line = f"handgrad: {text}"
-    if is_first(line, ends=False):
-        print_error(line)
-
-
-def print_error(line: str) -> None:
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:  # the terminal is gone
-        leave(sys.stderr)
+def tell(message: object, *, ends: bool = True) -> None:
+    """Prints an error or a text as a line on stderr, once among the processes that one launcher has started on a machine.
+    `ends`: it ends this process."""
+    line = f"handgrad: {message}"
+    if is_first(line, ends=ends):
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except OSError:  # the terminal is gone
+            leave(sys.stderr)
 
 
 def leave(stream: TextIO) -> None:
@@ -219,7 +205,7 @@ def end_stopped(number: int, frame: FrameType | None) -> None:
     if not is_repeat(number):
         name = signal.Signals(number).name
         end_interrupted(
-            f"stopped by {name} while no step was under way, nothing to save; run the same command to go on",
+            f"stopped by {name} while no step was under way, nothing to save; run the same command to resume",
             Preempted.exit_code,
         )
 

@@ -1,5 +1,7 @@
 """Numbers and tables as a person reads them."""
 
+from collections.abc import Sequence
+
 
 def human_count(number: float) -> str:
     """124475904 -> '124.5M'."""
@@ -40,6 +42,13 @@ def human_age(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """A line per row, its cells in columns: the first `left` of them aligned on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<" if number < left else ">" for number in range(len(widths))]
+    return ["  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, sides, widths, strict=True)) for row in rows]
 
 
 def memory_table(columns: list[dict[str, int]]) -> list[str]:

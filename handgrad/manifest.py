@@ -1,5 +1,4 @@
-"""The manifest of a checkpoint: who wrote it, of which step, and every file's size and hash. Nothing is believed before its
-hash is right."""
+"""The manifest of a checkpoint: its writer, its step, the size and hash of every file. A reader checks its hash first."""
 
 import hashlib
 import json
@@ -76,11 +75,11 @@ BESIDE: Conditions = {
 
 
 class DamagedCheckpoint(DataError):
-    """A size or a hash says that a checkpoint is not as it was written."""
+    """The size or the hash of a checkpoint's file differs from the manifest's."""
 
 
 class OtherSchema(DataError):
-    """Another version of handgrad wrote the checkpoint. It is not passed over: an older one may lie far back."""
+    """Another version of handgrad wrote the checkpoint. No older one takes its place: it may lie far back."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if not intact:
             raise DamagedCheckpoint(f"{expected}, and its SHA-256 differs from its content's; it was edited or damaged")
         writer = f"handgrad {manifest.get('handgrad')} wrote it, probably a newer handgrad than this one, {__version__}"
-        raise OtherSchema(f"{expected}; {writer}: use that version, or move {folder} away to go on without")
+        raise OtherSchema(f"{expected}; {writer}: use that version, or move {folder} away to continue without it")
     if not intact:
         raise DamagedCheckpoint(f"{path}: its SHA-256 differs from its content's; it was edited or damaged")
     check_fields(manifest, path)

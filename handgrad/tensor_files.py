@@ -1,4 +1,4 @@
-"""Tensors written as a safetensors file and hashed on the way; the hash at the end of each tensor tells where damage is."""
+"""Tensors written as a safetensors file and hashed on the way; the hash at the end of each tensor locates damage."""
 
 import contextlib
 import hashlib
@@ -122,7 +122,7 @@ def first_damaged(path: Path, ends: list[list[Any]]) -> str:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, open; raises `DataError` for what it does not hold."""
+    """An open safetensors file; raises `DataError` for one that cannot be read."""
     try:
         with safetensors.safe_open(path, framework="pt") as stored:
             yield stored

@@ -38,6 +38,11 @@ def choose() -> None:
     os.environ.update(chosen)
 
 
+def environment_before() -> dict[str, str]:
+    """The environment that this process was started in, for one that it starts."""
+    return {name: value for name, value in os.environ.items() if name not in chosen}
+
+
 def choice(environment: Mapping[str, str], cores: int, quota: float | None) -> dict[str, str]:
     """The variables to set. The number of threads is left to torch, a thread per core, unless a quota gives less."""
     number = {}

@@ -290,7 +290,7 @@ def test_rows_of_a_ladder_as_people_count_them() -> None:
         (["ladder", "--rounds", "3"], "--rounds does nothing in `bench ladder`"),
         (["ladder", "--seconds", "0"], "--seconds must be above 0"),
         (["ladder", "--device", "cuda"], "device cuda"),
-        (["ladder", "--rows", "6-9"], "--rows goes on in a record: give its --out FILE"),
+        (["ladder", "--rows", "6-9"], "--rows adds to a record: give its --out FILE"),
         (["ladder", "--rows", "6-10", "--out", "{shards}/x.json"], "rows are numbers from 1 to 9"),
         (["loss"], "give --data DIR"),
         (["loss", "--data", "{shards}", "--contenders", "twin-flsh,handgrad-bf16"], "did you mean twin-flash?"),

@@ -13,7 +13,7 @@ from handgrad.errors import DataError
 from handgrad.gpus import GPUS
 from handgrad.presets import preset
 from handgrad.run.checks import can_offload, check_fits
-from handgrad.run.writing import memory_bytes
+from handgrad.run.memory import memory_bytes
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.fitting import candidates
 from handgrad.tools.forecast import bytes_of, forecast

@@ -14,8 +14,8 @@ from handgrad.fp8.tables import fp8_gemms
 from handgrad.gpus import GPUS
 from handgrad.models import gpt2, modern
 from handgrad.run import checks
+from handgrad.run.memory import memory_bytes
 from handgrad.run.resolve import largest_micro_batch, possible_configs, resolve
-from handgrad.run.writing import memory_bytes
 from handgrad.tools import forecast
 from tests.conftest import make_model
 from tests.fp8_models import BOTH_OF_THE_HEAD, RoundedModernProducts, RoundedProducts, rounds_its_operands
@@ -103,7 +103,7 @@ def test_micro_batches_that_are_found_are_some_that_train(config: RunConfig, mon
     monkeypatch.setattr(checks, "validation_batches", lambda *_, **__: None)
     monkeypatch.setattr(checks.devices, "available_bytes", lambda device: needed[1] - 1)
     checks.check_fits(config, resolve(config, 257), None)  # type: ignore[arg-type]
-    told = "in bf16, where it may go on \\(.* in fp8 alone, with --fp8-on-saturation warn\\), .* try --micro-batch 4 "
+    told = "if it continues in bf16 \\(.* in fp8 alone, with --fp8-on-saturation warn\\), .* try --micro-batch 4 "
     with pytest.raises(DataError, match=told):
         checks.check_fits(leaving, resolve(leaving, 257), None)  # type: ignore[arg-type]
     assert list(forecast.micro_batches(dataclasses.replace(config, lanes=1))) == [2, 4, 8]

@@ -131,7 +131,7 @@ def test_a_checkpoint_that_fails_twice_is_passed_over(finished: RunConfig, monke
     log = (Path(run.out) / "log.txt").read_text()
     failing = Path(run.out) / "checkpoints" / "failing" / "step_00000008"
     assert (
-        "passed over step_00000008: the run failed at step 10 each time it went on from it" in log and str(failing) in log
+        "passed over step_00000008: the run failed at step 10 each time it resumed from it" in log and str(failing) in log
     )
     assert json.loads((failing / "manifest.json").read_text())["step"] == 8
     same_run(Path(finished.out), Path(run.out), 12)

@@ -11,8 +11,9 @@ from handgrad.checkpoint import peek_config
 from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.presets import PRESETS
-from handgrad.run.resolve import resolve
-from handgrad.run.start import precision_of, train
+from handgrad.run.folder import begun_settings
+from handgrad.run.resolve import resolve, with_precision
+from handgrad.run.start import train
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -72,6 +73,10 @@ def test_a_run_goes_on_in_the_precision_that_it_began_with(
     config: RunConfig, capability: dict[str, tuple[int, int]]
 ) -> None:
     """Also on a device for which auto would choose another one; a precision that is named counts."""
+
+    def precision_of(config: RunConfig, device: torch.device) -> str:
+        return with_precision(dataclasses.replace(config, **begun_settings(config)), device).precision
+
     begun = dataclasses.replace(config, precision="bf16")
     assert precision_of(config, CPU) == "fp32" and precision_of(config, CUDA) == "bf16", "no run yet"
     train(begun)

@@ -310,7 +310,7 @@ def test_a_model_that_diverged_does_not_write(config: RunConfig) -> None:
 
 
 def test_a_changed_library_is_said(finished: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop.Run, "versions", lambda self: {"torch": "9.9", "device": "abacus"})
+    monkeypatch.setattr(loop, "versions_of", lambda device, ops: {"torch": "9.9", "device": "abacus"})
     train(finished)
     told = " ".join(r["text"] for r in records(finished.out, ("event",)))
     assert "-> 9.9" in told and "-> abacus" in told

@@ -255,7 +255,7 @@ def test_an_interrupted_file_of_prompts_goes_on(
     monkeypatch.setattr(sample_command, "stream_text", noting)
     capsys.readouterr()
     assert main([*arguments, "--out", str(out)]) == 0
-    assert f"goes on after {after + 1} of 5 prompts" in capsys.readouterr().err
+    assert f"resumes after {after + 1} of 5 prompts" in capsys.readouterr().err
     assert sorted(entered + kept) == [0, 1, 2, 3, 4]
     assert out.read_bytes() == whole.read_bytes() and not partial.exists()
 

@@ -83,7 +83,7 @@ def test_one_that_fails_is_named_once(opens: Callable[[], Fake]) -> None:
         all_sinks.record(step(number))
     all_sinks.close()
     assert len(said) == 1 and said[0].startswith("log_to wandb ") and "\n" not in said[0]
-    assert said[0].endswith("; the run goes on, and metrics.jsonl has every figure")
+    assert said[0].endswith("; training continues, and metrics.jsonl has every figure")
 
 
 @pytest.mark.fault(40)

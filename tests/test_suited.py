@@ -95,7 +95,7 @@ def test_the_bare_command(shards: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*command, *options]) == 0
     first = peek_config(out)
     assert first is not None and first["num_layers"] == 4 and first["steps"] == 3 and first["data"] == str(shards)
-    settings = suited.chosen_settings(str(tmp_path / "nothing"), str(out), "cpu")
+    settings = suited.chosen_settings({"data": str(tmp_path / "nothing"), "out": str(out), "device": "cpu"})
     assert settings == {name: first[name] for name in suited.CHOSEN}, "without a look at the data"
     assert main([*command, *options]) == 0
     assert main(["train"]) == 64

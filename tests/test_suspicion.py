@@ -91,7 +91,7 @@ def test_a_transient_fault_leaves_no_trace(
     assert made.count(FAULTY) == 3 and made.count(FAULTY + 1) == (2 if ahead else 1)
     (told,) = events(struck)
     assert told.startswith("step 7: loss ") and " and norm inf, made again loss " in told
-    assert "the first was a fault of the hardware in the gradients of rank 0; the run goes on" in told
+    assert "the first was a fault of the hardware in the gradients of rank 0; the run continues" in told
     same_state(config, struck)
 
 
@@ -102,7 +102,7 @@ def test_a_lasting_fault_is_skipped_as_without_a_second_attempt(
     """The data or the model is at fault. The control takes every first result as it is."""
     config = dataclasses.replace(config, precision=precision)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "settle", lambda training, ranks, step, result: (result, ""))
+        patch.setattr(loop, "checked_result", lambda training, ranks, step, result: (result, ""))
         flip(patch, dict.fromkeys(range(9), 100))
         train(config)
     struck = elsewhere(config, "struck")

@@ -15,7 +15,7 @@ from handgrad.config import RunConfig
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.resolve import resolve
-from handgrad.run.suspicion import settle
+from handgrad.run.suspicion import checked_result
 from handgrad.training.step import NOTHING_TRAINED, TrainStep
 
 VOCABULARY = 61
@@ -92,7 +92,7 @@ def test_a_step_without_a_trained_token_changes_nothing(
     monkeypatch.setattr(TrainStep, "begin_again", lambda step, number: pytest.fail("it is no fault of the hardware"))
     training.step.step(0)
     before = [tensor.clone() for tensor in states(training)]
-    result, fault = settle(training, Ranks(), 1, training.step.step(1))
+    result, fault = checked_result(training, Ranks(), 1, training.step.step(1))
     assert (result.skipped, result.loss, result.norm, result.trained_tokens, fault) == (NOTHING_TRAINED, 0.0, 0.0, 0, "")
     assert all(torch.equal(a, b) for a, b in zip(before, states(training), strict=True))
     after = training.step.step(2)

@@ -19,8 +19,8 @@ from handgrad.layout import update_parts
 from handgrad.ops import cpu
 from handgrad.ops.reference.optimizer import round_stochastically
 from handgrad.run.assemble import Assembly, assemble
+from handgrad.run.memory import memory_bytes
 from handgrad.run.resolve import largest_micro_batch, resolve, schedule_of
-from handgrad.run.writing import memory_bytes
 from handgrad.training.feed import sort_positions
 from handgrad.training.spikes import WINDOW, SpikeWindow
 from handgrad.training.state import TrainingState

@@ -1,6 +1,7 @@
 """Inputs in the wrong place: each gets one line with the command or the flag that works."""
 
 import dataclasses
+import os
 import re
 import shlex
 import shutil
@@ -72,6 +73,22 @@ def test_several_files(text: Path, capsys: pytest.CaptureFixture) -> None:
     line = refused(capsys, 64, "prepare", text.name, "texts/one.txt", "--out", "shards")
     assert "one argument too many: 'texts/one.txt'; several files are one SOURCE: their folder, or a glob in quotes" in line
     assert "unknown argument '--nothing'" in refused(capsys, 64, "prepare", text.name, "--nothing")
+
+
+def test_a_text_in_the_place_of_an_option(capsys: pytest.CaptureFixture) -> None:
+    line = refused(capsys, 64, "sample", "runs/a", "Once upon a time")
+    assert "one argument too many: 'Once upon a time'; give a text as --prompt TEXT" in line
+    line = refused(capsys, 64, "chat", "runs/a", "Hello")
+    assert "one argument too many: 'Hello'; type the message at the prompt, or pipe it: echo TEXT | handgrad" in line
+
+
+@pytest.mark.parametrize("name", ["out", "data"])
+def test_a_path_that_is_no_utf_8(name: str, shards: Path, capsys: pytest.CaptureFixture) -> None:
+    """Linux takes any bytes. safetensors does not, so that such a run could not resume."""
+    given = {"data": str(shards), "out": "runs/a"} | {name: os.fsdecode(b"fa\xe7ade")}
+    line = refused(capsys, 64, "train", *SMALL, "--data", given["data"], "--out", given["out"])
+    assert f"{name} must be a path in UTF-8, found b'fa\\xe7ade'; rename the folder" in line
+    assert not os.path.lexists(given["out"]), "a refused command writes nothing"
 
 
 def test_a_recipe_or_a_run_in_the_place_of_a_preset(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -81,7 +81,7 @@ class Model:
     # Numbers of given tokens.
 
     def tokens(self, text: str) -> list[int]:
-        """The document that begins with `text`: what a prompt starts with (`Tokenizer.prompt_start`), then its tokens."""
+        """The document that begins with `text`: a prompt's start (`Tokenizer.prompt_start`), then the text's tokens."""
         return document(self.tokenizer, text)
 
     def logits(self, tokens: Tokens) -> Tensor:
@@ -157,7 +157,10 @@ class Model:
             given = [given]
         rows = []
         for row in given:
-            ids = self.tokens(row) if isinstance(row, str) else row.tolist() if hasattr(row, "tolist") else list(row)
+            if isinstance(row, str):
+                ids = self.tokens(row)
+            else:
+                ids = row.tolist() if hasattr(row, "tolist") else list(row)
             for one in ids:
                 if not isinstance(one, int | np.integer):
                     raise UsageError(f"expected token ids, found {one!r:.40}; give a text, ids, or rows of them")
@@ -210,9 +213,9 @@ class Model:
             raise UsageError(f"--batch must be 1 or more, found {batch}")
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
-        texts, pieces = self._begin(given, batch, max_tokens, stop, seed, options)
+        texts = self._texts(given, max_tokens, stop, seed)
         written = dict.fromkeys(texts, "")
-        for text, piece in pieces:
+        for text, piece in self._write(texts, options, stop, batch):
             written[text] += piece
         found: Any = list(written.values())
         return found[0] if isinstance(prompts, str) else found
@@ -232,8 +235,8 @@ class Model:
     ) -> Iterator[str]:
         """`generate` of one prompt, piece by piece. It ends with a `UsageError` when the same model begins another text."""
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
-        _, pieces = self._begin([prompt], 1, max_tokens, stop, seed, options)
-        return (piece for _, piece in pieces if piece)
+        texts = self._texts([prompt], max_tokens, stop, seed)
+        return (piece for _, piece in self._write(texts, options, stop, 1) if piece)
 
     def chat(
         self,
@@ -256,55 +259,52 @@ class Model:
         for messages that nobody can answer.
         """
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        check_writing(max_tokens, seed, stops)
+        check_writing(max_tokens, seed, texts_of(stop))
         if self._talk is None:
             self._talk = Talk(self.tokenizer)
         prompt = self._talk.prompt(messages, self._writing.fitting(self.shape.sequence_length), max_tokens)
         if prompt.note:
             warnings.warn(prompt.note, stacklevel=2)
         text = Continuation(prompt.tokens, prompt.max_tokens, seed)
-        return (piece for _, piece in self._write([text], options, stops, 1, self._talk) if piece)
+        return (piece for _, piece in self._write([text], options, stop, 1, self._talk) if piece)
 
-    def _begin(
-        self,
-        prompts: Sequence[str],
-        batch: int,
-        max_tokens: int,
-        stop: str | Sequence[str],
-        seed: int,
-        options: SamplingOptions,
-    ) -> tuple[list[Continuation], Iterator[tuple[Continuation, str]]]:
-        """Checks the options; returns the texts to write, and an iterator that writes them: a text and its next piece."""
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        check_writing(max_tokens, seed, stops)
+    def _texts(self, prompts: Sequence[str], max_tokens: int, stop: str | Sequence[str], seed: int) -> list[Continuation]:
+        """The texts to write. Raises `UsageError` for an invalid option."""
+        check_writing(max_tokens, seed, texts_of(stop))
         texts = [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(prompts)]
         if note := cropped(texts, self.shape.sequence_length):
             warnings.warn(note, stacklevel=3)
-        return texts, self._write(texts, options, stops, min(batch, len(texts)))
+        return texts
 
     def _write(
         self,
         texts: list[Continuation],
         options: SamplingOptions,
-        stops: Sequence[str],
+        stop: str | Sequence[str],
         batch: int,
         talk: Talk | None = None,
     ) -> Iterator[tuple[Continuation, str]]:
-        """`talk`: of a conversation, which keeps the keys and values of its earlier turns."""
+        """Writes the texts, `batch` at once: yields a text and its next piece. `talk`: of a conversation, which keeps the
+        keys and values of its earlier turns."""
         if not texts:
             return
         devices.use_precision(self.device, self.precision)
         mine = self._writer = object()
+        batch = min(batch, len(texts))
         longest = max(len(text.prompt) + text.max_tokens for text in texts)
         ends = frozenset((self.tokenizer.end_of_text, *(talk.ends if talk else listed_ends(self.tokenizer))))
         if talk and self._writing.size[0] == batch:
             longest = max(longest, self._writing.size[1])
         decoder = self._writing.decoder(batch, longest, options, ends)
-        for text, piece in stream_text(decoder, self.tokenizer, iter(texts), stops, keeps=talk is not None):
+        for text, piece in stream_text(decoder, self.tokenizer, iter(texts), texts_of(stop), keeps=talk is not None):
             yield text, piece
             if self._writer is not mine:
                 raise UsageError("this stream ended when its model began another text; load the model twice to have both")
+
+
+def texts_of(stop: str | Sequence[str]) -> list[str]:
+    """One text, or several, as a list."""
+    return [stop] if isinstance(stop, str) else list(stop)
 
 
 def padded(rows: list[list[int]], length: int) -> Tensor:

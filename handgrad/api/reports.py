@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from handgrad.errors import UsageError, storage_errors
 from handgrad.files import write_bytes_durably
+from handgrad.format import table
 from handgrad.names import check_choice
 from handgrad.reports import comparing, results
 from handgrad.reports.drawing import LARGE, SMALL, figure, own_settings, png
@@ -63,9 +64,7 @@ class Comparison(list[dict[str, Any]]):
     def __repr__(self) -> str:
         names = list(self[0])
         rows = [names, *([cell_text(row.get(name)) for name in names] for row in self)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join(lines)
+        return "\n".join(line.rstrip() for line in table(rows, left=len(names)))
 
 
 def cell_text(value: object) -> str:

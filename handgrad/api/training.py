@@ -140,7 +140,7 @@ class Training:
                 raise KeyboardInterrupt(str(stopped)) from None
             raise
         except BaseException as error:
-            self._torn = error is not run.observer.raised
+            self._torn = error is not run.callback_error
             raise
         finally:
             self._stepping = False

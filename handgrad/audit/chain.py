@@ -21,6 +21,11 @@ BEGIN, STEP, CHECKPOINT = "begin", "step", "checkpoint"
 LINKS = (BEGIN, STEP)
 NUMBERS = ("loss", "norm", "learning_rate")  # of a step, as hexadecimal text: exact
 FORMAT = 1
+FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # texts and objects, by kind
+    BEGIN: (("link", "previous"), ("config", "versions", "identity", "state")),
+    STEP: (("link", "previous", *NUMBERS), ("state",)),
+    CHECKPOINT: (("link", "manifest"), ()),
+}
 
 Line = dict[str, Any]
 
@@ -79,14 +84,9 @@ def checked_line(found: Record) -> Line:
     """The line, once it has the fields of its kind. Raises `DataError`."""
     kind = found.text("kind")
     found.count("step")
-    if kind == CHECKPOINT:
-        texts, objects = ("link", "manifest"), ()
-    elif kind == STEP:
-        texts, objects = ("link", "previous", *NUMBERS), ("state",)
-    elif kind == BEGIN:
-        texts, objects = ("link", "previous"), ("config", "versions", "identity", "state")
-    else:
+    if kind not in FIELDS:
         raise DataError(f"expected begin, step or checkpoint as kind, found {kind!r:.40} in {found.where}")
+    texts, objects = FIELDS[kind]
     for name in texts:
         text = found.text(name)
         if name in NUMBERS:
@@ -153,22 +153,23 @@ def differing(one: Line, other: Line) -> list[str]:
     return found
 
 
+CAUSES = {  # of a difference in a step's field, in the order in which a step makes them
+    "samples": "the samples of the step are others",
+    "learning_rate": "the learning rate is another",
+    "loss": "the forward pass gave another loss from an equal state: a sample or the arithmetic is another",
+    "norm": "the gradients of equal samples are others",
+    "skipped": "the verdict on equal gradients is another",
+}
+
+
 def meaning(fields: Iterable[str], step: int, equal: int) -> str:
     """The likely cause of a first difference in these fields of a step's link; `equal`: the step before it whose state
     was found equal."""
     fields = set(fields)
     if equal < step - 1:  # nothing of the steps between them is known
         return f"one of the steps {equal + 1} to {step} is another"
-    if "samples" in fields:
-        return "the samples of the step are others"
-    if "learning_rate" in fields:
-        return "the learning rate is another"
-    if "loss" in fields:
-        return "the forward pass gave another loss from an equal state: a sample or the arithmetic is another"
-    if "norm" in fields:
-        return "the gradients of equal samples are others"
-    if "skipped" in fields:
-        return "the verdict on equal gradients is another"
+    if (first := next((name for name in CAUSES if name in fields), None)) is not None:
+        return CAUSES[first]
     states = sorted(field.partition(".")[2] for field in fields if field.startswith("state."))
     if "m" in states:  # whose update reads nothing but the gradients; equal norms may hide others
         return f"gradients of an equal norm, or their update, left other bits in {', '.join(states)}"

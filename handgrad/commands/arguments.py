@@ -5,20 +5,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from handgrad import presets
-from handgrad.commands.audit_arguments import certificate, diff, verify
-from handgrad.commands.model_arguments import add_fp8_weights, add_model_arguments, add_strict, chat, sample
-from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
-from handgrad.config import (
-    FIELDS,
-    GPT2_VOCABULARY,
-    PRECISIONS,
-    TECHNIQUES,
-    RunConfig,
-    read_toml,
+from handgrad.commands.model_arguments import (
+    add_address,
+    add_fp8_weights,
+    add_model_arguments,
+    add_strict,
+    chat,
+    sample,
+    serve,
 )
+from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
+from handgrad.config import FIELDS, GPT2_VOCABULARY, PRECISIONS, TECHNIQUES, RunConfig, read_toml
 from handgrad.evaluation.tasks import TASKS
 from handgrad.gpus import GPUS, short_name
-from handgrad.rules import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SECONDS, between
+from handgrad.rules import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SECONDS
 from handgrad.run import settings
 from handgrad.run.sweep import Sweep, resolve_sweep
 
@@ -128,29 +128,24 @@ def add_timeout_arguments(parser: Parser) -> None:
 def prepare(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
     parser.takes_one = "several files are one SOURCE: their folder, or a glob in quotes, like 'notes/*.txt'"
-    parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
-    names = "gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json (default: auto: gpt2; for less than 4 MiB"
-    names += " of your own text bpe:4096)"
-    parser.add_argument("--tokenizer", default="auto", metavar="NAME", help=names)
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="column of rows with the text")
-    parser.add_argument(
-        "--chat", action="store_true", help=".jsonl rows are conversations; the assistant's words are trained"
-    )
-    parser.number(
-        "--validation-fraction",
-        "share held out (default: 0.1 of text, 0.05 of rows, 0.005 on the Hub, 0.01 of stories, questions)",
-        kind=float,
-    )
+    parser.text("--out", "DIR", "folder to write (default: shards)", default="shards")
+    names = "gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json"
+    names += " (default: auto: gpt2; for less than 4 MiB of your own text bpe:4096)"
+    parser.text("--tokenizer", "NAME", names, default="auto")
+    parser.text("--text-field", "NAME", "column of rows with the text", default="text")
+    parser.switch("--chat", ".jsonl rows are conversations; the assistant's words are trained")
+    share = "share held out (default: 0.1 of text, 0.05 of rows, 0.005 on the Hub, 0.01 of stories, questions)"
+    parser.number("--validation-fraction", share, kind=float)
     parser.number("--shard-tokens", "tokens per shard (default: 100 million)", default=100_000_000)
     parser.number("--documents", "at most so many (0: all; stories, questions: 100,000)", default=0)
     parser.number("--workers", "processes (0: one per core)", default=0)
     parser.number("--seed", "of the stories, the questions and the validation rows", default=0)
-    parser.add_argument("--overwrite", action="store_true", help="replace a folder that holds other data")
+    parser.switch("--overwrite", "replace a folder that holds other data")
 
 
 def train(parser: Parser) -> None:
     add_run_arguments(parser)
-    parser.add_argument("--allow-changes", action="store_true", help="resume although config or data changed (logged)")
+    parser.switch("--allow-changes", "resume although config or data changed (logged)")
     add_strict(parser)
     parser.number("--gpus", "start a process on each of N GPUs of this machine (default: 1)", rule=AT_LEAST_1)
     parser.number("--restarts", "after a crash go on, at most N times, from the newest checkpoint", rule=NOT_NEGATIVE)
@@ -171,7 +166,7 @@ def plan(parser: Parser) -> None:
     parser.add_argument("--gpu", type=short_name, choices=[*GPUS, "all"], metavar="NAME", help=PLANNED_GPUS)
     parser.number("--gpus", "how many, a process on each (default: 1)", rule=AT_LEAST_1)
     parser.number("--price", "dollars per GPU and hour (default: costs are left out)", kind=float, rule=NOT_NEGATIVE)
-    parser.add_argument("--fit", metavar="SIZE", help="memory to plan for, like 24GB (default: all of a GPU's)")
+    parser.text("--fit", "SIZE", "memory to plan for, like 24GB (default: all of a GPU's)", default=None)
     parser.number("--ranks", "the same as --gpus, of any processes that train together", rule=AT_LEAST_1)
 
 
@@ -179,17 +174,16 @@ def evaluate(parser: Parser) -> None:
     add_model_arguments(parser, with_fp8=True)
     parser.takes_one = "one MODEL at a time; `handgrad report RUN RUN` compares runs"
     add_fp8_weights(parser)
-    parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
+    parser.text("--data", "DIR", "prepared shards (default without --tasks: the run's)")
     parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
     stride = "tokens between windows, each of which scores its last ones; 0: windows side by side (default: the run's)"
     parser.number("--eval-stride", stride, rule=NOT_NEGATIVE)
     context = "tokens of a window (default: the model's context, of a model from elsewhere at most 4096)"
     parser.number("--context", context, rule=NOT_NEGATIVE, default=0)
     parser.number("--micro-batch", "contexts' worth at once (default: 8)", rule=AT_LEAST_1, default=8)
-    names = f"{', '.join(TASKS)}, or your own; without a FILE from the Hub"
-    parser.add_argument("--tasks", default="", metavar="NAME[=FILE],...", help=names)
+    parser.text("--tasks", "NAME[=FILE],...", f"{', '.join(TASKS)}, or your own; without a FILE from the Hub")
     parser.number("--limit", "first N examples of each task (default: all)", rule=NOT_NEGATIVE, default=0)
-    parser.add_argument("--out", default="", metavar="FILE", help="a line of JSON per example of the tasks")
+    parser.text("--out", "FILE", "a line of JSON per example of the tasks")
     add_timeout_arguments(parser)
 
 
@@ -204,23 +198,19 @@ def export(parser: Parser) -> None:
     parser.add_argument("--to", required=True, choices=("hf", "peft", "llmc", "gguf"), help=formats)
     types = "of the weights: fp32 or bf16 (default: fp32), for gguf f16, bf16 or q8_0 (default: f16)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "f16", "q8_0"), metavar="NAME", help=types)
-    hub = "hf: then upload DIR to the Hub as OWNER/NAME, private if new"
-    parser.add_argument("--push", default="", metavar="NAME", help=hub)
-    parser.add_argument("--with-optimizer", action="store_true", help="llmc: also the moments, for llm.c to go on (-y 1)")
+    parser.text("--push", "NAME", "hf: then upload DIR to the Hub as OWNER/NAME, private if new")
+    parser.switch("--with-optimizer", "llmc: also the moments, for llm.c to go on (-y 1)")
     add_strict(parser)
 
 
 def import_(parser: Parser) -> None:
     sources = "a folder of transformers or of PEFT, a model of the Hub by name, or a model file of llm.c"
     parser.add_argument("source", metavar="SOURCE", help=sources)
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", help="a new folder; evaluate, sample and --init-from accept it"
-    )
-    parser.add_argument("--tokenizer", default="", metavar="gpt2|bytes|FILE", help="in place of the source's own")
-    state = "llm.c's state_*.bin of that step: `train --out DIR` can go on"
-    parser.add_argument("--optimizer", default="", metavar="FILE", help=state)
-    under = "the weights under a folder of PEFT's adapters, in the place of those that it names"
-    parser.add_argument("--base", default="", metavar="WEIGHTS", help=under)
+    accepted = "a new folder; evaluate, sample and --init-from accept it"
+    parser.add_argument("--out", required=True, metavar="DIR", help=accepted)
+    parser.text("--tokenizer", "gpt2|bytes|FILE", "in place of the source's own")
+    parser.text("--optimizer", "FILE", "llm.c's state_*.bin of that step: `train --out DIR` can go on")
+    parser.text("--base", "WEIGHTS", "the weights under a folder of PEFT's adapters, in the place of those that it names")
 
 
 def add_runs(parser: Parser) -> None:
@@ -230,7 +220,7 @@ def add_runs(parser: Parser) -> None:
 
 def report(parser: Parser) -> None:
     add_runs(parser)
-    parser.add_argument("--out", default="", metavar="FILE", help="the page, plots beside it (default: RUN/report.html)")
+    parser.text("--out", "FILE", "the page, plots beside it (default: RUN/report.html)")
 
 
 def recipes(parser: Parser) -> None:
@@ -240,17 +230,6 @@ def recipes(parser: Parser) -> None:
 def watch(parser: Parser) -> None:
     add_runs(parser)
     add_address(parser, 8360)
-
-
-def serve(parser: Parser) -> None:
-    chat(parser)
-    add_address(parser, 8361)
-
-
-def add_address(parser: Parser, port: int) -> None:
-    """The place where a page is."""
-    parser.number("--port", f"of the page (default: {port}, or a free one)", rule=between(1, 65535))
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 0.0.0.0: for the network too")
 
 
 BENCHMARKS = {
@@ -265,13 +244,12 @@ BENCHMARKS = {
 
 def runs(parser: Parser) -> None:
     parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="searched for runs (default: runs)")
-    parser.add_argument("--json", action="store_true", help="a list of objects instead, for scripts")
+    parser.switch("--json", "a list of objects instead, for scripts")
 
 
 def checkpoints(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder")
-    hashes = "instead: read each, compare every file with its hash; exit code 65 if one is damaged"
-    parser.add_argument("--verify", action="store_true", help=hashes)
+    parser.switch("--verify", "instead: read each, compare every file with its hash; exit code 65 if one is damaged")
     newest = "instead: delete all but the N newest, the best and the major ones (--keep-every)"
     parser.number("--prune", newest, rule=AT_LEAST_1)
 
@@ -280,50 +258,72 @@ def bench(parser: Parser) -> None:
     texts = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     parser.add_argument("what", choices=list(BENCHMARKS), metavar="BENCHMARK", help=texts)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(default: auto)")
-    parser.add_argument("--model", default="d12", metavar="NAME", help="model size (default: d12)")
-    whole: dict[str, Any] = {"rule": AT_LEAST_1}
-    real: dict[str, Any] = {"rule": ABOVE_0, "kind": float}
-    parser.number("--micro-batch", "samples at once (default: step 64, loss 32, ladder 16; CPU: 4)", **whole)
-    parser.number("--sequence-length", "tokens per sample (default: 1024; CPU: 64)", **whole)
-    parser.number("--micro-steps", "micro-batches per optimizer step (default: 1)", **whole)
+    parser.text("--model", "NAME", "model size (default: d12)", default="d12")
+    parser.number("--micro-batch", "samples at once (default: step 64, loss 32, ladder 16; CPU: 4)", rule=AT_LEAST_1)
+    parser.number("--sequence-length", "tokens per sample (default: 1024; CPU: 64)", rule=AT_LEAST_1)
+    parser.number("--micro-steps", "micro-batches per optimizer step (default: 1)", rule=AT_LEAST_1)
     parser.add_argument("--precision", choices=PRECISIONS, help="of handgrad (default: bf16)")
     parser.add_argument("--recompute", type=int, choices=(0, 1, 2, 3), help="of handgrad, as in train (default: 0)")
-    parser.add_argument("--data", metavar="DIR", help="prepared shards to read the tokens from (default: synthetic tokens)")
-    parser.add_argument("--techniques", metavar="NAMES", help="all that a modern network has (default: as in train)")
-    parser.add_argument("--contenders", metavar="TEXT", help="step on a GPU, loss: names, by commas; a wrong one lists all")
-    parser.number("--seconds", "per contender (default: 20; ladder: per row, 5)", **real)
-    parser.number("--turn-seconds", "step on a GPU: length of a slice (default: 10)", **real)
+    parser.text("--data", "DIR", "prepared shards to read the tokens from (default: synthetic tokens)", default=None)
+    parser.text("--techniques", "NAMES", "all that a modern network has (default: as in train)", default=None)
+    parser.text("--contenders", "TEXT", "step on a GPU, loss: names, by commas; a wrong one lists all", default=None)
+    parser.number("--seconds", "per contender (default: 20; ladder: per row, 5)", rule=ABOVE_0, kind=float)
+    parser.number("--turn-seconds", "step on a GPU: length of a slice (default: 10)", rule=ABOVE_0, kind=float)
     starts = "step on a GPU: 1: start with empty kernel caches alone, 2: again with full ones (default: 2)"
     parser.add_argument("--starts", type=int, choices=(1, 2), help=starts)
-    parser.number("--steps", "loss: optimizer steps (default: 200)", **whole)
-    parser.number("--learning-rate", "loss: at its peak (default: 6e-4)", **real)
-    parser.add_argument("--rows", metavar="NUMBERS", help="ladder: these alone, into --out beside what it has, like 6-9")
-    parser.number("--rounds", "step on a CPU: slices of every contender (default: 5)", **whole)
-    parser.add_argument("--out", default="", metavar="FILE", help="also write the figures as JSON")
+    parser.number("--steps", "loss: optimizer steps (default: 200)", rule=AT_LEAST_1)
+    parser.number("--learning-rate", "loss: at its peak (default: 6e-4)", rule=ABOVE_0, kind=float)
+    parser.text("--rows", "NUMBERS", "ladder: these alone, into --out beside what it has, like 6-9", default=None)
+    parser.number("--rounds", "step on a CPU: slices of every contender (default: 5)", rule=AT_LEAST_1)
+    parser.text("--out", "FILE", "also write the figures as JSON")
 
 
 def tune(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.number("--vocab-size", "words (default: GPT-2's)", rule=AT_LEAST_1, default=GPT2_VOCABULARY)
-    parser.add_argument("--table", default="", metavar="FILE", help="the table to write (default: this user's)")
+    parser.text("--table", "FILE", "the table to write (default: this user's)")
 
 
 def profile(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.number("--vocab-size", "words of synthetic tokens (default: GPT-2's)", rule=AT_LEAST_1)
     parser.number("--profile-steps", "optimizer steps recorded (default: 3)", rule=AT_LEAST_1, default=3)
-    parser.add_argument("--trace", default="", metavar="FILE", help="also write a trace for Perfetto (.json or .json.gz)")
-    parser.add_argument("--ncu", action="store_true", help="count DRAM, L2 and instructions by Nsight Compute instead")
-    parser.add_argument("--inside-ncu", action="store_true", help=argparse.SUPPRESS)  # --ncu starts the command with it
+    parser.text("--trace", "FILE", "also write a trace for Perfetto (.json or .json.gz)")
+    parser.switch("--ncu", "count DRAM, L2 and instructions by Nsight Compute instead")
+    parser.switch("--inside-ncu", argparse.SUPPRESS)  # --ncu starts the command with it
 
 
 def doctor(parser: Parser) -> None:
-    net = "measure between the processes of a launch instead (torchrun, srun)"
-    parser.add_argument("--net", action="store_true", help=net)
+    parser.switch("--net", "measure between the processes of a launch instead (torchrun, srun)")
     add_timeout_arguments(parser)
-    state = "instead: logits, loss, gradients against llm.c's debug state"
-    parser.add_argument("--debug-state", default="", metavar="FILE", help=state)
-    parser.add_argument("--model", default="", metavar="FILE", help="the model.bin of the debug state")
+    parser.text("--debug-state", "FILE", "instead: logits, loss, gradients against llm.c's debug state")
+    parser.text("--model", "FILE", "the model.bin of the debug state")
+
+
+def verify(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder, or a certificate with checkpoints/ beside it")
+    parser.text("--data", "DIR", "the run's shards (default: where the run had them)")
+    parser.text("--init-from", "DIR", "the weights that it started from (default: where the run had them)")
+    parser.number("--from", "step to begin after, 0 or one with a checkpoint (default: the first)", rule=NOT_NEGATIVE)
+    parser.number("--to", "last step (default: that of the last link or checkpoint)", rule=AT_LEAST_1)
+    parser.number("--segments", "instead: N of those between two checkpoints, drawn by --seed", rule=AT_LEAST_1)
+    parser.number("--seed", "of the draw", rule=NOT_NEGATIVE, default=0)
+    parser.text("--signed-by", "SHA256", "SHA-256 of the key that must have signed the certificate (default: any, or none)")
+    parser.switch("--allow-changes", "replay although the device or versions are others (named)")
+    parser.number("--ranks", "replay by N processes, a GPU each where there are any (default: 1)", rule=AT_LEAST_1)
+    parser.text("--scratch", "DIR", "an empty folder for the replay (default: a temporary one)")
+
+
+def diff(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder")
+    parser.add_argument("other", metavar="RUN", help="another; exit code 0 if nothing differs, 1 otherwise")
+    parser.number("--tensors", "differing tensors to list (default: 12; 0: all)", rule=NOT_NEGATIVE, default=12)
+
+
+def certificate(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder with audit.jsonl")
+    parser.text("--out", "FILE", "the certificate, a page beside it (default: RUN/certificate.json)")
+    parser.text("--key", "FILE", "sign it by this Ed25519 key (PEM, without a password); needs the package cryptography")
 
 
 def gradcheck(parser: Parser) -> None:
@@ -331,8 +331,8 @@ def gradcheck(parser: Parser) -> None:
 
 
 def demo(parser: Parser) -> None:
-    parser.add_argument("--data", default="shards/stories", metavar="DIR", help="folder of the shards")
-    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="folder of the run")
+    parser.text("--data", "DIR", "folder of the shards", default="shards/stories")
+    parser.text("--out", "DIR", "folder of the run", default="runs/demo")
     parser.number("--steps", "training steps", default=presets.demo().steps)
 
 

@@ -80,7 +80,7 @@ def bench_loss(parsed: Namespace, device: str) -> None:
 def bench_ladder(parsed: Namespace, device: str) -> None:
     ladder = module("ladder")
     if parsed.rows and not parsed.out:
-        raise UsageError("--rows goes on in a record: give its --out FILE")
+        raise UsageError("--rows adds to a record: give its --out FILE")
     module("record").keep_commit()
     rungs = ladder.rungs_of(parsed.rows) if parsed.rows else None
     ladder.compare(settings(parsed, device, 16), parsed.seconds or 5.0, parsed.out, rungs)

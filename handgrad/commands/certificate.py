@@ -1,4 +1,4 @@
-"""handgrad certificate: a small file that says what a run was trained on, and a page of it."""
+"""handgrad certificate: a small file that names the data of a run by their hashes, and a page for people."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -12,7 +12,7 @@ from typing import Any
 
 from handgrad import devices
 from handgrad.arena import make_plan
-from handgrad.errors import DataError, tell_note
+from handgrad.errors import DataError, tell
 from handgrad.evaluation.load import LoadedModel, Weights, from_elsewhere, load_model, machine
 from handgrad.evaluation.writing import Writing
 from handgrad.format import human_bytes
@@ -64,9 +64,10 @@ def opened(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
     talk = Talk(weights.tokenizer)
     model = load_model(weights, device, dtype, ops, fp8_buffers(weights.shape, ops, device) if parsed.fp8_weights else [])
     if talk.template.is_plain and from_elsewhere(weights):
-        tell_note(
+        tell(
             f"{parsed.checkpoint} has no chat template, so this talks in the plain one; a base model continues text and"
-            " seldom answers: finetune it on conversations, which `handgrad prepare --chat` takes"
+            " seldom answers: finetune it on conversations, which `handgrad prepare --chat` takes",
+            ends=False,
         )
     return weights, talk, Writing(model, dtype, with_fp8_weights(ops, model.shape, model.weights, model.views))
 
@@ -102,7 +103,7 @@ def converse(parsed: Namespace, talk: Talk, writing: Writing, options: SamplingO
         except DataError as error:
             if not terminal:
                 raise
-            tell_note(str(error))
+            tell(error, ends=False)
             continue
         if prompt.note:
             print(prompt.note, file=sys.stderr)
@@ -116,7 +117,7 @@ def lines(terminal: bool) -> Iterator[str]:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives `input` its history and editing
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer names what is no text
+        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer refuses bytes that are no text
     while sys.stdin is not None:  # as it is after `<&-`
         try:
             line = input("> ") if terminal else sys.stdin.readline()

@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from handgrad.errors import DataError
-from handgrad.run.inventory import kept_checkpoints, prune, table, verify
+from handgrad.run.inventory import kept_checkpoints, listed, prune, verify
 from handgrad.run_files import CHECKPOINTS
 
 
@@ -23,5 +23,5 @@ def run(parsed: Namespace) -> int:
         for line in prune(folder, parsed.prune):
             print(line)
     if not parsed.verify and parsed.prune is None:
-        print("\n".join(table(kept)))
+        print("\n".join(listed(kept)))
     return 0

@@ -4,7 +4,6 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
+from handgrad.format import table
 from handgrad.generation.fp8_weights import rounded
 from handgrad.interop.sources import open_weights
 from handgrad.models import forward_buffers, named_activations
@@ -166,7 +166,8 @@ def task_lines(parsed: Namespace, source: Weights, tasks: list[TaskData], result
             "the model's likelihoods are not finite: its weights have diverged; use an earlier checkpoint, or another"
             " --precision"
         )
-    lines = [*table([("task", "metric", "value", "stderr", "n"), *(row for result in results for row in result.lines())])]
+    rows = [row for result in results for row in result.lines()]
+    lines = table([("task", "metric", "value", "stderr", "n"), *rows], left=2)
     lines += [note for task in tasks for note in task.notes]
     if parsed.out:
         write_rows(Path(parsed.out), results)
@@ -177,13 +178,6 @@ def task_lines(parsed: Namespace, source: Weights, tasks: list[TaskData], result
     if source.checkpoint is not None and (message := append_to_run(source.checkpoint, records)):
         lines.append(message)
     return lines
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Aligned columns: two of names on the left, numbers on the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [[f"{cell:{'<' if n < 2 else '>'}{widths[n]}}" for n, cell in enumerate(row)] for row in rows]
-    return ["  ".join(cells) for cells in aligned]
 
 
 class Progress:

@@ -24,7 +24,7 @@ def run(parsed: Namespace) -> int:
     if state:
         masters = "moments and master weights" if state.has_master else "moments"
         sizes = " ".join(f"{flag(name)} {getattr(shape, name)}" for name in SIZES)
-        print(f"optimizer  {masters} after {state.step} steps; to go on from there:")
+        print(f"optimizer  {masters} after {state.step} steps; to resume from there:")
         print(f"           handgrad train {sizes} --data SHARDS --out {out} --allow-changes")
     print(f"written    {out}")
     name, talks = shlex.quote(str(out)), template_text(found.tokenizer) is not None

@@ -1,7 +1,4 @@
-"""The flags of the commands that load a model and let it write: sample, chat."""
-
-import argparse
-from typing import Any
+"""The flags of the commands that load a model and let it write: sample, chat, serve."""
 
 from handgrad.commands.parser import Parser
 from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
@@ -10,13 +7,10 @@ from handgrad.rules import AT_LEAST_1, between
 FP8_NOTE = "; fp8: as a run in fp8 validates"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, with_fp8: bool = False) -> None:
+def add_model_arguments(parser: Parser, *, with_fp8: bool = False) -> None:
     """The model and its computation; `with_fp8`: fp8 is a precision of it, for a run's checkpoint."""
-    parser.add_argument(
-        "checkpoint",
-        metavar="MODEL",
-        help="run (its newest checkpoint), RUN/best, checkpoint, transformers folder, Hub name, .bin of llm.c",
-    )
+    model = "run (its newest checkpoint), RUN/best, checkpoint, transformers folder, Hub name, .bin of llm.c"
+    parser.add_argument("checkpoint", metavar="MODEL", help=model)
     add_strict(parser)
     parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
     precisions = [AUTO, *(precision for precision in PRECISIONS if with_fp8 or precision != "fp8")]
@@ -25,42 +19,40 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, with_fp8: bool = Fal
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")
 
 
-def add_fp8_weights(parser: argparse.ArgumentParser) -> None:
+def add_fp8_weights(parser: Parser) -> None:
     rounds = "round the weights of products to fp8 (e4m3, a scale a row), which one text reads on a GPU (default: no)"
-    parser.add_argument("--fp8-weights", action="store_true", help=rounds)
+    parser.switch("--fp8-weights", rounds)
 
 
-def add_strict(parser: argparse.ArgumentParser) -> None:
-    refuses = "refuse a run whose newest checkpoint is damaged, instead of taking the one before"
-    parser.add_argument("--strict", action="store_true", help=refuses)
+def add_strict(parser: Parser) -> None:
+    parser.switch("--strict", "refuse a run whose newest checkpoint is damaged, instead of taking the one before")
 
 
 def add_sampling_arguments(parser: Parser, text: str) -> None:
     """The rules for choosing a token, and the end of a `text`, as the help calls it."""
-    real: dict[str, Any] = {"kind": float}
-    parser.number("--temperature", "divides the logits; 0 is greedy (default: 0.8)", **real, default=0.8)
+    parser.number("--temperature", "divides the logits; 0 is greedy (default: 0.8)", kind=float, default=0.8)
     parser.number("--top-k", "only the N likeliest tokens (0: all)", default=0)
-    parser.number("--top-p", "only the likeliest tokens of total probability X (1: all)", **real, default=1.0)
-    parser.number("--min-p", "only tokens X times as likely as the likeliest (0: all)", **real, default=0.0)
-    parser.number("--repetition-penalty", "divides logits of tokens in the text so far (1: none)", **real, default=1.0)
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help=f"ends {text} before this text; may be repeated"
-    )
+    parser.number("--top-p", "only the likeliest tokens of total probability X (1: all)", kind=float, default=1.0)
+    parser.number("--min-p", "only tokens X times as likely as the likeliest (0: all)", kind=float, default=0.0)
+    parser.number("--repetition-penalty", "divides logits of tokens in the text so far (1: none)", kind=float, default=1.0)
+    ends = f"ends {text} before this text; may be repeated"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=ends)
 
 
 def sample(parser: Parser) -> None:
     add_model_arguments(parser)
     parser.takes_one = "the beginning of a text is --prompt TEXT, in quotes"
     add_fp8_weights(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="the beginning (default: a new document)")
-    parser.add_argument("--prompt-file", metavar="FILE", help="a file with the beginning; - is standard input")
+    parser.takes_one = "give a text as --prompt TEXT"
+    parser.text("--prompt", "TEXT", "the beginning (default: a new document)", default=None)
+    parser.text("--prompt-file", "FILE", "a file with the beginning; - is standard input", default=None)
     parser.number("--samples", "number of samples (default: 1)", rule=AT_LEAST_1)
     parser.number("--max-tokens", "longest sample (default: 200)", default=200)
     add_sampling_arguments(parser, "a sample")
     parser.number("--seed", "of the first sample or prompt; each further one counts up", default=0)
     prompts = 'prompts, one {"prompt": TEXT} a line; may have "max_tokens"'
     parser.add_argument("--in", dest="input", metavar="FILE", help=prompts)
-    parser.add_argument("--out", metavar="FILE", help="for --in: the same lines with text, tokens and why it stopped")
+    parser.text("--out", "FILE", "for --in: the same lines with text, tokens and why it stopped", default=None)
     parser.number("--batch", "texts at once, of samples or prompts (default: 8)", rule=AT_LEAST_1, default=8)
 
 
@@ -68,9 +60,21 @@ def chat(parser: Parser) -> None:
     add_model_arguments(parser)
     parser.takes_one = "what you say is asked for, or comes through a pipe: echo TEXT | handgrad chat MODEL"
     add_fp8_weights(parser)
-    parser.add_argument("--system", default="", metavar="TEXT", help="the message of the system, before the conversation")
+    parser.takes_one = "type the message at the prompt, or pipe it: echo TEXT | handgrad chat MODEL"
+    parser.text("--system", "TEXT", "the message of the system, before the conversation")
     parser.number("--max-tokens", "longest answer (default: 512)", default=512)
     add_sampling_arguments(parser, "an answer")
     parser.number("--seed", "of the first answer; each further one counts up", default=0)
     reads = "most tokens of the conversation that the model reads (default: its own context, or what memory holds)"
     parser.number("--context", reads, rule=between(2, 1 << 24))
+
+
+def serve(parser: Parser) -> None:
+    chat(parser)
+    add_address(parser, 8361)
+
+
+def add_address(parser: Parser, port: int) -> None:
+    """The place where a page is."""
+    parser.number("--port", f"of the page (default: {port}, or a free one)", rule=between(1, 65535))
+    parser.text("--host", "ADDRESS", "to listen on; 0.0.0.0: for the network too", default="127.0.0.1")

@@ -48,18 +48,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix("the following arguments are required: ")
         if missing != message and self.example:
-            raise UsageError(
-                f"{missing} is missing; for example `{self.example}`; `{self.prog} --help` lists what there is"
-            )
-        raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
+            raise UsageError(f"{missing} is missing; for example `{self.example}`; `{self.prog} --help` lists all")
+        raise UsageError(f"{message}; `{self.prog} --help` lists all")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """argparse's own check of `choices`, in the words of a setting's, with the nearest one."""
+        """argparse's own check of `choices`, with a setting's message and the nearest choice."""
         if action.choices is not None and value not in action.choices:
             check_choice(name_of(action), str(value), map(str, action.choices))
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """argparse's own conversion; what is no number is refused in the words of a setting's."""
+        """argparse's own conversion, with a setting's message for text that is no number."""
         if action.type not in (int, float):
             return super()._get_value(action, arg_string)
         try:
@@ -72,6 +70,14 @@ class Parser(argparse.ArgumentParser):
         action = self.add_argument(flag, type=kind, default=default, metavar=METAVARS[kind], help=help)
         if rule is not None:
             self.rules[action.dest] = rule
+
+    def text(self, flag: str, metavar: str, help: str, *, default: str | None = "") -> None:
+        """A flag with a text."""
+        self.add_argument(flag, default=default, metavar=metavar, help=help)
+
+    def switch(self, flag: str, help: str) -> None:
+        """A flag without a value."""
+        self.add_argument(flag, action="store_true", help=help)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Like `parse_args`; checks the numbers, and answers unknown flags with the nearest known ones."""

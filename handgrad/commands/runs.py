@@ -4,7 +4,7 @@ import shutil
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad.run.listing import json_text, list_runs, table
+from handgrad.run.listing import json_text, list_runs, listed
 
 
 def run(parsed: Namespace) -> int:
@@ -14,5 +14,5 @@ def run(parsed: Namespace) -> int:
     elif not runs:
         print(f"no runs in {parsed.folder}")
     else:
-        print("\n".join(table(runs, shutil.get_terminal_size().columns)))
+        print("\n".join(listed(runs, shutil.get_terminal_size().columns)))
     return 0

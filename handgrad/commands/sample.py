@@ -71,7 +71,7 @@ def run(parsed: Namespace) -> int:
             write_terminal(decoder, model, texts, prompts[0]["prompt"], parsed.stop)
         else:
             if written:
-                print(f"goes on after {len(written)} of {len(prompts)} prompts", file=sys.stderr)
+                print(f"resumes after {len(written)} of {len(prompts)} prompts", file=sys.stderr)
             left = {number: text for number, text in enumerate(texts) if number not in written}
             write_lines(decoder, model, left, prompts, parsed.stop, write)
     print(speed_line(texts, time.perf_counter() - started), file=sys.stderr)
@@ -110,28 +110,20 @@ def prompt_of(parsed: Namespace) -> str:
 def write_terminal(
     decoder: Decoder, model: LoadedModel, texts: list[Continuation], prompt: str, stops: Sequence[str]
 ) -> None:
-    """Prints one sample after the other, the prompt before each. Streams the first; the others' text so far follows it."""
-    waiting = {id(text): "" for text in texts}  # the text of each that is not shown yet
-    current = iter(texts)
-
-    def start(text: Continuation) -> None:
-        heading = f"--- sample {len(texts) - len(waiting) + 1}, seed {text.seed}\n" if len(texts) > 1 else ""
-        sys.stdout.write(heading + prompt + waiting[id(text)])
-
-    shown = next(current)
-    start(shown)
+    """Prints one sample after the other, the prompt before each. Streams the first unfinished one; the others wait."""
+    waiting = {
+        id(text): f"--- sample {n}, seed {text.seed}\n" * (len(texts) > 1) + prompt for n, text in enumerate(texts, 1)
+    }
+    left = list(texts)
     for text, piece in stream_text(decoder, model.tokenizer, iter(texts), stops):
-        if text is not shown:
-            waiting[id(text)] += piece
-            continue
-        sys.stdout.write(piece)
-        while shown.stopped:
-            sys.stdout.write("\n")
-            del waiting[id(shown)]
-            if not waiting:
+        waiting[id(text)] += piece
+        while left:
+            sys.stdout.write(waiting[id(left[0])])
+            waiting[id(left[0])] = ""
+            if not left[0].stopped:
                 break
-            shown = next(current)
-            start(shown)
+            sys.stdout.write("\n")
+            left.pop(0)
         sys.stdout.flush()
 
 

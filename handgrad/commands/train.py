@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from handgrad import checkpoint, devices, threads
 from handgrad.errors import UsageError
 from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.local import end_with_launcher, is_launched, run_ranks
+from handgrad.parallel.local import command_line, end_with_launcher, is_launched, run_ranks
 from handgrad.parallel.supervisor import supervise
 from handgrad.reports.page import write_report
 from handgrad.run.start import open_run
@@ -43,8 +42,7 @@ def saved_step(run: Path) -> int:
 def launch(parsed: Namespace, ranks: int, received: list[int]) -> int:
     """Starts this command as so many processes, in the environment that this one was started in; appends the signals that
     were passed on to `received`."""
-    environment = {name: value for name, value in os.environ.items() if name not in threads.chosen}
-    command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", "train", *parsed.arguments]
+    command, environment = command_line("train", *parsed.arguments), threads.environment_before()
     return run_ranks(command, ranks, environment, parsed.run_config.silence_seconds + 5, received)
 
 

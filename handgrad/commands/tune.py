@@ -42,7 +42,8 @@ def run(parsed: Namespace) -> int:
     config = replace(config, backend="kernels")
     path = Path(parsed.table) if parsed.table else cublaslt.user_table()
     every = replace(config, fp8_keep_bf16="") if config.precision == "fp8" else config
-    launch_once(every, parsed.vocab_size)
+    step_of(every, parsed.vocab_size, graphs=False).begin(0)  # launches every GEMM of a step
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     for line in tune.tune(list(cublaslt.PLANS), path):
         print(line, flush=True)
@@ -63,12 +64,6 @@ def run(parsed: Namespace) -> int:
 def step_of(config: RunConfig, vocab_size: int, *, graphs: bool) -> TrainStep:
     state, scaling = allocate(set_up(config, vocab_size))
     return bind(state, scaling, feed=NoFeed(), graphs=graphs).step
-
-
-def launch_once(config: RunConfig, vocab_size: int) -> None:
-    """Launches every GEMM of a step."""
-    step_of(config, vocab_size, graphs=False).begin(0)
-    torch.cuda.synchronize()
 
 
 def slower_in_fp8(config: RunConfig, vocab_size: int, kept: list[str]) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """handgrad verify: replays an audited run between its checkpoints, in a scratch folder, and compares every link."""
 
 import os
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -13,7 +12,7 @@ from handgrad import threads
 from handgrad.errors import UsageError
 from handgrad.files import check_free
 from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.local import end_with_launcher, is_launched, run_ranks
+from handgrad.parallel.local import command_line, end_with_launcher, is_launched, run_ranks
 from handgrad.tools.record import open_record
 from handgrad.tools.verify import Span, check_machine, holds, replay, spans_of
 
@@ -22,19 +21,20 @@ PATIENCE_SECONDS = 35.0  # of the launcher, for ranks to say why they ended
 
 def run(parsed: Namespace) -> int:
     begun, info = time.perf_counter(), find_rank_info(os.environ)
-    if info.size > 1 and not is_launched() and not parsed.scratch:
+    launched = is_launched()
+    tells = info.rank == 0 and not launched
+    if info.size > 1 and not launched and not parsed.scratch:
         raise UsageError("expected --scratch DIR, an empty folder that all ranks see, where a launcher starts the ranks")
     record = open_record(Path(parsed.run), parsed.signed_by)
-    if record.signer is not None and info.rank == 0 and not is_launched():
+    if record.signer is not None and tells:
         print(f"signed by  {f'the key {record.signer}' if record.signer else 'nobody'}")
     spans = spans_of(record, vars(parsed)["from"], parsed.to, parsed.segments or 0, parsed.seed)
-    if is_launched():
+    if launched:
         end_with_launcher()
     elsewhere = {name: place for name in ("data", "init_from") if (place := getattr(parsed, name))}
     changed = check_machine(record, spans, elsewhere, allow_changes=parsed.allow_changes)
-    if info.rank == 0 and not is_launched():
-        for line in changed:
-            print(f"other      {line}")
+    for line in changed if tells else ():
+        print(f"other      {line}")
     if info.size > 1 and len(spans) > 1:
         raise UsageError(
             f"a launcher's ranks replay one span, found {len(spans)}; give --from {spans[0].first} --to {spans[0].last}"
@@ -42,27 +42,25 @@ def run(parsed: Namespace) -> int:
     links = checkpoints = 0
     for span in spans:
         with scratch_folder(parsed.scratch, inside=info.size > 1) as scratch:
-            if (parsed.ranks or 1) > 1 and not is_launched():
+            if (parsed.ranks or 1) > 1 and not launched:
                 if code := launch(parsed, span, scratch):
                     return code
                 found = record.compared(span.first, span.last)
             else:
                 found = replay(record, span, elsewhere, scratch, writes=info.rank == 0)
             links, checkpoints = links + found[0], checkpoints + found[1]
-    if info.rank == 0 and not is_launched():
+    if tells:
         print(holds(record, spans, links, checkpoints, begun))
     return 0
 
 
 def launch(parsed: Namespace, span: Span, scratch: Path) -> int:
     """Replays one span by several processes; returns their exit code."""
-    environment = {name: value for name, value in os.environ.items() if name not in threads.chosen}
     words = ["verify", parsed.run, "--from", span.first, "--to", span.last, "--scratch", scratch, "--ranks", parsed.ranks]
     words += ["--data", parsed.data] if parsed.data else []
     words += ["--init-from", parsed.init_from] if parsed.init_from else []
     words += ["--allow-changes"] if parsed.allow_changes else []
-    command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", *map(str, words)]
-    return run_ranks(command, parsed.ranks, environment, PATIENCE_SECONDS)
+    return run_ranks(command_line(*words), parsed.ranks, threads.environment_before(), PATIENCE_SECONDS)
 
 
 @contextmanager

@@ -87,8 +87,8 @@ class GradientSync:
             self.clear_ring(bucket)
 
     def take_own_norms(self, bucket: Bucket) -> None:
-        """Sums of squares of what this rank's lanes have made of a bucket: they show whose lanes differ when a step is made
-        again."""
+        """Sums the squares of this rank's own gradients of a bucket: they show whose lanes differ when a step is
+        repeated."""
         assert self.own_norms is not None
         first = self.own_blocks[bucket.name]
         sums = self.own_norms[self.step % 2, first : first + norm_blocks_of(bucket)]
@@ -144,7 +144,7 @@ class GradientSync:
         return halves[: bucket.elements], halves[bucket.elements : bucket.elements + elements]
 
     def all_received(self) -> None:
-        """The end of a step's gradients: the current stream goes on once the last bucket is summed."""
+        """Ends a step's gradients: the current stream waits until the last bucket is summed."""
         with self.on_side_stream():
             self.receive()
         if self.stream is not None:
@@ -183,7 +183,7 @@ class GradientSync:
                     self.published[bucket.name].record()
 
     def await_weights(self, name: str) -> None:
-        """The current stream (on a CPU the host) goes on once this bucket's new weights are here."""
+        """Makes the current stream (on a CPU the host) wait for this bucket's new weights."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_event(self.published[name])
         elif name in self.publishing:

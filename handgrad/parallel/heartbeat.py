@@ -27,7 +27,7 @@ from handgrad.errors import NumericsError
 from handgrad.parallel.order import Entry, difference_text, first_difference, named_ranks
 from handgrad.parallel.running_clock import RunningClock
 
-RELAUNCH = 75  # the exit code that says: relaunch the same command
+RELAUNCH = 75  # the exit code of a run that the same command resumes
 INTERVAL_SECONDS = 1.0  # between beats
 WORK_FACTOR = 6  # a rank may work so many times as long as all may wait for each other
 SUSPECT_SECONDS = 5.0  # of silence are enough once a collective has failed
@@ -103,7 +103,7 @@ class Heartbeat:
         self.guard.start()
 
     def set_status(self, step: int, operation: str, *, waiting: bool = True) -> None:
-        """Notes what this rank does from now on: waits for others, or works."""
+        """Sets this rank's status: it waits for others, or works."""
         self.status = step, operation, waiting, self.clock()
 
     def leave(self, text: str, exit_code: int = RELAUNCH) -> None:
@@ -129,7 +129,7 @@ class Heartbeat:
             time.sleep(READ_SECONDS)
 
     def await_verdict(self) -> None:
-        """After a failed collective: gives the threads time to find out whose fault it was, and to end the process. Counts
+        """After a failed collective: gives the threads time to find the rank at fault and to end the process. Counts
         their rounds instead of reading a clock: on a busy machine they come late."""
         self.limit_seconds = min(self.timeout_seconds, SUSPECT_SECONDS)
         last = self.rounds + int(self.timeout_seconds / self.interval) + 3
@@ -242,7 +242,7 @@ class Heartbeat:
         except RuntimeError:  # the device has failed as well
             device = ""
         where = f"step {step}, {operation}" + (f" (on the device: {device})" if device else "")
-        advice = "; relaunch the same command to go on from the last checkpoint" if fault.exit_code == RELAUNCH else ""
+        advice = "; relaunch the same command to resume from the last checkpoint" if fault.exit_code == RELAUNCH else ""
         line = f"handgrad: rank {self.rank}, at {where}: {fault.text}{advice}"
         try:
             with contextlib.suppress(OSError):  # the launcher that read this is gone

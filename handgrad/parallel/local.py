@@ -14,18 +14,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from handgrad.errors import INTERRUPTED, STOPPING, tell_line
+from handgrad.errors import INTERRUPTED, STOPPING, tell
 
 LAUNCHER = "HANDGRAD_LAUNCHER"  # the launcher's process id, in the environment of its ranks
 FORWARDED = (signal.SIGINT, *(number for number in STOPPING if number != signal.SIGXCPU))  # a rank has its own CPU time
 POLL_SECONDS = 0.05
 KILL_SECONDS = 30.0  # between a rank's SIGTERM, because another has failed, and its SIGKILL
 PARENT_DEATH_SIGNAL = 1  # of prctl, Linux
+
+
+def command_line(*words: object) -> list[str]:
+    """`handgrad` with these words, by the Python at work or, as with torchrun, by PYTHON_EXEC."""
+    return [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", *map(str, words)]
 
 
 def run_ranks(
@@ -42,14 +46,10 @@ def run_ranks(
     """
     processes: list[subprocess.Popen[bytes]] = []
     received = [] if received is None else received
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    previous = handled_by(note)
-    try:
-        with tempfile.TemporaryDirectory(prefix="handgrad-ranks-", ignore_cleanup_errors=True) as folder:
-            shared = rank_environment(size, environment, free_port()) if size > 1 else alone(environment)
+    temporary = tempfile.TemporaryDirectory(prefix="handgrad-ranks-", ignore_cleanup_errors=True)
+    with noted_signals(received), temporary as folder:
+        try:
+            shared = rank_environment(size, environment)
             for rank in range(size):
                 (Path(folder) / str(rank)).mkdir()
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
@@ -58,37 +58,46 @@ def run_ranks(
                 if not received:
                     processes.append(start(command, env=shared | place, stdin=subprocess.DEVNULL, process_group=0))
             wait_for_all(processes, received, patience_seconds)
-    finally:
-        send(processes, signal.SIGKILL)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        finally:
+            send(processes, signal.SIGKILL)
     codes = [process.wait() for process in processes]
     for rank, code in enumerate(codes):
         if code < 0 and not received and code != -signal.SIGTERM:
-            tell_line(f"{f'rank {rank}' if size > 1 else 'the run'} was ended by {signal.Signals(-code).name}")
+            tell(f"{f'rank {rank}' if size > 1 else 'the run'} was ended by {signal.Signals(-code).name}")
     if received and all(code < 0 for code in codes):  # before they could say anything
-        tell_line("interrupted")
+        tell("interrupted")
     return worst_code(codes) if codes else INTERRUPTED
 
 
-def handled_by(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Handles the signals to forward; returns the handlers before. A SIGHUP that `nohup` has ignored stays so."""
+@contextlib.contextmanager
+def noted_signals(received: list[int]) -> Iterator[None]:
+    """Within a `with` block the signals to forward end nothing and are appended to `received`. A SIGHUP that `nohup` has
+    ignored stays so."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [number for number in FORWARDED if number != signal.SIGHUP or not ignored]
-    return {number: signal.signal(number, handler) for number in numbers}
+    previous = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-def rank_environment(size: int, environment: Mapping[str, str], port: int) -> dict[str, str]:
-    """The variables that torchrun gives all ranks of one machine, in the place of those that another launcher has left."""
+def rank_environment(size: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torchrun gives all ranks of one machine, in the place of those that another launcher has left; a
+    single process keeps its own."""
+    launcher = {LAUNCHER: str(os.getpid())}
+    if size == 1:
+        return {**environment, **launcher}
     kept = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
     kept.setdefault("OMP_NUM_THREADS", "1")
-    place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return {**kept, **{name: str(value) for name, value in place.items()}, LAUNCHER: str(os.getpid())}
-
-
-def alone(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a single process."""
-    return {**environment, LAUNCHER: str(os.getpid())}
+    place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+    place["MASTER_PORT"] = free_port()
+    return {**kept, **{name: str(value) for name, value in place.items()}, **launcher}
 
 
 def free_port() -> int:
@@ -124,11 +133,8 @@ def wait_for_all(processes: Sequence[subprocess.Popen[bytes]], received: Sequenc
 def worst_code(codes: Sequence[int]) -> int:
     """The exit code of a command whose ranks ended with `codes`. That another rank was lost (75) says more than the signal
     that ended it, an error more than either."""
-
-    def weight(code: int) -> int:
-        return {0: 0, 75: 2, INTERRUPTED: 3}.get(code, 1 if code < 0 else 4)
-
-    worst = max(codes, key=weight)
+    severity = {0: 0, 75: 2, INTERRUPTED: 3}
+    worst = max(codes, key=lambda code: severity.get(code, 1 if code < 0 else 4))
     return 128 - worst if worst < 0 else worst
 
 

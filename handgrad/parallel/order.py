@@ -59,7 +59,7 @@ class Order:
 
 
 def first_difference(sequences: Mapping[int, Sequence[Entry]]) -> dict[tuple[int, int, str], list[int]]:
-    """The ranks by what they have at the first number of which two remember different things; empty if there is none."""
+    """The ranks by their entry at the first number at which two entries differ; empty if there is none."""
     numbered = {rank: {number: (step, tag) for number, step, tag in recent} for rank, recent in sequences.items()}
     for number in sorted({number for entries in numbered.values() for number in entries}):
         sides: dict[tuple[int, int, str], list[int]] = {}

@@ -58,7 +58,7 @@ class Ranks:
         self.order.begin_step()
 
     def set_status(self, operation: str) -> None:
-        """Notes what this rank works at."""
+        """Records this rank's current operation for the heartbeat."""
         if self.heartbeat is not None:
             self.heartbeat.set_status(self.step, operation, waiting=False)
 
@@ -198,8 +198,7 @@ class Ranks:
                     )
 
     def all_gather_checked(self, values: Sequence[float], operation: str) -> list[list[float]]:
-        """`all_gather_numbers`, once the ranks have made sure that they stand at the same step and launched the same
-        collectives."""
+        """`all_gather_numbers`, after checking that all ranks are at the same step and launched the same collectives."""
         if self.size == 1:
             return [list(values)]
         rows = self.all_gather_numbers([self.step, self.order.count, self.order.digest, *values], operation)
@@ -215,7 +214,7 @@ class Ranks:
         reason = " ".join(str(error).split())
         raise LostRank(
             f"rank {self.rank} lost contact to another rank at step {self.step}, {operation} ({reason:.200});"
-            " relaunch the same command to go on from the last checkpoint"
+            " relaunch the same command to resume from the last checkpoint"
         )
 
     def close(self, error: BaseException | None = None) -> None:

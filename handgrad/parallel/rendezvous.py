@@ -33,9 +33,9 @@ OVERLAPPED_CTAS = 4  # thread blocks of a collective that runs beside kernels
 class Timeouts:
     """Seconds that ranks wait for each other, and the folder for the stacks of a rank that waited too long."""
 
-    join_seconds: float = 300  # at the start
-    silence_seconds: float = 30  # without a heartbeat
-    stall_seconds: float = 600  # in one operation
+    join_seconds: float  # at the start
+    silence_seconds: float  # without a heartbeat
+    stall_seconds: float  # in one operation
     stacks: Path | None = None
 
 
@@ -186,7 +186,7 @@ def wait_for_all(
         except (dist.DistError, RuntimeError):
             raise LostRank(
                 f"rank {info.rank} lost contact to rank 0 at {info.address}:{info.port} while waiting for others;"
-                " see what rank 0 said, and start all ranks again"
+                " read rank 0's error, and start all ranks again"
             ) from None
         if not missing:
             return start

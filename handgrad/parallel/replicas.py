@@ -70,7 +70,7 @@ def checksum(out: Tensor, flat: Tensor, ops: ModuleType) -> None:
 
 
 def who_differs(sums: Sequence[object]) -> str:
-    """The ranks that have another checksum than most."""
+    """The ranks whose checksum differs from the majority's."""
     usual = max(sums, key=sums.count)
     odd = [rank for rank, found in enumerate(sums) if found != usual]
     if sums.count(usual) > len(odd):
@@ -79,7 +79,7 @@ def who_differs(sums: Sequence[object]) -> str:
 
 
 def with_replicas(program: Program, replicas: Replicas) -> Program:
-    """The program with the comparison; what the ranks have sent is the last of the reports."""
+    """The program with the comparison; the ranks' checksums are the last of the reports."""
     return replace(
         program,
         before_step=[*program.before_step, replicas.begin],

@@ -1,7 +1,8 @@
-"""A clock that stands still while its process does.
+"""A clock that stops while its process is stopped.
 
-`scontrol suspend`, `docker pause` and a frozen virtual machine stop all processes of a run together. Once they go on, none
-has been silent: the first one to read a clock of the machine would take the pause for the others' silence.
+`scontrol suspend`, `docker pause` and a frozen virtual machine stop all processes of a run together. Once they
+continue, none has been silent, but the first one to read a clock of the machine would take the pause for the others'
+silence.
 """
 
 import threading

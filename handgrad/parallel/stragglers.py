@@ -1,4 +1,4 @@
-"""The rank that the others wait for.
+"""Finds the rank that the others wait for.
 
 On a busy machine now one rank is late, now another, for a step or for a second. So a rank is slow only in the median of a
 window of steps, and even in its fastest one; and only once it has been so in several windows in a row.
@@ -34,17 +34,14 @@ class Stragglers:
             self.found.append(slow_rank(self.window))
             self.window.clear()
 
-    def slow(self) -> int | None:
-        """The rank that has been slow in each of the last windows."""
-        return self.found[0] if len(self.found) == WINDOWS and len(set(self.found)) == 1 else None
-
     def report(self) -> tuple[dict[str, Any], str | None] | None:
         """(the slowest rank and its time over the steps since the last report, a line if a rank is newly slow)."""
         if not self.seconds:
             return None
         rank, slowest, usual = slowest_rank(self.seconds)
         figures = {"slowest": rank, "slowest_ms": slowest * 1e3, "median_ms": usual * 1e3, "steps": len(self.seconds)}
-        slow, line = self.slow(), None
+        always = len(self.found) == WINDOWS and len(set(self.found)) == 1
+        slow, line = self.found[0] if always else None, None
         if slow is not None and slow != self.named:
             own = statistics.median(times[slow] for times in self.seconds)
             line = (

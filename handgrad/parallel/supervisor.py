@@ -1,13 +1,12 @@
 """Starts a run again after it has crashed: `handgrad train --restarts N`.
 
-A run goes on at its newest checkpoint with the bits it would have had, so that a start more costs time and nothing else. An
-error that another start cannot mend ends the run at once; so do two starts that bring no new checkpoint.
+A run resumes at its newest checkpoint with the bits of an unbroken run, so a restart costs nothing but time. An error that
+no restart can fix ends the run at once; so do two starts without a new checkpoint.
 """
 
 import signal
 import time
 from collections.abc import Callable
-from types import FrameType
 
 from handgrad.errors import (
     INTERRUPTED,
@@ -17,12 +16,12 @@ from handgrad.errors import (
     MemoryShort,
     Preempted,
     UsageError,
-    tell_line,
+    tell,
 )
-from handgrad.parallel.local import POLL_SECONDS, handled_by
+from handgrad.parallel.local import POLL_SECONDS, noted_signals
 
 # A mistake, damaged input, a folder of another run, a run that does not fit: the next start ends the same way. A machine
-# that computes wrongly had better not go on.
+# that computes wrongly must stop.
 MENDED_BY_NO_START = (UsageError, DataError, ConfigError, MemoryShort, HardwareError)
 FINAL = (0, INTERRUPTED, *(error.exit_code for error in MENDED_BY_NO_START))
 IDLE_STARTS = 2  # without a new checkpoint, after which the run is given up
@@ -37,12 +36,7 @@ def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], 
     """
     received: list[int] = []
     idle = 0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    previous = handled_by(note)
-    try:
+    with noted_signals(received):
         for restart in range(1, restarts + 2):
             before = saved_step()
             code = start(received)
@@ -50,22 +44,19 @@ def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], 
                 return code
             idle = 0 if saved_step() > before else idle + 1
             if idle == IDLE_STARTS:
-                tell_line(f"gave up: {idle} starts without a new checkpoint, the last with exit code {code}")
+                tell(f"gave up: {idle} starts without a new checkpoint, the last with exit code {code}")
                 return code
             if restart > restarts:
                 if restarts:
-                    tell_line(f"gave up after {restarts} restart{'s' * (restarts > 1)}, the last with exit code {code}")
+                    tell(f"gave up after {restarts} restart{'s' * (restarts > 1)}, the last with exit code {code}")
                 return code
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (restart - 1), LONGEST_PAUSE_SECONDS)
             where = f"step {saved_step()}" if saved_step() >= 0 else "its first step"
-            tell_line(f"exit code {code}: restart {restart} of {restarts} in {pause:.0f} s, from {where}")
+            tell(f"exit code {code}: restart {restart} of {restarts} in {pause:.0f} s, from {where}")
             until = time.monotonic() + pause
             while time.monotonic() < until and not received:
                 time.sleep(POLL_SECONDS)
             if received:
-                tell_line(f"stopped by {signal.Signals(received[0]).name} before restart {restart}")
+                tell(f"stopped by {signal.Signals(received[0]).name} before restart {restart}")
                 return INTERRUPTED if received[0] == signal.SIGINT else Preempted.exit_code
         raise AssertionError("the loop returns")
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

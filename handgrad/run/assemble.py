@@ -3,6 +3,7 @@ the plain path."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -99,6 +100,24 @@ def assemble(
     return bind(state, scaling, source, ranks, graphs=graphs, trained_tokens=trained_tokens)
 
 
+def pass_operations(state: TrainingState, scaling: Scaling | None, ops: Any, *tensors: Any) -> Any:
+    """The operations of passes over weights, their gradients, activations and theirs (`tensors`)."""
+    weights, _, act, _ = tensors
+    design, samples = state.design, state.views.get(SAMPLE_NUMBERS)
+    within = within_documents(ops, act)
+    if design.lora is not None:
+        return adapted(state, within, weights)
+    if samples is None:
+        return within
+    dropping = WithDropout if scaling is None else WithFp8Dropout
+    return dropping(within, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+
+
+def adapted(state: TrainingState, ops: Any, weights: Any) -> WithAdapters:
+    adapting = WithFp8Adapters if state.design.rounded else WithAdapters
+    return adapting(ops, bound_adapters(state, weights), state.views)
+
+
 def bind(
     state: TrainingState,
     scaling: Scaling | None,
@@ -113,30 +132,14 @@ def bind(
     train all of them."""
     ranks, design, ops = ranks or Ranks(), state.design, state.design.ops
     devices.keep_freed_memory(design.device)
-    samples = state.views.get(SAMPLE_NUMBERS)
     if feed is None:
         assert source is not None
-        feed = BatchFeed(source, state.activations, samples)
+        feed = BatchFeed(source, state.activations, state.views.get(SAMPLE_NUMBERS))
     sync = None if design.sharding.lanes == 1 else GradientSync(state, ranks)
     graphs = design.device.type == "cuda" and ops.CAPTURABLE if graphs is None else graphs
     model_ops: Any = FrozenProducts(design.plain_ops, ops, state.views[AT_WORK]) if design.rounded else ops
     model_ops = model_ops if trained_tokens is None else WithUntrained(model_ops)
-
-    def passes_over(*tensors: Any) -> Any:
-        """The operations of passes over weights, their gradients, activations and theirs."""
-        weights, _, act, _ = tensors
-        within = within_documents(model_ops, act)
-        if design.lora is not None:
-            return adapted(within, weights)
-        if samples is None:
-            return within
-        dropping = WithDropout if scaling is None else WithFp8Dropout
-        return dropping(within, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
-
-    def adapted(ops: Any, weights: Any) -> WithAdapters:
-        adapting = WithFp8Adapters if design.rounded else WithAdapters
-        return adapting(ops, bound_adapters(state, weights), state.views)
-
+    passes_over = partial(pass_operations, state, scaling, model_ops)
     passes = passes_over(state.weights, state.weight_gradients, state.activations, state.activation_gradients)
     program, batch = plain_program(state, ops, passes), design.batch
     if design.host_plan.buffers:
@@ -146,8 +149,11 @@ def bind(
         program.trained_tokens = lambda step: count(batch.first_sample(step), batch.samples(step))
     reads = ops, design.plain_ops
     if design.lora is not None:
-        validation = adapted(model_ops, state.weights)  # `mean_loss` binds documents to its own
-        reads = validation, text_operations(state) if design.rounded else validation
+        validation = adapted(state, model_ops, state.weights)  # `mean_loss` binds documents to its own
+        reads = validation, validation
+        if design.rounded:  # text and tasks read weights in 16 bits
+            plain_ops: Any = RoundedWeights(design.plain_ops, state.views[AT_WORK])
+            reads = validation, WithAdapters(plain_ops, bound_adapters(state, state.plain_weights), state.views)
         program = with_adapters(program, {bucket.name for bucket in design.buckets})
     if sync is not None:
         program = with_sync(program, sync)
@@ -167,9 +173,3 @@ def bind(
     made = Assembly(design, state, feed, step, scaling, sync, *reads, digest)
     made.await_state()  # compiling ahead has copied it; now the host may write it
     return made
-
-
-def text_operations(state: TrainingState) -> WithAdapters:
-    """The operations of text and tasks beside frozen weights in fp8."""
-    plain_ops: Any = RoundedWeights(state.design.plain_ops, state.views[AT_WORK])
-    return WithAdapters(plain_ops, bound_adapters(state, state.plain_weights), state.views)

@@ -29,7 +29,7 @@ class Audit:
         return bool(self.every) and completed % self.every == 0
 
     def begin(self, training: Assembly, facts: Line, resumed: Checkpoint | None, *, allow_changes: bool) -> None:
-        """Takes up the chain of a checkpoint, or begins one. `facts`: configuration, versions, data. Raises `ConfigError`
+        """Continues the chain of a checkpoint, or begins one. `facts`: configuration, versions, data. Raises `ConfigError`
         if the chain on the disk is not that checkpoint's."""
         if not self.every:
             return
@@ -96,7 +96,7 @@ class Audit:
         return {"audit": {"step": self.last["step"], "link": self.last["link"]}} if self.last else {}
 
     def seal(self, folder: Path, manifest: Line) -> None:
-        """Binds a checkpoint that stands to its link."""
+        """Binds a complete checkpoint to its link."""
         if self.last and self.ranks.is_rank_0:
             with storage_errors(f"reading {folder}"):
                 digest = file_sha256(folder / MANIFEST)
@@ -108,8 +108,8 @@ FACTS = ("config", "versions", "identity", "init")
 
 
 def facts(config: RunConfig, versions: dict[str, str], identity: Line, origin: Line | None) -> Line:
-    """All that the numbers of a run depend on: the settings that touch them, versions and device, the data's hashes, and
-    the weights that it started from, wherever they lie."""
+    """Everything that the numbers of a run depend on: settings, versions and device, the hashes of the data and of the
+    initial weights."""
     touching = {name: value for name, value in to_dict(config).items() if not FIELDS[name].metadata["free"]}
     init = {name: value for name, value in (origin or {}).items() if name not in ("path", CONTEXT)}
     return {"config": touching, "versions": versions, "identity": identity, **({"init": init} if origin else {})}

@@ -1,5 +1,6 @@
 """Refusals before anything is written or allocated."""
 
+import os
 import shlex
 import shutil
 from dataclasses import replace
@@ -15,18 +16,28 @@ from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
-from handgrad.models.rows import count_parameters
+from handgrad.run.host_copy import checkpoint_rows
+from handgrad.run.memory import memory_bytes
 from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, possible_configs, resolve
-from handgrad.run.writing import memory_bytes
 from handgrad.run_files import BEST
 from handgrad.training.design import Design
+
+
+def check_names(config: RunConfig) -> None:
+    """Refuses paths that are no UTF-8, as Linux allows them: neither the log nor safetensors takes them."""
+    for name in ("data", "out", "init_from"):
+        path = getattr(config, name)
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{name} must be a path in UTF-8, found {os.fsencode(path)!r}; rename the folder") from None
 
 
 def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:
     """Refuses a step larger than an epoch, and a plan that does not fit into memory beside `more_bytes`.
 
-    An fp8 run that may go on in bf16 is checked with that plan as well.
+    Checks the plan in bf16 as well for an fp8 run that may continue in it.
     """
     samples = training_batches(config, dataset).samples_per_epoch
     validation_batches(dataset, config.sequence_length, packing=config.packing)  # refuses a split without one sample
@@ -48,7 +59,7 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
         in_bf16 = sum(memory_bytes(resolve(other, shape.vocab_size, ranks=ranks, device=device)).values())
         if in_bf16 > needed:
             less = f"{human_bytes(needed + more_bytes)} in fp8 alone, with --fp8-on-saturation warn"
-            needed, words = in_bf16, f" in bf16, where it may go on ({less})"
+            needed, words = in_bf16, f" if it continues in bf16 ({less})"
     needed += more_bytes
     host, free = design.host_plan.total_bytes, devices.available_bytes(torch.device("cpu"))
     if free is not None and host > free:
@@ -67,7 +78,7 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
 
 def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool) -> None:
     """Refuses shards of another tokenizer than that of the run in `out` or, before its first checkpoint, of the run in
-    `init_from`: the first difference to name, since sizes and batches may differ because of it."""
+    `init_from`. This comes first: other sizes and batches may follow from it."""
     begun = checkpoint.peek(Path(config.out))
     source = config.init_from.removesuffix(f"/{BEST}")
     found = begun or (checkpoint.peek(Path(source)) if source else None)
@@ -136,7 +147,7 @@ def can_offload(config: RunConfig, device: torch.device, ranks: int) -> bool:
 
 
 def most_checkpoints(config: RunConfig) -> int:
-    """The largest number of checkpoints on the disk at once: the oldest goes only after the newest stands."""
+    """The largest number of checkpoints on the disk at once: the oldest goes after the newest is complete."""
     saves = -(-config.steps // (config.save_every or config.steps))
     kept, oldest = config.keep_checkpoints, max(0, saves - config.keep_checkpoints) * config.save_every
     if config.keep_best:  # and one that is to be the best does not take the place of the best before
@@ -148,9 +159,7 @@ def most_checkpoints(config: RunConfig) -> int:
 
 def checkpoint_bytes(design: Design) -> int:
     """Weights and optimizer state."""
-    sizes = {buffer.name: buffer.dtype.itemsize for buffer in design.buffers}
-    state = sum(sizes[f"optimizer.{name}"] for name in design.optimizer.state)
-    return (sizes.get("master", sizes["parameters"]) + state) * count_parameters(design.parameters)
+    return sum(row.size_bytes for row in checkpoint_rows(design))
 
 
 def check_disk(config: RunConfig, design: Design) -> None:

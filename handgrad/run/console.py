@@ -54,8 +54,8 @@ class Display:
             self.print(line(self.console.width if self.live else None))
 
     def print(self, text: str) -> None:
-        """A line on the console. When its reader has gone (`| head`, a terminal's connection), the run goes on without it;
-        the log has it all."""
+        """A line on the console. When its reader has gone (`| head`, a lost connection), the run continues; the log has
+        every line."""
         if self.closed:
             return
         if self.redraws:  # without rich, which makes a block of HTML of each line
@@ -73,7 +73,7 @@ class Display:
         errors.leave(sys.stdout)
 
     def keep_line(self) -> None:
-        """Leaves the line that a notebook redraws as it is: what follows begins another one."""
+        """Ends the line that a notebook redraws; the next output begins another one."""
         if self.drawn:
             print()
             self.drawn = 0

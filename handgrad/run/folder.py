@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, which configuration it belongs to, and where it goes on."""
+"""The folder of a run: its lock, its configuration, the checkpoint to resume from."""
 
 import contextlib
 import shlex
@@ -7,11 +7,11 @@ from typing import Any, TextIO
 
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint
-from handgrad.config import RunConfig, differences, to_dict, to_toml
+from handgrad.config import AUTO, STREAM, RunConfig, differences, to_dict, to_toml
 from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
-from handgrad.run.failures import failed_twice, last_failure, last_save
+from handgrad.run.listing import Records, failed_twice, last_failure, records_of
 from handgrad.run.lock import take_lock
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
 
@@ -20,7 +20,7 @@ class RunFolder:
     """A run folder opened for training: locked, its configuration written, its newest valid checkpoint found."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, allow_changes: bool, strict: bool = False):
-        """Of several ranks the first one holds the folder; the others know what it found.
+        """Rank 0 opens the folder and tells the other ranks which checkpoint it found.
 
         Raises `ConfigError` if another trainer holds the folder or another configuration made it, `UsageError` if it is
         no run folder, `StorageError` if it cannot be written."""
@@ -38,7 +38,7 @@ class RunFolder:
             self.resumed = checkpoint.open_checkpoint(found)
 
     def _open(self, *, allow_changes: bool, strict: bool) -> Path | None:
-        """Takes the folder; returns the newest valid checkpoint's."""
+        """Locks the folder; returns that of the newest valid checkpoint."""
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file; give a folder for the run")
         is_run = (self.path / LOCK_FILE).exists() or checkpoint.folders(self.checkpoints)  # a copy may lack the lock
@@ -47,7 +47,7 @@ class RunFolder:
         with storage_errors(f"making the run folder {self.path}"):
             self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(self.path)  # first: it is what makes a folder a run folder
+            self._lock = take_lock(self.path)  # first: the lock marks a run folder
             (self.path / SAMPLES).mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             sync_folder(self.path)
@@ -56,18 +56,19 @@ class RunFolder:
             self.resumed, self.passed_over = checkpoint.newest(self.checkpoints, moves=not strict)
             if strict and self.resumed is not None and self.passed_over:
                 raise DataError(checkpoint.refused_strictly(self.resumed, self.passed_over))
-            failed_at = last_failure(self.path)
+            records = records_of(self.path)
+            failed_at = last_failure(records)
             self.failure = {} if failed_at is None else {"failed_at": failed_at}
-            self._leave_failing()
+            self._leave_failing(records)
             if self.resumed is None and self.passed_over:
                 raise DataError(
                     f"{self.path} has checkpoints, but none that can be used ({self.passed_over[0]}); restore one,"
                     f" or remove {self.path} to start over"
                 )
-            if self.resumed is None and (step := last_save(self.path)) is not None:
+            if self.resumed is None and "save" in records:
                 raise DataError(
-                    f"expected the checkpoint of step {step} in {self.checkpoints}, found none; restore it,"
-                    f" or remove {self.path} to start over"
+                    f"expected the checkpoint of step {records['save'].get('step')} in {self.checkpoints}, found none;"
+                    f" restore it, or remove {self.path} to start over"
                 )
             if self.resumed is not None:
                 with storage_errors(f"reading {self.checkpoints}"):
@@ -85,10 +86,10 @@ class RunFolder:
             raise
         return None if self.resumed is None else self.resumed.folder
 
-    def _leave_failing(self) -> None:
-        """Goes back to the checkpoint before, if the last two launches from this one failed at the same step."""
+    def _leave_failing(self, records: Records) -> None:
+        """Falls back to the checkpoint before if the last two launches from this one failed at the same step."""
         failing = self.resumed
-        if failing is None or not failed_twice(self.path, failing.step):
+        if failing is None or not failed_twice(records, failing.step):
             return
         if checkpoint.was_failing(failing.folder) or differences(failing.manifest["config"], to_dict(self.config)):
             return  # going back has not helped, or something else is tried now
@@ -96,15 +97,12 @@ class RunFolder:
         if older is not None:
             with storage_errors(f"moving {failing.folder}"):
                 moved = checkpoint.move_aside(failing.folder, checkpoint.FAILING)
-            why = f"the run failed at step {self.failure['failed_at']} each time it went on from it; it is now {moved}"
+            why = f"the run failed at step {self.failure['failed_at']} each time it resumed from it; it is now in {moved}"
             self.resumed, self.passed_over = older, [*self.passed_over, f"passed over {failing.folder.name}: {why}", *lines]
 
-    def claim(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
-        """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
-        writes the configuration: from here on the folder is this run's."""
-        ranks.from_rank_0(lambda: self._claim(identity, allow_changes=allow_changes), "the run's data")
-
-    def _claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
+    def claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
+        """Makes the folder this run's, on rank 0: writes the configuration. Raises `ConfigError` if the checkpoint was
+        trained on other data."""
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = old if isinstance(old, dict) else {}
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]
@@ -121,17 +119,26 @@ class RunFolder:
             write_durably(self.path / CONFIG_FILE, to_toml(self.config))
 
     def close(self) -> None:
-        """Lets go of the folder. One that this start has made goes, if it was refused before the folder was a run's."""
+        """Releases the folder. Removes it if this launch made it and was refused before it claimed it."""
         if self._lock is None:
             return
         if self._is_new and not (self.path / CONFIG_FILE).exists():
             with contextlib.suppress(OSError):  # something is in it: it stays
                 for folder in (self.path / SAMPLES, self.checkpoints):
                     folder.rmdir()
-                if [path.name for path in self.path.iterdir()] == [LOCK_FILE]:  # which marks what stays as a run's
+                if [path.name for path in self.path.iterdir()] == [LOCK_FILE]:  # goes last: it marks a run folder
                     (self.path / LOCK_FILE).unlink()
                     self.path.rmdir()
         self._lock.close()
+
+
+def begun_settings(config: RunConfig) -> dict[str, Any]:
+    """Precision, packing and lanes of the run in `config.out`, where `config` leaves them open."""
+    begun = checkpoint.peek_config(Path(config.out))
+    if begun is None:
+        return {}
+    decided = (("precision", AUTO, AUTO), ("packing", AUTO, STREAM), ("lanes", 0, 1))  # left open; before it was a setting
+    return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
 
 
 def settled_lanes(config: RunConfig, ranks: int) -> int:
@@ -139,7 +146,7 @@ def settled_lanes(config: RunConfig, ranks: int) -> int:
 
     Raises `ConfigError` when the ranks cannot share them equally.
     """
-    lanes = config.lanes or lanes_of(Path(config.out)) or ranks
+    lanes = config.lanes or begun_settings(config).get("lanes") or ranks
     if lanes & (lanes - 1):
         raise ConfigError(f"expected a power of two of ranks, found {lanes}; start {1 << lanes.bit_length() - 1} processes")
     if lanes % ranks:
@@ -148,10 +155,3 @@ def settled_lanes(config: RunConfig, ranks: int) -> int:
             f"expected ranks that share the run's {lanes} lanes equally, found {ranks}; start {widths} processes"
         )
     return lanes
-
-
-def lanes_of(run: Path) -> int | None:
-    """The lanes of the run in a folder, as its newest checkpoint says; None if there is none to be read."""
-    config = checkpoint.peek_config(run)
-    lanes = None if config is None else config.get("lanes", 1)
-    return lanes if type(lanes) is int and lanes > 0 else None

@@ -35,32 +35,47 @@ def header_lines(
 ) -> list[str]:
     """Versions, model, data, batch, numbers, memory. `started`: the start of the weights, in a word or two; `origin`:
     where they came from, if the run did not draw them."""
-    shape, ops = design.shape, design.plain_ops
-    samples_per_epoch = training_batches(config, dataset).samples_per_epoch
-    lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
-    tokens = config.batch.tokens_before(config.steps)
-    epochs = tokens // config.sequence_length / samples_per_epoch
-    backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
-    precision = f"{config.precision} {devices.precision_note(design.device, config.precision)}"
-    return [
+    shape, ops, host = design.shape, design.plain_ops, design.host_plan
+    lines = [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(design.device)}",
         f"model      {shape.variant}{shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
         f" context {shape.sequence_length}: {human_count(count_parameters(design.all_parameters))} parameters",
-        *([f"weights    {origin_text(origin)}"] if origin else []),
-        *freezing_lines(config, design),
+    ]
+    if origin:
+        lines.append(f"weights    {origin_text(origin)}")
+    lines += freezing_lines(config, design)
+    lines.append(
         f"data       {config.data}: {human_count(dataset.tokens('train'))} training and"
         f" {human_count(dataset.tokens('validation'))} validation tokens, {dataset.tokenizer.kind} vocabulary of"
-        f" {shape.vocab_size} (padded to {shape.padded_vocab_size})",
-        *rank_lines(config, ranks),
-        *offload_lines(design),
-        f"batch      {config.tokens_per_step} tokens a step = {lanes}{config.micro_steps} x {config.micro_batch} x"
-        f" {config.sequence_length}; {config.steps} steps = {human_count(tokens)} tokens,"
+        f" {shape.vocab_size} (padded to {shape.padded_vocab_size})"
+    )
+    if ranks.size > 1:
+        shared = ("nothing", "master weights and moments", "master weights, moments and gradients")[config.zero]
+        nodes = f" on {ranks.nodes} nodes" if ranks.nodes > 1 else ""
+        lines.append(
+            f"ranks      {ranks.size}{nodes}, {config.lanes // ranks.size} of {config.lanes} lanes each; shared (zero"
+            f" {config.zero}): {shared}; gradients travel in {config.reduce_precision}"
+        )
+    if host.buffers:
+        lines.append(f"offload    {' and '.join(host.size_bytes)} in host memory: {human_bytes(host.total_bytes)}")
+    tokens = config.batch.tokens_before(config.steps)
+    epochs = tokens // config.sequence_length / training_batches(config, dataset).samples_per_epoch
+    lines += [
+        f"batch      {step_text(design.batch, 0)}; {config.steps} steps = {human_count(tokens)} tokens,"
         f" {epochs:{'.1f' if epochs >= 0.1 else '.1g'}} epochs",
-        *batch_lines(config, design.batch),
+        *batch_lines(design.batch),
         *warmup_lines(config),
         *packing_lines(config, dataset),
-        f"numbers    {precision}, recompute {config.recompute}, {started}",
-        *fp8_lines(config, design),
+        f"numbers    {config.precision} {devices.precision_note(design.device, config.precision)}, recompute"
+        f" {config.recompute}, {started}",
+    ]
+    if design.fp8 is not None:
+        window = f" over {config.fp8_window} steps, margin {config.fp8_margin}" if design.fp8.delayed else ""
+        gemms = design.fp8.gemms.describe(shape.num_layers, design.model.FP8_PARTS)
+        lines.append(f"fp8        {gemms}; gradients {config.fp8_gradients}, {config.fp8_scaling} scaling{window}")
+    backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
+    return [
+        *lines,
         *dropout_lines(config, design),
         f"operations {', '.join([backend, *(f'{k}: {v}' for k, v in ops.versions().items())])}",
         "memory",
@@ -68,14 +83,17 @@ def header_lines(
     ]
 
 
-def batch_lines(config: RunConfig, batch: Batch) -> list[str]:
-    """The later stages of the batch: none without a schedule."""
+def step_text(batch: Batch, step: int) -> str:
+    """The tokens of 0-based `step` as a product."""
     lanes = f"{batch.lanes} lanes x " if batch.lanes > 1 else ""
-    return [
-        f"           after step {stage.first_step}: {stage.tokens_per_step} tokens a step ="
-        f" {lanes}{batch.micro_steps(stage.first_step)} x {config.micro_batch} x {config.sequence_length}"
-        for stage in config.batch.stages[1:]
-    ]
+    micro_batch = f"{batch.micro_steps(step)} x {batch.micro_batch} x {batch.sequence_length}"
+    return f"{batch.tokens(step)} tokens a step = {lanes}{micro_batch}"
+
+
+def batch_lines(batch: Batch) -> list[str]:
+    """The later stages of the batch: none without a schedule."""
+    later = [stage.first_step for stage in batch.schedule.stages[1:]]
+    return [f"           after step {step}: {step_text(batch, step)}" for step in later]
 
 
 def warmup_lines(config: RunConfig) -> list[str]:
@@ -107,36 +125,6 @@ def freezing_lines(config: RunConfig, design: Design) -> list[str]:
     trained, everything = trained_parameters(design), count_parameters(design.all_parameters)
     which = f"adapters of {config.lora}" if config.lora else f"frozen: {config.freeze}"
     return [f"trained    {human_count(trained)} of {human_count(everything)} parameters; {which}"]
-
-
-def rank_lines(config: RunConfig, ranks: Ranks) -> list[str]:
-    """The processes that train, and what they share."""
-    if ranks.size == 1:
-        return []
-    shared = ("nothing", "master weights and moments", "master weights, moments and gradients")[config.zero]
-    nodes = f" on {ranks.nodes} nodes" if ranks.nodes > 1 else ""
-    lanes = config.lanes // ranks.size
-    return [
-        f"ranks      {ranks.size}{nodes}, {lanes} of {config.lanes} lanes each; shared (zero {config.zero}): {shared};"
-        f" gradients travel in {config.reduce_precision}"
-    ]
-
-
-def offload_lines(design: Design) -> list[str]:
-    """The state in host memory."""
-    host = design.host_plan.size_bytes
-    if not host:
-        return []
-    return [f"offload    {' and '.join(host)} in host memory: {human_bytes(design.host_plan.total_bytes)}"]
-
-
-def fp8_lines(config: RunConfig, design: Design) -> list[str]:
-    """The GEMMs that run in fp8, and their scaling."""
-    if design.fp8 is None:
-        return []
-    window = f" over {config.fp8_window} steps, margin {config.fp8_margin}" if design.fp8.delayed else ""
-    gemms = design.fp8.gemms.describe(design.shape.num_layers, design.model.FP8_PARTS)
-    return [f"fp8        {gemms}; gradients {config.fp8_gradients}, {config.fp8_scaling} scaling{window}"]
 
 
 def dropout_lines(config: RunConfig, design: Design) -> list[str]:

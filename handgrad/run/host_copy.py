@@ -100,17 +100,16 @@ def pin(memory: Tensor, holds: str, remedy: str) -> None:
 
 
 def host_copy(config: RunConfig, design: Design, ranks: Ranks) -> tuple[HostCopy | None, list[str]]:
-    """The run's copy, allocated, and a line about it for the header. None: it does not fit beside the rest, or nobody wants
-    it."""
+    """The run's copy, allocated, and a line about it for the header. None if it does not fit, or with `async_save` off."""
     if not config.async_save:
         return None, []
     needed, free = host_memory(design, ranks)
     if needed > free:
         return None, [
-            f"saves      training stands still: with a copy in host memory the run needs {human_bytes(needed)},"
+            f"saves      training waits for them: with a copy in host memory the run needs {human_bytes(needed)},"
             f" {human_bytes(free)} are free"
         ]
     copy = HostCopy(design, ranks)
     each = " a rank" if ranks.size > 1 else ""
     memory = f"{'pinned ' if copy.pinned else ''}host memory"
-    return copy, [f"saves      behind training, from a copy of {human_bytes(copy.size_bytes)}{each} in {memory}"]
+    return copy, [f"saves      asynchronous, from a copy of {human_bytes(copy.size_bytes)}{each} in {memory}"]

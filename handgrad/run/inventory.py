@@ -8,7 +8,7 @@ from pathlib import Path
 from handgrad import checkpoint
 from handgrad.config import RunConfig, read_toml
 from handgrad.errors import DataError
-from handgrad.format import human_age, human_bytes
+from handgrad.format import human_age, human_bytes, table
 from handgrad.run.listing import extent
 from handgrad.run.lock import locked
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE
@@ -61,11 +61,9 @@ def keep_every(run: Path) -> int:
     return read_toml(str(path)).get("keep_every", RunConfig.keep_every) if path.is_file() else 0
 
 
-def table(kept: Sequence[Kept]) -> list[str]:
+def listed(kept: Sequence[Kept]) -> list[str]:
     now = time.time()
-    rows = [HEADINGS, *(one.row(now) for one in kept)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return table([HEADINGS, *(one.row(now) for one in kept)])
 
 
 def verify(folder: Path) -> str:

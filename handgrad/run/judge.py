@@ -1,4 +1,4 @@
-"""Judges the numbers of a checkpoint before it is written: one with broken numbers must not replace a clean one.
+"""Judges the numbers of a checkpoint before it is written: broken numbers must not replace clean ones.
 
 A norm that is not finite shows numbers that are not. One that has grown a thousandfold since the checkpoint before, and is
 that of large numbers, shows a flipped bit: the highest one of the exponent multiplies a weight by 2 ** 128. Copies that
@@ -37,7 +37,7 @@ class Judge:
             return
         first, more = names[0], ", ".join(names[1:NAMED]) + (", ..." if len(names) > NAMED else "")
         others = f"; the same of {len(names) - 1} others: {more}" if more else ""
-        older = f"goes on from the checkpoint of step {last_saved}" if last_saved >= 0 else "starts over: no checkpoint yet"
+        older = f"resumes from the checkpoint of step {last_saved}" if last_saved >= 0 else "starts over: no checkpoint yet"
         raise NumericsError(
             f"step {step} is not saved: the norm of {first} is {now[first]:.3g}, {self.norms[first]:.3g} when it was last"
             f" judged{others}; a bit was flipped in memory, or the run diverged. The same command {older}; if it ends here"
@@ -45,7 +45,7 @@ class Judge:
         )
 
     def compare_copies(self, state: TrainingState, step: int) -> None:
-        """Of what every rank holds whole, any of them may write its own copy: they must be equal."""
+        """Compares the buffers that every rank holds whole: any rank may write its own copy."""
         if self.ranks.size == 1:
             return
         copies = [flat for flat in (state.master, *state.optimizer.values()) if flat.numel() == state.parameters.numel()]
@@ -85,7 +85,7 @@ def norm_of(piece: Tensor) -> Tensor:
 
 
 def worst(squares: tuple[float, ...]) -> float:
-    """Of the copies that several ranks hold, the one that is furthest from sound."""
+    """The largest of the ranks' copies; NaN if one is NaN."""
     return math.nan if any(math.isnan(square) for square in squares) else max(squares)
 
 

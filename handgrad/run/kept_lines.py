@@ -1,4 +1,4 @@
-"""A record of an earlier start, cut down to the steps that stand: later lines go, damaged ones are set aside and named."""
+"""Cuts the records of an earlier launch down to its checkpoint: drops later lines, sets damaged ones aside."""
 
 import re
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def keep_lines(path: Path, completed: int, read: Callable[[bytes], Line | None])
         aside = set_aside(path, b"".join(lines[index] + b"\n" for index in damaged))
         numbers = ", ".join(str(index + 1) for index in damaged[:8]) + (", ..." if len(damaged) > 8 else "")
         which = "a damaged line" if len(damaged) == 1 else f"{len(damaged)} damaged lines"
-        message = f"{path}: set aside {which}, {numbers}, in {aside}; the run goes on without"
+        message = f"{path}: set aside {which}, {numbers}, in {aside}; the run continues without them"
     kept = b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay)
     if kept != content:
         write_bytes_durably(path, kept)

@@ -14,8 +14,8 @@ from typing import Any
 
 from handgrad.batch_schedule import parse_schedule
 from handgrad.config import read_toml
-from handgrad.errors import DataError, HandgradError, StorageError, storage_errors
-from handgrad.format import human_age, human_bytes, human_count, human_seconds
+from handgrad.errors import DataError, HandgradError, NumericsError, StorageError, storage_errors
+from handgrad.format import human_age, human_bytes, human_count, human_seconds, table
 from handgrad.jsonl import parse
 from handgrad.run.lock import is_held
 from handgrad.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE
@@ -28,6 +28,7 @@ FAILED = "failed"  # by an error
 
 KINDS = re.compile(rb'\{"kind": "(run|step|validation|save|end|stop)"')
 MARKERS = ("run", "end", "stop")  # the last of these in a record tells the state
+Records = dict[str, dict[str, Any]]
 HEADINGS = ("run", "model", "step", "loss", "size", "state", "written")
 
 
@@ -149,7 +150,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_toml(str(folder / CONFIG_FILE))
 
 
-def last_records(folder: Path) -> dict[str, dict[str, Any]]:
+def last_records(folder: Path) -> Records:
     """The last record of each kind, and under "marker" the last one that tells the state. Parses no others."""
     path = folder / METRICS_FILE
     if not path.is_file():
@@ -167,6 +168,28 @@ def last_records(folder: Path) -> dict[str, dict[str, Any]]:
     return records
 
 
+def records_of(run: Path) -> Records:
+    """`last_records`; none where there is no record, or a damaged one."""
+    try:
+        return last_records(run)
+    except DataError:
+        return {}
+
+
+def last_failure(records: Records) -> int | None:
+    """The step at which the last launch of a run ended because its numbers were not finite; None if it ended otherwise."""
+    last = records.get("marker", {})
+    failed = last.get("kind") == "stop" and last.get("code") == NumericsError.exit_code and last.get("not_finite") is True
+    return last.get("step") if failed else None
+
+
+def failed_twice(records: Records, resumed: int) -> bool:
+    """True if the last two launches ended at the same step in that way, the second one after it went on from the checkpoint
+    of step `resumed`. A launch records where the one before it failed."""
+    failed_at, launch = last_failure(records), records.get("run", {})
+    return failed_at is not None and launch.get("step") == resumed and launch.get("failed_at") == failed_at
+
+
 def state_of(marker: dict[str, Any]) -> str:
     """The state of a run that no process holds, by the last marker of its record."""
     if marker["kind"] == "end":
@@ -178,17 +201,13 @@ def state_of(marker: dict[str, Any]) -> str:
     return WAITING if marker.get("code") in (0, 75) else FAILED
 
 
-def table(runs: list[RunSummary], width: int) -> list[str]:
+def listed(runs: list[RunSummary], width: int) -> list[str]:
     """The lines of a table that is `width` characters wide, or wider where names would lose all; below it the reasons."""
     now = time.time()
     rows = [HEADINGS, *(run.row(now) for run in runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[0] = min(widths[0], max(12, width - sum(widths[1:]) - 2 * (len(HEADINGS) - 1)))
-    lines = []
-    for name, *cells in rows:
-        short = name if len(name) <= widths[0] else "…" + name[1 - widths[0] :]
-        padded = (f"{cell:>{size}}" for cell, size in zip(cells, widths[1:], strict=True))
-        lines.append("  ".join([f"{short:<{widths[0]}}", *padded]))
+    room = max(12, width - len(table([row[1:] for row in rows])[0]) - 2)  # for the names
+    names = [row[0] if len(row[0]) <= room else "…" + row[0][1 - room :] for row in rows]
+    lines = table([(name, *row[1:]) for name, row in zip(names, rows, strict=True)], left=1)
     for run in runs:
         if run.seconds_left is not None:
             lines.append(f"{run.state:<8} {run.name}: {human_seconds(run.seconds_left)} left at the pace of this start")

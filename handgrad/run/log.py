@@ -27,6 +27,8 @@ from handgrad.run.sinks import Sinks, trackers
 from handgrad.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
 from handgrad.training.step import StepResult
 
+EVALUATION_OF = "evaluation of"  # before a task's name: the kind of its records in `RunLog.recorded`
+
 
 class RunLog:
     """Appends to the files of one run folder and to the console; raises `StorageError` when the disk refuses. On
@@ -35,11 +37,11 @@ class RunLog:
     def __init__(
         self, folder: Path, steps: int, completed: int, ranks: Ranks, shows: Shows = "live", *, audited: bool = False
     ):
-        """Keeps what the files say of the first `completed` steps and drops the rest. `audited`: links will come."""
+        """Keeps the lines of the first `completed` steps and drops the rest. `audited`: opens audit.jsonl."""
         self.folder, self.audited = folder, audited
         self.chain: list[dict[str, Any]] = []  # the lines of audit.jsonl that stay, on rank 0
         self.files: dict[str, TextIO] = {}
-        self.told: set[str] = set()  # what was told once
+        self.subjects: set[str] = set()  # of `event_once`
         self.notes: list[str] = []  # about damaged lines of the files
         # (kind, step) of the records that exist: a resumed run makes only those that are missing.
         self.recorded: set[tuple[str, int]] = ranks.from_rank_0(lambda: self._open_all(completed), "the run's records")
@@ -64,31 +66,24 @@ class RunLog:
         if name in self.files:
             with storage_errors(f"writing {self.folder / name}"):
                 self.files[name].write(line + "\n")
-            if name == METRICS_FILE:
-                self._check_place()
-
-    def _check_place(self) -> None:
-        """Raises `StorageError` if the run's folder is no longer where it was: the open files would take lines for ever."""
-        path, opened = self.folder / METRICS_FILE, os.fstat(self.files[METRICS_FILE].fileno())
-        try:
-            there = os.path.samestat(path.stat(), opened)
-        except FileNotFoundError:
-            there = False
-        except OSError as error:
-            raise storage_error(error, f"writing {path}") from None
-        if not there:
-            raise StorageError(
-                f"{self.folder} was moved or removed while the run trained in it; put it back, or choose another --out, and"
-                " start the run again"
-            )
+            if name == METRICS_FILE and (error := self.misplaced()):
+                raise error
 
     def misplaced(self) -> StorageError | None:
-        """The error of a folder that is no longer there, which others follow from; on rank 0."""
+        """The error of a run's folder that is no longer where it was, from which others follow: the open files would take
+        lines for ever. On rank 0."""
+        path = self.folder / METRICS_FILE
         try:
-            self._check_place()
-        except StorageError as error:
-            return error
-        return None
+            if os.path.samestat(path.stat(), os.fstat(self.files[METRICS_FILE].fileno())):
+                return None
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            return storage_error(error, f"writing {path}")
+        return StorageError(
+            f"{self.folder} was moved or removed while the run trained in it; put it back, or choose another --out, and"
+            " start the run again"
+        )
 
     def has_end(self, step: int) -> bool:
         """True if an earlier start has recorded the end of the run at `step`."""
@@ -103,9 +98,8 @@ class RunLog:
         """Sends all further records to the trackers `log_to` as well. Only rank 0 does."""
         if log_to and self.files:
             with storage_errors(f"reading {self.folder / METRICS_FILE}"), (self.folder / METRICS_FILE).open("rb") as file:
-                identity = hashlib.sha256(file.readline()).hexdigest()[
-                    :12
-                ]  # the first launch's line: the same when resumed
+                first = file.readline()  # of the first launch: the same when resumed
+            identity = hashlib.sha256(first).hexdigest()[:12]
             self.sinks = Sinks(trackers(log_to, self.folder, identity, config, completed), self.line)
 
     def set_chain_aside(self) -> Path:
@@ -136,10 +130,10 @@ class RunLog:
         self.record("event", step=step, text=line)
         self.line(line)
 
-    def event_once(self, step: int, line: str) -> None:
-        """An event that would be told again and again, told the first time."""
-        if line not in self.told:
-            self.told.add(line)
+    def event_once(self, step: int, line: str, subject: str = "") -> None:
+        """Logs the first event on a subject, which is the line itself unless given."""
+        if (subject or line) not in self.subjects:
+            self.subjects.add(subject or line)
             self.event(step, line)
 
     def step(self, step: int, result: StepResult, tokens: int, tokens_seen: int) -> None:
@@ -197,5 +191,5 @@ class RunLog:
 def _kind_of(record: dict[str, Any]) -> str:
     """A record's kind; a training's evaluation on a task counts apart from one that was made afterwards."""
     if record["kind"] == "evaluation" and record.get("by") == IN_TRAINING:
-        return f"evaluation of {record.get('task')}"
+        return f"{EVALUATION_OF} {record.get('task')}"
     return record["kind"]

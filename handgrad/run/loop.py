@@ -1,4 +1,4 @@
-"""A training run from its design to its last checkpoint: resume, step, watch, save, stop when asked."""
+"""A training run from its design to its last checkpoint: resumes, steps, validates, saves, stops."""
 
 import math
 from dataclasses import asdict
@@ -29,16 +29,16 @@ from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.host_copy import host_copy
 from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
+from handgrad.run.memory import generation_plan
 from handgrad.run.packing import trained_tokens, training_batches
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
 from handgrad.run.saturation import record_fp8, watch_saturation
 from handgrad.run.saves import Saves
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
-from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
-from handgrad.run.suspicion import is_overflow, settle
+from handgrad.run.signals import OnStep, StopSignals, preempted
+from handgrad.run.suspicion import checked_result, is_overflow
 from handgrad.run.tasks import TaskWatch
-from handgrad.run.writing import generation_plan
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
 
@@ -65,8 +65,10 @@ class Run:
         self.train_batches = training_batches(config, dataset)
         validated = config.sequence_length, config.eval_stride, config.packing
         self.validation_batches = validation_batches(dataset, *validated)
-        ranks.check_equal("versions and data", {**self.versions(), **self.identity()})
-        folder.claim(self.identity(), ranks, allow_changes=allow_changes)
+        self.versions = versions_of(design.device, design.plain_ops)
+        self.identity = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
+        ranks.check_equal("versions and data", {**self.versions, **self.identity})
+        ranks.from_rank_0(lambda: folder.claim(self.identity, allow_changes=allow_changes), "the run's data")
 
         resumed = folder.resumed
         self.left_fp8 = LeftFp8(**({} if resumed is None else resumed.manifest.get("left_fp8", {})))
@@ -83,27 +85,22 @@ class Run:
         self.restore(resumed)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows, audited=bool(config.audit_every))
         self.audit = audit.Audit(config.audit_every, ranks, self.log)
-        facts = audit.facts(config, self.versions(), self.identity(), self.origin)
+        facts = audit.facts(config, self.versions, self.identity, self.origin)
         self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
         judge = Judge(self.training.state, ranks)
         self.saves = Saves(config, folder, ranks, self.log, judge, copy, tokenizer_files(self.tokenizer), self.audit.seal)
         self.step_lines, self.stragglers = StepLines(self.log, config, design, ranks.size), Stragglers()
         self.validation_loss: float | None = None  # the last one, in nats
         self.first_step = self.until = self.completed  # of this process, and where it stops for now
-        self.signals, self.observer = StopSignals(keeps_process=False), Observer(None)
+        self.signals = StopSignals(keeps_process=False)
+        self.on_step: OnStep | None = None
+        self.callback_error: BaseException | None = None  # kept until the run pauses: the next step may be under way
         self.stop_signal: int | None = None  # a signal that any of the ranks has received, as all of them know it
         self.step_seconds = 0.0  # of the last step
         self.memory_bytes = self.design.plan.size_bytes | generation.size_bytes
         if tasks is not None:
             tasks.allocate(self.training.plain_ops)
             self.memory_bytes |= tasks.plan.size_bytes
-
-    def versions(self) -> dict[str, str]:
-        """The versions that the bits depend on, beside the configuration and the data."""
-        return versions_of(self.design.device, self.design.plain_ops)
-
-    def identity(self) -> dict[str, Any]:
-        return {"data": self.dataset.identity, "tokenizer": self.tokenizer.sha256}
 
     def design_now(self) -> Design:
         """The design with the GEMMs in bf16 that have left fp8."""
@@ -125,14 +122,14 @@ class Run:
             take(row, weights.weight(theirs)[: row.stored_rows])
 
     def restore(self, resumed: checkpoint.Checkpoint | None) -> None:
-        """Takes up a checkpoint; without one everything stays as it is."""
+        """Resumes from a checkpoint, if there is one."""
         if resumed is not None:
             load_run(resumed, self.config, self.training)
             self.completed, self.skips_in_a_row = resumed.step, resumed.manifest["skips_in_a_row"]
-            self.folder.changes += changed_versions(resumed, self.versions())
+            self.folder.changes += changed_versions(resumed, self.versions)
 
     def begin(self) -> None:
-        """Logs the header, and makes up for what was due when the last process ended."""
+        """Logs the header, and makes the validation and the sample that were due when the last process ended."""
         source = f"weights of {self.config.init_from}, " if self.config.init_from else ""
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"{source}seed {self.config.seed}"
         given = self.config, self.design, self.dataset, self.memory_bytes
@@ -160,14 +157,14 @@ class Run:
         power.sensors(self.design.device)  # loads NVML, which takes longer than a step
 
     def advance(self, until: int, on_step: OnStep | None = None, *, keeps_process: bool = False) -> None:
-        """Makes the steps that are left up to `until`, with everything that is due after each. The bits do not depend on
+        """Makes the remaining steps up to `until`, with everything that is due after each. The bits do not depend on
         where it stops.
 
         `on_step` is called with each step's number and result once they are there: on a GPU the next step may run by then.
-        What it raises is raised here after a whole step. A signal to stop becomes `Preempted`, after the step under way and
-        a save (`keeps_process`: see `StopSignals`).
+        An exception in it is raised here after a whole step. A signal to stop becomes `Preempted`, after the step under
+        way and a save (`keeps_process`: see `StopSignals`).
         """
-        self.until, self.observer, self.stop_signal = until, Observer(on_step), None
+        self.until, self.on_step, self.callback_error, self.stop_signal = until, on_step, None, None
         steps = range(self.completed, until)
         with StopSignals(keeps_process=keeps_process) as self.signals:
             for step in steps:
@@ -210,7 +207,7 @@ class Run:
         return (
             self.design.device.type != "cuda"
             or self.stop_signal is not None
-            or self.observer.raised is not None
+            or self.callback_error is not None
             or step == self.first_step
             or step + 1 == self.until
             or self.left_fp8.due(step + 1)
@@ -218,7 +215,7 @@ class Run:
         )
 
     def between_steps(self) -> None:
-        """Does everything that is due, and ends the steps here if somebody asks for it."""
+        """Does everything that is due; ends the steps after a signal or an exception in `on_step`."""
         if self.left_fp8.due(self.completed):
             self.leave_fp8()
         if self.due(self.config.save_every):
@@ -226,10 +223,10 @@ class Run:
         if self.completed == self.until:
             self.saves.wait()  # no step follows to be written behind
         self.watch()
-        if self.observer.raised is not None:
+        if self.callback_error is not None:
             if self.ranks.size == 1:  # of several, one may be alone with it
                 self.saves.wait()
-            raise self.observer.raised
+            raise self.callback_error
         if self.stop_signal is None and self.ranks.size == 1:  # since the end of the step
             self.stop_signal = self.signals.received
         if self.stop_signal is not None and self.completed < self.config.steps:
@@ -263,8 +260,8 @@ class Run:
             self.tasks.watch(self.completed, self.training.state, self.log)
 
     def is_best(self, loss: float) -> bool:
-        """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint stands before the
-        record of the loss: a run that ends in between makes this validation again."""
+        """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint is complete before
+        the loss is recorded: a run that ends in between makes this validation again."""
         if not math.isfinite(loss) or (self.saves.best is not None and loss >= self.saves.best[1]):
             return False
         self.save()
@@ -289,11 +286,11 @@ class Run:
         self.stop_signal = int(max(received)) or None
         if self.ranks.size > 1:
             self.stragglers.add(computing)
-        self.saves.look(writing)
+        self.saves.advance_together(writing)
 
     def read_result(self, step: int) -> None:
         """Waits for the result of `step`, records and shows it; makes the step again if it looks wrong."""
-        result, fault = settle(self.training, self.ranks, step, self.training.step.result(step))
+        result, fault = checked_result(self.training, self.ranks, step, self.training.step.result(step))
         self.completed, self.step_seconds = step + 1, result.elapsed_seconds
         self.log.step(self.completed, result, self.batch.tokens(step), self.batch.tokens_before(self.completed))
         self.audit.add(self.training, self.completed, result)
@@ -319,10 +316,14 @@ class Run:
             self.on_skip(result)
         else:
             self.skips_in_a_row = 0
-        self.observer.show(self.completed, result)
+        if self.on_step is not None and self.callback_error is None:
+            try:
+                self.on_step(self.completed, result)
+            except BaseException as error:
+                self.callback_error = error
 
     def leave_fp8(self) -> None:
-        """Goes on with more GEMMs in bf16: under another plan, so the run is saved and taken up from there."""
+        """Continues with more GEMMs in bf16. That takes another plan, so the run saves and resumes from there."""
         if self.saves.poisoned:
             return  # nothing to take up; the next good step asks again
         parts = self.left_fp8.leave_due(self.completed)
@@ -369,11 +370,11 @@ class Run:
         self.saves.save(self.training, self.completed, self.step_seconds, self.manifest())
 
     def manifest(self) -> dict[str, Any]:
-        """The content of a checkpoint of the completed step beside its tensors."""
+        """The manifest of a checkpoint of the completed step, without its files."""
         return {
             **run_facts(self.config, self.tokenizer, self.origin),
-            "versions": self.versions(),
-            "identity": self.identity(),
+            "versions": self.versions,
+            "identity": self.identity,
             **run_numbers(self.training),
             "skips_in_a_row": self.skips_in_a_row,
             "left_fp8": asdict(self.left_fp8),

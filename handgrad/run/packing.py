@@ -1,8 +1,5 @@
 """The documents in a run's samples: how they are packed, and the batches of them."""
 
-from pathlib import Path
-
-from handgrad import checkpoint
 from handgrad.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
@@ -14,12 +11,6 @@ PACKING_TEXT = {
     MASKED: "a row is cut from the stream of documents, attention stays within each",
     WHOLE: "a row holds whole documents, attention stays within each",
 }
-
-
-def begun_packing(config: RunConfig) -> str:
-    """`config`'s packing; "auto" stays with that of the run in `config.out`, whatever data it goes on with."""
-    begun = checkpoint.peek_config(Path(config.out)) if config.packing == AUTO else None
-    return config.packing if begun is None else begun.get("packing", STREAM)
 
 
 def settled_packing(packing: str, dataset: Dataset) -> str:
@@ -45,7 +36,7 @@ def trained_tokens(batches: Batches) -> TrainedTokens | None:
 
 
 def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
-    """The header's line about rows of which not all is trained, or whose documents do not see each other."""
+    """The header's line about packed documents, or rows with tokens that are not trained."""
     if scores_all(dataset, config.packing):
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)

@@ -27,7 +27,7 @@ from handgrad.models.rows import Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.parallel.memory import with_sharding
-from handgrad.run.writing import memory_bytes
+from handgrad.run.memory import memory_bytes
 from handgrad.training import offload
 from handgrad.training.design import Batch, Design, Guards
 from handgrad.training.schedule import Schedule
@@ -49,8 +49,8 @@ def resolve(
 
     `device` and `ops` (plain operations) are those of `config` unless given; `left_fp8` are parts of fp8 GEMMs that the run
     has moved to bf16. `sizes`: the sizes of operations that this machine cannot run, in the place of the operations; the
-    device is "meta" then, torch's name for no memory at all. Raises `UsageError` for what the device or the backend does
-    not do, and for unknown names.
+    device is then torch's "meta", which has no memory. Raises `UsageError` for settings that the device or the backend
+    does not support, and for unknown names.
     """
     device = devices.resolve_device(config.device) if device is None else device
     config = with_precision(config, device)
@@ -62,6 +62,8 @@ def resolve(
     lanes = max(1, config.lanes)
     sharding = Sharding(lanes, rank, ranks, config.zero, config.reduce_precision == "bf16")
     optimizer = optimizer_of(config)
+    skips, loss_scaling = (config.skip_loss_z, config.skip_norm_z), config.precision == "fp16"
+    guards = Guards(config.clip_norm, *skips, loss_scaling, config.check_ranks_every, config.audit_every)
     parameters = freeze(models.parameter_table(shape, lanes, optimizer.whole), config.freeze)
     base, lora = (), None
     if config.lora:
@@ -72,20 +74,32 @@ def resolve(
     buckets = buckets_of(parameters, lanes)
     tokens = config.micro_batch * shape.sequence_length
     chunk = models.head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype)
-    sized = sizing(plain_ops) if config.dropout and sizes is None else plain_ops
-    sized = documents.sizing(plain_ops) if config.packed else sized
+    sized = plain_ops
+    if config.packed:
+        sized = documents.sizing(plain_ops)
+    elif config.dropout and sizes is None:
+        sized = sizing(plain_ops)
     rows = tuple(
         model.activations(shape, config.micro_batch, shape.sequence_length, dtype, sized, chunk=chunk, training=True)
     )
     training_ops, fp8 = plain_ops, None
-    if config.precision == "fp8":
-        training_ops = fp8_operations(plain_ops) if sizes is None else sizes
-        rows = with_workspace(rows) if config.dropout else frozen.with_16_bits(rows) if config.lora else rows
-        fp8 = resolve_fp8(config, shape, model, base or parameters, rows, training_ops, left_fp8)
     kept, rounded = base, frozenset[str]()  # of the frozen weights: in 16 bits, and in fp8 alone
-    if lora is not None and fp8 is not None:
-        rounded = frozen.rounded_weights(fp8)
-        base, kept = frozen.laid_apart(base, rounded)
+    if config.precision != "fp8":
+        activations = [row.buffer(config.recompute) for row in rows if not row.of]
+    else:
+        training_ops = fp8_operations(plain_ops) if sizes is None else sizes
+        if config.dropout:
+            rows = with_workspace(rows)
+        elif lora is not None:
+            rows = frozen.with_16_bits(rows)
+        fp8 = resolve_fp8(config, shape, model, base or parameters, rows, training_ops, left_fp8)
+        if lora is not None:
+            rounded = frozen.rounded_weights(fp8)
+            base, kept = frozen.laid_apart(base, rounded)
+        quantized = tables.activation_buffers(rows, fp8.gemms, GRADIENT_FORMATS[config.fp8_gradients], config.recompute)
+        activations = [*fp8.buffers(base or parameters, ranks), *quantized]
+    if rounded:
+        activations = frozen.with_one_operand(activations)
     flat = flat_buffers(
         flat_elements(parameters, lanes),
         dtype,
@@ -97,24 +111,20 @@ def resolve(
     )
     if lanes > 1:
         flat = with_sharding(flat, buckets, sharding, optimizer.state)
-    host, slots = [], []
+    host = []
     if config.offload:
         flat, host = offload.divided(flat)
-        slots = offload.slot_buffers(host)
-    if fp8 is None:
-        activations = [row.buffer(config.recompute) for row in rows if not row.of]
-    else:
-        gradients = GRADIENT_FORMATS[config.fp8_gradients]
-        activations = list(tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute))
-        activations = [*fp8.buffers(base or parameters, ranks), *activations]
-    dropout = dropout_buffers(config.micro_batch) if config.dropout else []
-    inputs = documents.document_buffers(model, config.micro_batch, shape.sequence_length) if config.packed else []
-    adapters = []
+    buffers = [*flat.values(), *activations]
+    if config.packed:
+        buffers += documents.document_buffers(model, config.micro_batch, shape.sequence_length)
+    if config.dropout:
+        buffers += dropout_buffers(config.micro_batch)
     if lora is not None:
-        activations = frozen.with_one_operand(activations) if rounded else activations
-        adapters = [frozen_buffer(flat_elements(kept), dtype), *adapter_buffers(lora, base, tokens, dtype)]
-        adapters += [frozen.work_buffer(base, rounded, dtype)] if rounded else []
-    scratch = update_scratch(optimizer.scratch_bytes(plain_ops, parameters, flat["gradients"].dtype, device))
+        buffers += [frozen_buffer(flat_elements(kept), dtype), *adapter_buffers(lora, base, tokens, dtype)]
+    if rounded:
+        buffers.append(frozen.work_buffer(base, rounded, dtype))
+    buffers += update_scratch(optimizer.scratch_bytes(plain_ops, parameters, flat["gradients"].dtype, device))
+    buffers += offload.slot_buffers(host)
     return Design(
         device=device,
         dtype=dtype,
@@ -128,12 +138,12 @@ def resolve(
         batch=Batch(config.micro_batch, lanes, config.sequence_length, config.batch, config.overfit_one_batch),
         optimizer=optimizer,
         schedule=schedule_of(config),
-        guards=guards_of(config),
+        guards=guards,
         seed=config.seed,
         recompute=config.recompute,
         fp8=fp8,
         dropout=config.dropout,
-        plan=make_plan([*flat.values(), *activations, *inputs, *dropout, *adapters, *scratch, *slots]),
+        plan=make_plan(buffers),
         host_plan=make_plan(host),
         sample_tokens=config.sample_tokens,
         lora=lora,
@@ -148,12 +158,6 @@ def optimizer_of(config: RunConfig) -> AdamW | Muon:
         return adamw
     rate = (config.matrix_learning_rate or config.learning_rate) / config.learning_rate
     return Muon(adamw, momentum=0.95, beta2=config.beta2, weight_decay=config.weight_decay, rate=rate)
-
-
-def guards_of(config: RunConfig) -> Guards:
-    loss_scaling, replicas_every = config.precision == "fp16", config.check_ranks_every
-    skips = config.skip_loss_z, config.skip_norm_z
-    return Guards(config.clip_norm, *skips, loss_scaling, replicas_every, config.audit_every)
 
 
 def resolve_fp8(
@@ -192,7 +196,7 @@ def resolve_fp8(
 
 
 def possible_configs(config: RunConfig) -> list[RunConfig]:
-    """The run, and of one in fp8 that may go on in bf16 that run: both have to fit."""
+    """The run, and the run in bf16 into which an fp8 run may change: both have to fit."""
     may_leave = config.precision == "fp8" and config.fp8_on_saturation == "bf16"
     return [config, replace(config, precision="bf16")] if may_leave else [config]
 

@@ -1,8 +1,8 @@
-"""The saves of a run: each state is judged, copied into host memory, and written by a thread while training goes on.
+"""The saves of a run: judges each state, copies it into host memory; a thread writes it while training continues.
 
 Every rank writes its share of the tensors. When all have written, which the exchange at the end of a step tells them, rank
 0's thread commits the checkpoint and removes old ones; a later exchange tells the others. At most one save is under way.
-Without memory for the copy, or with `async_save` off, training stands still while rank 0 writes.
+Without memory for the copy, or with `async_save` off, training waits while rank 0 writes.
 """
 
 import os
@@ -28,7 +28,7 @@ from handgrad.run.log import RunLog
 from handgrad.run.saving import save_state, stored_tensors
 
 BUSY, DONE, FAILED = 0.0, 1.0, 2.0  # a rank's part of the save under way
-TOLD_SECONDS = 1.0  # a shorter wait for the save before is not worth a line
+SHORT_SECONDS = 1.0  # a shorter wait for the save before is not worth a line
 
 
 @dataclass
@@ -40,12 +40,12 @@ class Save:
     manifest: dict[str, Any]
     begun: float  # by `time.perf_counter`
     step_seconds: float
-    pause_seconds: float = 0.0  # training stood still
+    pause_seconds: float = 0.0  # training waited
     committing: bool = False  # all ranks have written
 
 
 class Saves:
-    """Saves the states of one run, and knows which checkpoints stand."""
+    """Saves the states of one run, and knows which checkpoints are complete."""
 
     def __init__(
         self,
@@ -58,22 +58,21 @@ class Saves:
         extra_files: dict[str, bytes],
         seal: Callable[[Path, dict[str, Any]], None],
     ):
-        """`copy`: None makes training stand still while a state is written. `extra_files`: the tokenizer's. `seal` takes
-        the folder and the manifest of a checkpoint that stands."""
+        """`copy`: None makes training wait while a state is written. `extra_files`: the tokenizer's. `seal` takes the
+        folder and the manifest of a complete checkpoint."""
         self.config, self.folder, self.ranks, self.log, self.judge = config, folder, ranks, log, judge
         self.copy, self.extra_files, self.seal = copy, extra_files, seal
-        self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # of a checkpoint that stands
+        self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # of a complete checkpoint
         best = partial(checkpoint.best_validated, folder.path)
         self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
         self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.pending: Save | None = None
         self.work: Future[Any] = Future()  # this rank's part of the pending save
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self.told_slow = self.told_wait = False  # that a stop takes too long; that a save waited for the one before
 
     def save(self, training: Assembly, step: int, step_seconds: float, manifest: dict[str, Any]) -> None:
-        """Saves the state after `step`, or begins to: `wait` returns when the checkpoint stands. `manifest`: all that it
-        says of the state beside its tensors."""
+        """Saves the state after `step`, or begins to: `wait` returns when the checkpoint is complete. `manifest`: its
+        content beside the tensors."""
         if step == self.last_saved or (self.pending and step == self.pending.step):
             return
         if self.poisoned:
@@ -92,7 +91,7 @@ class Saves:
             seconds = time.perf_counter() - save.begun
             warnings = self.ranks.from_rank_0(lambda: self.remove_old(step), "old checkpoints")
             save.pause_seconds = time.perf_counter() - save.begun
-            self.stands(save, seconds, warnings)
+            self.log_saved(save, seconds, warnings)
             return
         self.copy.take(list(stored_tensors(training.state, self.ranks)))
         self.ranks.from_rank_0(lambda: begin(final), "a checkpoint's folder")
@@ -108,10 +107,9 @@ class Saves:
         self.wait()
         waited, took = time.perf_counter() - begun, time.perf_counter() - earlier.begun
         due = self.config.save_every and step % self.config.save_every == 0  # else a stop or a best validation asks for it
-        if due and waited >= TOLD_SECONDS and not self.told_wait:
-            self.told_wait = True
+        if due and waited >= SHORT_SECONDS:
             line = f"step {step}: its save waited {waited:.1f} s for that of step {earlier.step}, which took {took:.1f} s"
-            self.log.event(step, f"{line}; a larger --save-every leaves the disk more time")
+            self.log.event_once(step, f"{line}; a larger --save-every leaves the disk more time", "a save that waited")
         return waited
 
     # On the thread.
@@ -148,17 +146,17 @@ class Saves:
             return BUSY
         return FAILED if self.work.exception() else DONE
 
-    def look(self, everyone: Sequence[float]) -> None:
-        """Goes on with the pending save as far as all ranks are, by their `progress`."""
+    def advance_together(self, everyone: Sequence[float]) -> None:
+        """Advances the pending save once all ranks have done their part, by their `progress`."""
         if self.pending is not None and (FAILED in everyone or BUSY not in everyone):
-            self.settle()
+            self.advance()
 
     def wait(self) -> None:
         """Returns, on all ranks, when no save is under way. Raises `StorageError` if it failed on any of them."""
         while self.pending is not None:
-            self.settle()
+            self.advance()
 
-    def settle(self) -> None:
+    def advance(self) -> None:
         """Waits for the part of the pending save that is under way, on all ranks, and begins the next one."""
         save, error = self.pending, self.work.exception()
         assert save is not None
@@ -182,17 +180,16 @@ class Saves:
             self.work = self.thread.submit(self.commit, save, files) if self.ranks.is_rank_0 else finished()
             return
         self.pending = None
-        self.stands(save, *outcomes[0][0])
+        self.log_saved(save, *outcomes[0][0])
 
-    def stands(self, save: Save, seconds: float, warnings: list[str]) -> None:
-        """The checkpoint is on the disk and has its name."""
+    def log_saved(self, save: Save, seconds: float, warnings: list[str]) -> None:
+        """Logs a checkpoint that is on the disk and has its name."""
         self.last_saved = save.step
         self.seal(save.final, save.manifest)
         self.log.record("save", step=save.step, seconds=round(seconds, 3), pause_seconds=round(save.pause_seconds, 3))
         under_way = 0.0 if self.copy is None else seconds  # the longest that a stop may find
-        if not self.told_slow and (line := too_slow(seconds, save.step_seconds, os.environ, under_way)):
-            self.told_slow = True
-            self.log.event(save.step, line)
+        if line := too_slow(seconds, save.step_seconds, os.environ, under_way):
+            self.log.event_once(save.step, line, "a stop that takes too long")
         for warning in warnings:
             self.log.event_once(save.step, warning)
         self.log.line(f"step {save.step}: saved {save.final}")
@@ -209,8 +206,8 @@ class Saves:
         if self.pending is not None and self.ranks.size == 1:
             with suppress(StorageError):  # the run ends by another error
                 if not self.work.done():
-                    self.log.line(f"step {self.pending.step}: its save is still being written; the run ends when it stands")
-                self.settle()
+                    self.log.line(f"step {self.pending.step}: its save is still being written; the run ends after it")
+                self.advance()
         elif self.pending is not None and self.pending.committing:
             wait([self.work])
         self.thread.shutdown(wait=self.pending is None)

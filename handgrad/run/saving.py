@@ -1,6 +1,7 @@
-"""Moves the state of a run into a checkpoint and out of it, however many ranks hold it."""
+"""Saves the state of a run into a checkpoint and loads it, on any number of ranks."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from handgrad.config import RunConfig, to_dict
 from handgrad.data.tokenizer import Tokenizer, tokenizer_record
 from handgrad.errors import ConfigError, DataError
 from handgrad.layout import Bucket, bucket_of
+from handgrad.models.rows import ParameterRow
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
 from handgrad.training.spikes import SpikeWindow
@@ -34,7 +36,7 @@ def save_state(
 ) -> Path:
     """Saves the state; returns the checkpoint's folder.
 
-    Rank 0 writes; the others send it their shards, bucket by bucket. None goes on before the checkpoint stands. Raises
+    Rank 0 writes; the others send it their shards, bucket by bucket. All wait until the checkpoint is complete. Raises
     `StorageError`, on all ranks, when the disk does not take it.
     """
     tensors = list(stored_tensors(state, ranks))
@@ -65,13 +67,7 @@ def stored_tensors(state: TrainingState, ranks: Ranks) -> Iterator[Stored]:
             if flat.numel() == state.parameters.numel():
                 yield Stored.of(prefix + row.name, row.stored(flat))
                 continue
-            bucket = bucket_of(row, state.design.buckets)
-
-            def fetch(flat=flat, row=row, bucket=bucket) -> Tensor:
-                start = row.offset - bucket.start
-                return gathered(flat, bucket)[start : start + row.elements].view(row.shape)[: row.stored_rows]
-
-            yield Stored(prefix + row.name, flat.dtype, row.stored_shape, fetch)
+            yield Stored(prefix + row.name, flat.dtype, row.stored_shape, partial(gathered.parameter, flat, row))
 
 
 class GatheredBucket:
@@ -80,6 +76,12 @@ class GatheredBucket:
     def __init__(self, state: TrainingState, ranks: Ranks):
         self.state, self.ranks = state, ranks
         self.held: tuple[int, str] | None = None
+
+    def parameter(self, shard: Tensor, row: ParameterRow) -> Tensor:
+        """The stored part of a parameter."""
+        bucket = bucket_of(row, self.state.design.buckets)
+        start = row.offset - bucket.start
+        return self(shard, bucket)[start : start + row.elements].view(row.shape)[: row.stored_rows]
 
     def __call__(self, shard: Tensor, bucket: Bucket) -> Tensor:
         whole = self.state.views["exchange"].view(shard.dtype)[: bucket.elements]
@@ -114,7 +116,7 @@ def run_numbers(training: Assembly) -> dict[str, Any]:
 
 
 def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
-    """Takes up a checkpoint: its tensors and `run_numbers`, as far as they hold for the configuration. Raises
+    """Resumes from a checkpoint: loads its tensors and `run_numbers`, as far as they suit the configuration. Raises
     `ConfigError` for a state of another optimizer."""
     made_by = source.manifest["config"].get("optimizer", RunConfig.optimizer)
     if made_by != config.optimizer:
@@ -135,19 +137,17 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
 
 def load_state(source: Checkpoint, state: TrainingState) -> None:
     """Weights and optimizer state of a checkpoint. Raises `DataError` if shapes differ."""
-    table = state.design.parameters
-    takers = {row.name: (row.stored_shape, lambda values, row=row: state.take_weight(row, values)) for row in table}
-    source.load(checkpoint.WEIGHTS_FILE, takers)
-    takers = {}
-    for name, flat in state.optimizer.items():
-        for row in table:
-            take = lambda values, row=row, flat=flat: state.take(flat, row, values)  # noqa: E731
-            takers[f"{name}.{row.name}"] = row.stored_shape, take
-    source.load(checkpoint.OPTIMIZER_FILE, takers)
+    table, buffers = state.design.parameters, state.optimizer.items()
+    weights = {row.name: (row.stored_shape, partial(state.take_weight, row)) for row in table}
+    source.load(checkpoint.WEIGHTS_FILE, weights)
+    moments = {
+        f"{name}.{row.name}": (row.stored_shape, partial(state.take, flat, row)) for name, flat in buffers for row in table
+    }
+    source.load(checkpoint.OPTIMIZER_FILE, moments)
 
 
 def origin_of(source: Checkpoint) -> dict[str, Any] | None:
-    """The weights that the run of a checkpoint started from, or None: opened ones, or some imported with moments."""
+    """The weights from which the run of a checkpoint started, opened or imported; None if it drew them."""
     return source.manifest.get("init") or source.manifest.get("imported")
 
 

@@ -41,21 +41,16 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         merged |= presets.model(model)
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
+    bare = not name and not recipe_file  # without either, `run.suited` chooses the rest
     if weights := merged.get("init_from"):
         if weights in BEGINNINGS and not Path(weights).exists():
             raise UsageError(f"init_from names the weights to start from, found {weights!r}: {BEGINNINGS[weights]}")
-        sizes = sizes_of_weights(merged)
-        merged = {**sizes, **({} if name or recipe_file else suited_finetuning(merged, sizes)), **merged}
-    elif not name and not recipe_file and "num_layers" not in merged and "data" in merged:
-        merged = {**suited(merged), **merged}
-    elif not name and not recipe_file and "num_layers" not in merged:
-        run = Path(str(merged.get("out", "")))
-        if "out" in merged and (run / CONFIG_FILE).is_file():
-            raise UsageError(f"say how to train: {run} is a run, which {resumes(run)} resumes")
-        raise UsageError(
-            f"say what to train: {first_run()}; or name a preset ({presets.listed(presets.PRESETS)}), --config FILE,"
-            " --model NAME or --init-from WEIGHTS"
-        )
+        merged = from_weights(merged, bare=bare)
+    elif bare and "num_layers" not in merged:
+        check_data(merged)
+        from handgrad.run.suited import chosen_settings  # imports torch, which `--help` spares
+
+        merged = {**chosen_settings(merged), **merged}
     architecture = merged.get("architecture", RunConfig.architecture)
     if architecture == "modern":
         techniques = settled(architecture, merged.get("techniques", ""))
@@ -66,22 +61,18 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     return check(RunConfig(**merged))
 
 
-def suited(settings: dict[str, Any]) -> dict[str, Any]:
-    """The model and its steps that suit the data and the device, for whom names neither."""
+def check_data(settings: dict[str, Any]) -> None:
+    """Raises `UsageError` unless there is data to choose a run for."""
+    run = Path(str(settings.get("out", "")))
+    if "data" not in settings and "out" in settings and (run / CONFIG_FILE).is_file():
+        raise UsageError(f"say how to train: {run} is a run, which {resumes(run)} resumes")
+    if "data" not in settings:
+        raise UsageError(
+            f"say what to train: {first_run()}; or name a preset ({presets.listed(presets.PRESETS)}), --config FILE,"
+            " --model NAME or --init-from WEIGHTS"
+        )
     if settings.get("batch_schedule") and not settings.keys() >= {"steps", "tokens_per_step"}:
         raise UsageError("batch_schedule counts steps, here chosen for the data; give --steps and --tokens-per-step")
-    from handgrad.run.suited import chosen_settings  # imports torch, which `--help` spares
-
-    return chosen_settings(*(str(settings.get(name, getattr(RunConfig, name))) for name in ("data", "out", "device")))
-
-
-def suited_finetuning(settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """The rows, steps and learning rate that suit weights, data and device, for whom gives none."""
-    if settings.get("batch_schedule"):
-        return {}  # counts steps of its own
-    from handgrad.run.suited_finetuning import chosen_finetuning  # imports torch, which `--help` spares
-
-    return chosen_finetuning(settings, sizes)
 
 
 def first_run() -> str:
@@ -124,14 +115,19 @@ def resumes(run: Path) -> str:
     return f"`handgrad train --config {shlex.quote(recipe)}{f' --out {shlex.quote(str(run))}' if moved else ''}`"
 
 
-def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:
-    """The model's sizes, from the weights in `init_from`; or from the run in `out`, which resumes without those weights."""
+def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
+    """The settings with the model's sizes: those of the weights in `init_from`, or of the run in `out`, which resumes
+    without those weights. `bare`: nothing else gives rows, steps and learning rate, so those that suit come with
+    them."""
     from handgrad import checkpoint  # imports torch, which `--help` spares
     from handgrad.interop.sources import SIZES, read_sizes, shape_fields
+    from handgrad.run.suited_finetuning import chosen_finetuning
 
-    if settings.keys() >= set(SIZES):
-        return {}
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
-    if begun is not None and begun.get("init_from") == settings["init_from"]:
-        return shape_fields(begun)
-    return read_sizes(settings["init_from"])
+    if begun is not None and begun.get("init_from") != settings["init_from"]:
+        begun = None
+    sizes = {}
+    if not settings.keys() >= set(SIZES):
+        sizes = read_sizes(settings["init_from"]) if begun is None else shape_fields(begun)
+    chosen = chosen_finetuning(settings, sizes, begun) if bare and not settings.get("batch_schedule") else {}
+    return {**sizes, **chosen, **settings}

@@ -1,4 +1,4 @@
-"""Stops a run between steps: by a signal, or by an exception of its observer."""
+"""Stops a run between steps by a signal."""
 
 import signal
 import threading
@@ -12,24 +12,8 @@ from handgrad.training.step import StepResult
 OnStep = Callable[[int, StepResult], None]  # a step's number, counted from 1, and its result
 
 
-class Observer:
-    """Calls `on_step`. An exception that it raises is kept until the run pauses: the next step may be under way, and is
-    finished first."""
-
-    def __init__(self, on_step: OnStep | None):
-        self.on_step = on_step
-        self.raised: BaseException | None = None
-
-    def show(self, step: int, result: StepResult) -> None:
-        if self.on_step is not None and self.raised is None:
-            try:
-                self.on_step(step, result)
-            except BaseException as error:
-                self.raised = error
-
-
 class StopSignals:
-    """Within a `with` block SIGINT and the signals of `STOPPING` are only noted in `received`: a step is finished first.
+    """Within a `with` block SIGINT and the signals of `STOPPING` are only noted in `received`: the step finishes first.
 
     The same signal again ends the process at once (saves are atomic), or with `keeps_process` acts as it did before the
     block. Within a second it counts as the same one: a launcher and its ranks may both get it, and the launcher passes it
@@ -67,7 +51,9 @@ class StopSignals:
     def act(self, number: int) -> None:
         """Ends the process, or with `keeps_process` does what the signal did before the block."""
         if number == signal.SIGINT and not self.keeps_process:
-            end_interrupted("interrupted before the step was saved; run the same command to go on from the last checkpoint")
+            end_interrupted(
+                "interrupted before the step was saved; run the same command to resume from the last checkpoint"
+            )
         signal.signal(number, self.previous[number] if self.keeps_process else signal.SIG_DFL)
         signal.raise_signal(number)
 
@@ -76,4 +62,4 @@ def preempted(received: int, completed: int, last_saved: int) -> Preempted:
     """The error of a run that signal `received` stopped; `last_saved` is the newest checkpoint's step, or -1."""
     saved = f"saved step {last_saved}" if last_saved >= 0 else "nothing saved yet"
     name = signal.Signals(received).name
-    return Preempted(f"stopped by {name} after step {completed}, {saved}; run the same command to go on")
+    return Preempted(f"stopped by {name} after step {completed}, {saved}; run the same command to resume")

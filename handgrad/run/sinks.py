@@ -13,13 +13,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
 
-PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
+PACKAGES = ("wandb", "tensorboard", "trackio")  # and the names of the trackers
 WAITING = 10_000  # records in a queue, each a few hundred bytes
 LAST_SECONDS = 10.0  # for the rest of the queues when a run ends
 SKIPPED_FIELDS = ("kind", "step", "time")
@@ -45,10 +47,10 @@ def chosen(log_to: str) -> list[str]:
                 f"unknown tracker {name!r} in log_to{nearest_name(name, PACKAGES)}; known: {', '.join(PACKAGES)}"
             )
     for name in names:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        if importlib.util.find_spec(name) is None:
             raise UsageError(
-                f"log_to {name} needs the package {PACKAGES[name]}, which is not installed: `pip install {PACKAGES[name]}`,"
-                " or train without it; metrics.jsonl has every figure"
+                f"log_to {name} needs the package {name}, which is not installed: `pip install {name}`, or train without"
+                " it; metrics.jsonl has every figure"
             )
     return names
 
@@ -93,7 +95,7 @@ class Sink:
         """Keeps a line for the training thread to say, once."""
         if not self.warned:
             self.warned = True
-            self.warnings.put(f"log_to {self.name} {fault}; the run goes on, and metrics.jsonl has every figure")
+            self.warnings.put(f"log_to {self.name} {fault}; training continues, and metrics.jsonl has every figure")
 
     def _work(self) -> None:
         try:
@@ -159,30 +161,42 @@ class Sinks:
 
 
 def trackers(log_to: str, folder: Path, identity: str, config: dict[str, Any], completed: int) -> dict[str, Opens]:
-    """Ways to open each tracker of the run in `folder`. A resumed run keeps its `identity` and has `completed` steps."""
-    named = {"name": folder.absolute().name, "config": config}
-    ways: dict[str, Opens] = {
-        "wandb": lambda: WandB(folder, identity, named),
-        "tensorboard": lambda: TensorBoard(folder, config, completed),
-        "trackio": lambda: Trackio(f"{folder.absolute().name}-{identity}", config),
+    """Functions that open each tracker of the run in `folder`. A resumed run keeps its `identity` and has `completed`
+    steps."""
+    functions: dict[str, Opens] = {
+        "wandb": partial(open_wandb, folder, identity, config),
+        "tensorboard": partial(TensorBoard, folder, config, completed),
+        "trackio": partial(open_trackio, folder, identity, config),
     }
-    return {name: ways[name] for name in chosen(log_to)}
+    return {name: functions[name] for name in chosen(log_to)}
 
 
-class WandB:
-    """Weights & Biases. Its own variables (WANDB_MODE, WANDB_PROJECT, ...) hold."""
+@dataclass(frozen=True)
+class Remote:
+    """A run of Weights & Biases, or of Trackio, which has the same methods."""
 
-    def __init__(self, folder: Path, identity: str, named: dict[str, Any]):
-        wandb = importlib.import_module("wandb")
-        project = os.environ.get("WANDB_PROJECT", "handgrad")
-        settings = wandb.Settings(silent=True, console="off", disable_git=True, init_timeout=15)
-        self.run = wandb.init(project=project, dir=str(folder), id=identity, resume="allow", settings=settings, **named)
+    run: Any
 
     def send(self, step: int, figures: dict[str, float]) -> None:
         self.run.log(figures, step=step)
 
     def finish(self) -> None:
         self.run.finish()
+
+
+def open_wandb(folder: Path, identity: str, config: dict[str, Any]) -> Remote:
+    """Weights & Biases. Its own variables (WANDB_MODE, WANDB_PROJECT, ...) hold."""
+    wandb = importlib.import_module("wandb")
+    settings = wandb.Settings(silent=True, console="off", disable_git=True, init_timeout=15)
+    names = {"project": os.environ.get("WANDB_PROJECT", "handgrad"), "name": folder.absolute().name, "id": identity}
+    return Remote(wandb.init(**names, dir=str(folder), config=config, resume="allow", settings=settings))
+
+
+def open_trackio(folder: Path, identity: str, config: dict[str, Any]) -> Remote:
+    """Trackio, on this machine, or in a Space where TRACKIO_SPACE_ID names one."""
+    trackio = importlib.import_module("trackio")
+    names = {"project": os.environ.get("TRACKIO_PROJECT", "handgrad"), "name": f"{folder.absolute().name}-{identity}"}
+    return Remote(trackio.init(**names, config=config, resume="allow", embed=False))
 
 
 class TensorBoard:
@@ -200,18 +214,3 @@ class TensorBoard:
 
     def finish(self) -> None:
         self.writer.close()
-
-
-class Trackio:
-    """Trackio, on this machine, or in a Space where TRACKIO_SPACE_ID names one."""
-
-    def __init__(self, name: str, config: dict[str, Any]):
-        trackio = importlib.import_module("trackio")
-        project = os.environ.get("TRACKIO_PROJECT", "handgrad")
-        self.run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
-
-    def send(self, step: int, figures: dict[str, float]) -> None:
-        self.run.log(figures, step=step)
-
-    def finish(self) -> None:
-        self.run.finish()

@@ -1,4 +1,4 @@
-"""Opens a run: device, ranks, data, folder, initial weights; refuses what cannot run before anything is written."""
+"""Opens a run: device, ranks, data, folder, initial weights. Refuses an impossible run before it writes anything."""
 
 import contextlib
 import os
@@ -8,10 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from handgrad import checkpoint, devices
-from handgrad.config import AUTO, RunConfig, check, to_dict
+from handgrad import devices
+from handgrad.config import RunConfig, check, to_dict
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import INTERRUPTED, DataError, StorageError, UsageError
@@ -25,6 +23,7 @@ from handgrad.run import sinks
 from handgrad.run.checks import (
     check_disk,
     check_fits,
+    check_names,
     check_offload,
     check_shared_gradients,
     check_tokenizer,
@@ -32,10 +31,10 @@ from handgrad.run.checks import (
     tokenizer_flag,
 )
 from handgrad.run.console import Shows
-from handgrad.run.folder import RunFolder, settled_lanes
+from handgrad.run.folder import RunFolder, begun_settings, settled_lanes
 from handgrad.run.loop import Run
-from handgrad.run.packing import begun_packing, settled_packing
-from handgrad.run.resolve import resolve, with_tuned_gemms
+from handgrad.run.packing import settled_packing
+from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.run.tasks import task_watch
 
 
@@ -43,28 +42,29 @@ from handgrad.run.tasks import task_watch
 def open_run(
     config: RunConfig, *, allow_changes: bool = False, strict: bool = False, shows: Shows = "live"
 ) -> Iterator[Run]:
-    """The run in `config.out`, ready to make steps; the folder is this process's own until the end of the `with` block.
+    """The run in `config.out`, ready to make steps; this process owns the folder until the end of the `with` block.
     `strict`: resumed from the newest checkpoint, or refused; the same for the weights of `init_from`.
 
     Raises the errors of an input or a folder that does not fit.
     """
     check(config)
+    check_names(config)
     info = find_rank_info(os.environ)
     device = devices.resolve_device(config.device, info.local_rank)
     seconds = config.join_seconds, config.silence_seconds, config.stall_seconds
     with joined(info, device, Timeouts(*seconds, Path(config.out) / "stacks")) as ranks:
-        begun = config
-        config = check(replace(config, precision=ranks.from_rank_0(lambda: precision_of(begun, device), "precision")))
-        devices.use_precision(device, config.precision)  # refuses what the device lacks, before any data is read
-        given = with_tuned_gemms(config, device)
-        ranks.check_equal("configuration", to_dict(given))
-        config = check(replace(given, lanes=ranks.from_rank_0(lambda: settled_lanes(given, ranks.size), "lanes")))
+        given = config
+        begun = ranks.from_rank_0(lambda: begun_settings(given), "the run so far")
+        config = check(with_precision(replace(config, **begun), device))
+        devices.use_precision(device, config.precision)  # refuses one that the device lacks, before any data is read
+        tuned = with_tuned_gemms(config, device)
+        ranks.check_equal("configuration", to_dict(tuned))
+        config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: settled_lanes(tuned, ranks.size), "lanes")))
         check_shared_gradients(config, ranks.size)
         check_offload(config, device, ranks.size)
         ranks.from_rank_0(lambda: sinks.chosen(config.log_to), "log_to")  # refuses one that is not installed
         dataset = open_dataset(config.data)
-        packing = ranks.from_rank_0(lambda: begun_packing(given), "packing")
-        config = check(replace(config, packing=settled_packing(packing, dataset)))
+        config = check(replace(config, packing=settled_packing(config.packing, dataset)))
         ranks.from_rank_0(lambda: check_tokenizer(config, dataset, allow_changes=allow_changes), "the tokenizer")
         design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)
         tasks = task_watch(config, design, dataset.tokenizer, ranks)
@@ -98,12 +98,6 @@ def noting_the_end(run: Run) -> Iterator[None]:
             name |= {"not_finite": True} if run.saves.poisoned else {}
             with contextlib.suppress(StorageError):  # which may be the reason itself
                 run.log.record("stop", step=run.completed, code=code, reason=reason, **name)
-
-
-def precision_of(config: RunConfig, device: torch.device) -> str:
-    """The run's precision: "auto" stays with the one that the run in `config.out` began with, wherever it goes on."""
-    begun = checkpoint.peek_config(Path(config.out)) if config.precision == AUTO else None
-    return devices.settled_precision((begun or {}).get("precision", config.precision), device)
 
 
 def opened_in_turn(opening: Callable[[], Weights], ranks: Ranks) -> Weights:

@@ -1,4 +1,4 @@
-"""The run that suits data and machine: what `handgrad train --data DIR` takes where no preset and no sizes are given.
+"""The run that suits data and machine, for `handgrad train --data DIR` without a preset or sizes.
 
 A model as large as its tokens can teach, about twenty for each parameter (Hoffmann et al. 2022,
 https://arxiv.org/abs/2203.15556), each seen at most four times, which is nearly as good as new ones (Muennighoff et al.
@@ -66,27 +66,23 @@ def suited_settings(dataset: Dataset, device: torch.device) -> dict[str, Any]:
             if fits(config, dataset.tokenizer.vocab_size, device):
                 return settings_of(config, size, dataset, device)
     smallest = replace(fitted(sizes[0], dataset), micro_batch=1)
-    return settings_of(smallest, sizes[0], dataset, device)  # which does not fit: the run says so, with its advice
+    return settings_of(smallest, sizes[0], dataset, device)  # does not fit: the run refuses it with advice
 
 
 def fitted(size: Size, dataset: Dataset) -> RunConfig:
     """The size, with a shorter context where no shard has such windows, and steps of at most a quarter of the corpus."""
-    training, validation = ([shard.token_count - 1 for shard in dataset.splits[split]] for split in SPLITS)
-    longest = min(max(training), max(validation))  # a window has one more token than the context
-    length = min(size.sequence_length, power_of_two(longest))
-    windows = sum(tokens // length for tokens in training)
+    length = min(size.sequence_length, power_of_two(longest_window(dataset)))
+    windows = sum((shard.token_count - 1) // length for shard in dataset.splits["train"])
     samples = min(size.tokens_per_step // length, power_of_two(max(1, windows // 4)))
-    return RunConfig(
-        num_layers=size.num_layers,
-        num_heads=size.num_heads,
-        channels=size.channels,
-        sequence_length=length,
-        tokens_per_step=samples * length,
-        micro_batch=min(size.micro_batch, samples),
-        learning_rate=size.learning_rate,
-        schedule=size.schedule,
-        final_learning_rate_fraction=size.final_learning_rate_fraction,
-    )
+    sizes: dict[str, Any] = {name: getattr(size, name) for name in CHOSEN_SIZES}
+    sizes |= {"sequence_length": length, "tokens_per_step": samples * length}
+    sizes["micro_batch"] = min(size.micro_batch, samples)
+    return RunConfig(**sizes)
+
+
+def longest_window(dataset: Dataset) -> int:
+    """The longest context for which every split has a window, which is a token longer."""
+    return min(max(shard.token_count - 1 for shard in dataset.splits[split]) for split in SPLITS)
 
 
 def power_of_two(number: int) -> int:
@@ -117,7 +113,7 @@ def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.d
 def paced(
     config: RunConfig, dataset: Dataset, device: torch.device, epochs: float, warmup_share: float, steps: float = 0
 ) -> dict[str, Any]:
-    """The number of steps, unless it is given, and what comes every so many of them."""
+    """The number of steps, unless it is given, and the intervals of validations, samples, saves and log lines."""
     training, validation = dataset.tokens("train"), dataset.tokens("validation")
     if not steps:
         steps = epochs * training / config.tokens_per_step
@@ -144,12 +140,12 @@ CHOSEN_SIZES = (
 CHOSEN = (*CHOSEN_SIZES, "steps", "warmup_steps", "eval_every", "eval_tokens", "sample_every", "save_every", "log_every")
 
 
-def chosen_settings(data: str, out: str, device: str) -> dict[str, Any]:
-    """`suited_settings` for the data and the device of these names; of a run that has begun in `out` its own.
+def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """`suited_settings` for the data and the device of these settings. A run that has begun in `out` keeps its own.
 
     Raises the errors of `open_dataset` and `resolve_device`.
     """
-    begun = checkpoint.peek_config(Path(out))
+    begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None:
         return {name: begun[name] for name in CHOSEN}
-    return suited_settings(open_dataset(data), devices.resolve_device(device))
+    return suited_settings(open_dataset(settings["data"]), devices.resolve_device(settings.get("device", RunConfig.device)))

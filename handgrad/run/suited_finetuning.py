@@ -1,7 +1,7 @@
 """The run that suits weights: `handgrad train --init-from WEIGHTS --data DIR` without a preset or a recipe.
 
 Short rows, however long the weights' context is, small steps and three epochs. The learning rates are those of
-docs/finetuning.md: weights from elsewhere have seen much more text; a run of ours goes on at half of its rate.
+docs/finetuning.md: weights from elsewhere have seen much more text; a run of ours continues at half of its rate.
 """
 
 import os
@@ -13,26 +13,25 @@ import torch
 from handgrad import checkpoint, devices
 from handgrad.checkpoint import means_best
 from handgrad.config import RunConfig
-from handgrad.data.shards import SPLITS, Dataset, open_dataset
+from handgrad.data.shards import Dataset, open_dataset
 from handgrad.parallel.launchers import find_rank_info
-from handgrad.run.suited import CHOSEN, fits, paced, power_of_two, smaller_batches
+from handgrad.run.suited import CHOSEN, fits, longest_window, paced, power_of_two, smaller_batches
 
 # By the kind of device: tokens of a row at most, tokens of a step, rows of a micro-batch at most.
 CPU_LIMITS, GPU_LIMITS = (512, 2048, 4), (2048, 16384, 16)
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 3e-5, 2e-4
 EPOCHS, WARMUP_SHARE = 3, 0.05
-ENDING = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
+ENDING: dict[str, Any] = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
 
 
-def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """The settings beside those given, for weights of these `sizes`; of a run that has begun in `out` from the same weights
-    its own. Without data, for `plan`, what the weights alone decide.
+def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
+    """The settings beside those given, for weights of these `sizes`. A run that has `begun` in `out` from the same weights
+    keeps its own. Without data, for `plan`, the weights alone decide.
 
     Raises the errors of `open_dataset` and `resolve_device`.
     """
     source, device = settings["init_from"], devices.resolve_device(settings.get("device", RunConfig.device))
-    begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
-    if begun is not None and begun.get("init_from") == source:
+    if begun is not None:
         return {name: begun[name] for name in (*CHOSEN, "sample_tokens") if name in begun}
     dataset = open_dataset(settings["data"]) if "data" in settings else None
     config = fitted(settings, sizes, dataset, device)
@@ -53,8 +52,7 @@ def fitted(settings: dict[str, Any], sizes: dict[str, Any], dataset: Dataset | N
     corpus = tokens * 4
     if dataset is not None:
         corpus = dataset.tokens("train")
-        training, validation = ([shard.token_count - 1 for shard in dataset.splits[split]] for split in SPLITS)
-        length = min(length, power_of_two(max(1, min(max(training), max(validation)))))
+        length = min(length, power_of_two(max(1, longest_window(dataset))))
     micro = settings.get("micro_batch", 0)
     together = (micro or 1) * (settings.get("lanes", 0) or find_rank_info(os.environ).size)  # rows, in all lanes
     if "tokens_per_step" in settings:
@@ -69,18 +67,11 @@ def fitted(settings: dict[str, Any], sizes: dict[str, Any], dataset: Dataset | N
         tokens = rows * length
     per_lane = max(1, rows // together)
     micro = micro or min(per_lane & -per_lane, most)  # the largest power of two that divides it
-    given: dict[str, Any] = {
-        **sizes,
-        **ENDING,
-        **settings,
-        "sequence_length": length,
-        "tokens_per_step": tokens,
-        "micro_batch": micro,
-    }
-    config = RunConfig(**given)
+    batch: dict[str, Any] = {"sequence_length": length, "tokens_per_step": tokens, "micro_batch": micro}
+    config = RunConfig(**{**sizes, **ENDING, **settings} | batch)
     if dataset is not None and "micro_batch" not in settings:
         smaller = [found for found in smaller_batches(config) if fits(found, dataset.tokenizer.vocab_size, device)]
-        config = smaller[0] if smaller else config  # which does not fit: the run says so, with its advice
+        config = smaller[0] if smaller else config  # does not fit: the run refuses it with advice
     return config
 
 

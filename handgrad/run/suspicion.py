@@ -1,7 +1,7 @@
-"""A step that looks wrong is made again before its update is decided on.
+"""Repeats a step that looks wrong before it decides on its update.
 
 The same micro-batches give the same bits. If they do, the data or the model is at fault, and the guards act. If they do
-not, the hardware is: a third attempt decides which of the two was right, and the run goes on as if nothing had been.
+not, the hardware is: a third attempt decides which of the two was right, and the run continues with it.
 """
 
 import math
@@ -30,7 +30,7 @@ class Attempt:
     loss: float
     norm: float
     of_all: tuple[float, ...]  # every rank's checksum of the losses and of the gradient's sums of squares
-    of_own: tuple[float, ...]  # of what each rank's own micro-batches gave
+    of_own: tuple[float, ...]  # of the results of each rank's own micro-batches
     gradients: tuple[float, ...] | None  # of all bits of each rank's gradients; None once the next step has begun
 
     def equals(self, other: "Attempt") -> bool:
@@ -48,7 +48,7 @@ def is_overflow(result: StepResult) -> bool:
     return overflow and result.loss_scale > SMALLEST_LOSS_SCALE
 
 
-def settle(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> tuple[StepResult, str]:
+def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> tuple[StepResult, str]:
     """(the result of 0-based `step` that holds, a line about hardware that has failed, or nothing).
 
     A step that has made an update, one without a trained token, and a regular overflow hold as they are. Raises
@@ -77,7 +77,7 @@ def settle(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> t
         line = (
             f"step {step + 1}: {attempts[0].text()}, made again {attempts[1].text()}, and again {attempts[2].text()}: the"
             f" {('first', 'second')[wrong]} was a fault of the hardware in the gradients of {who_differs(attempts, ranks)};"
-            " the run goes on with the numbers that came twice"
+            " the run continues with the numbers that came twice"
         )
     steps.conclude(step)
     result = steps.result(step)
@@ -123,7 +123,7 @@ def checksums(training: Assembly) -> Tensor:
 
 
 def who_differs(attempts: Sequence[Attempt], ranks: Ranks) -> str:
-    """The ranks whose own micro-batches did not give the same each time."""
+    """The ranks whose own micro-batches gave different results."""
     columns = zip(*(attempt.of_own for attempt in attempts), strict=True)
     differing = [rank for rank, found in enumerate(columns) if len(set(found)) > 1]
     if ranks.size == 1:

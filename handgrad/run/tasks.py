@@ -14,11 +14,9 @@ from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import LLMC, TaskData, load_tasks, parse_tasks
 from handgrad.models.rows import KIND
 from handgrad.parallel.ranks import Ranks
-from handgrad.run.log import RunLog
+from handgrad.run.log import EVALUATION_OF, RunLog
 from handgrad.training.design import Design
 from handgrad.training.state import TrainingState
-
-RECORD = "evaluation of"  # before a task's name: the kind of its records in `RunLog.recorded`
 
 
 class TaskWatch:
@@ -52,7 +50,7 @@ class TaskWatch:
 
     def watch(self, step: int, state: TrainingState, log: RunLog) -> None:
         """Evaluates after `step`, unless the record has all the results already."""
-        missing = [task.name for task in self.tasks if (f"{RECORD} {task.name}", step) not in log.recorded]
+        missing = [task.name for task in self.tasks if (f"{EVALUATION_OF} {task.name}", step) not in log.recorded]
         if not missing:
             return
         for task, result in zip(self.tasks, self.evaluate(state), strict=True):

@@ -16,8 +16,8 @@ from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
 from handgrad.run.folder import settled_lanes
+from handgrad.run.memory import memory_bytes
 from handgrad.run.resolve import possible_configs
-from handgrad.run.writing import memory_bytes
 from handgrad.tools import measured
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.roofline import step_time

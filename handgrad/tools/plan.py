@@ -13,8 +13,8 @@ from handgrad.run.checks import check_offload, check_shared_gradients, checkpoin
 from handgrad.run.folder import settled_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
+from handgrad.run.memory import memory_bytes
 from handgrad.run.resolve import largest_micro_batch, resolve, with_precision, with_tuned_gemms
-from handgrad.run.writing import memory_bytes
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, candidates, fitting_lines
 from handgrad.tools.rates import gemm_flops
 from handgrad.training.design import Design
@@ -85,7 +85,7 @@ def run_lines(config: RunConfig, design: Design) -> list[str]:
         f" {config.micro_batch} x {config.sequence_length}: {human_count(tokens)} tokens,"
         f" {human_flops(tokens * flops_per_token)}",
         *(freezing_lines(config, design) if config.lora else []),
-        *batch_lines(config, design.batch),
+        *batch_lines(design.batch),
         *settings_lines(config, design),
     ]
 

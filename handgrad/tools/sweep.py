@@ -6,20 +6,19 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from handgrad import format
 from handgrad.config import differences, read_toml, to_dict, to_toml
 from handgrad.errors import HandgradError, storage_errors
 from handgrad.files import write_durably
 from handgrad.format import human_seconds
-from handgrad.parallel.local import LAUNCHER, POLL_SECONDS, handled_by, send, worst_code
+from handgrad.parallel.local import LAUNCHER, POLL_SECONDS, command_line, noted_signals, send, worst_code
 from handgrad.run.listing import FINISHED, summarize
 from handgrad.run.sweep import Sweep, SweepRun
 
@@ -85,17 +84,12 @@ class Runner:
 
     def run_all(self) -> list[Outcome]:
         """The outcomes in the order of the runs."""
-        previous = handled_by(self.note)
-        try:
-            self.loop()
-        finally:
-            send([process for process, _ in self.active.values()], signal.SIGKILL)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        with noted_signals(self.received):
+            try:
+                self.loop()
+            finally:
+                send([process for process, _ in self.active.values()], signal.SIGKILL)
         return [self.outcomes.get(run.name, Outcome(run, None)) for run in self.sweep.runs]
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
 
     def loop(self) -> None:
         waiting: deque[SweepRun] = deque()
@@ -135,13 +129,12 @@ class Runner:
 def start(sweep: Sweep, run: SweepRun, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts `handgrad train` with the run's whole configuration as its recipe."""
     recipe = sweep.folder / STARTS / f"{run.name}.toml"
-    command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", "train", "--config", str(recipe)]
     with storage_errors(f"writing {recipe}"):
         recipe.parent.mkdir(parents=True, exist_ok=True)
         write_durably(recipe, to_toml(run.config))
         with recipe.with_suffix(".err").open("wb") as errors:
             return subprocess.Popen(
-                command,
+                command_line("train", "--config", recipe),
                 env={**os.environ, **environment, LAUNCHER: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -187,8 +180,7 @@ def table(groups: list[Group]) -> list[str]:
     for group in groups:
         errors = ("" if value is None else f"{value:.4f}" for value in (group.standard_error, group.spread))
         rows.append([*map(str, group.settings.values()), str(len(group.losses)), f"{group.mean:.4f}", *errors])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return format.table(rows)
 
 
 def write_results(sweep: Sweep, outcomes: list[Outcome]) -> Path:

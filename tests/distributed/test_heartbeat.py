@@ -173,7 +173,7 @@ class Group:
         for rank in ranks:
             line, stacks = self.line(rank), (self.folder / "stacks" / f"rank_{rank:04d}.txt").read_text()
             assert re.search(expected, line) and line.startswith(f"handgrad: rank {rank}, at step {STEP}, "), line
-            assert line.endswith("; relaunch the same command to go on from the last checkpoint") == relaunch
+            assert line.endswith("; relaunch the same command to resume from the last checkpoint") == relaunch
             assert f"in {function}" in stacks and line in stacks
 
 

@@ -50,7 +50,7 @@ def test_the_environment_is_torchruns(program: Program, tmp_path: Path, monkeypa
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [f"{r} {r} 3 3 127.0.0.1 2" for r in range(3)]
     given = environment()
     del given["OMP_NUM_THREADS"]
-    assert local.rank_environment(2, {**given, "TORCHELASTIC_RUN_ID": "x"}, 5)["OMP_NUM_THREADS"] == "1"
+    assert local.rank_environment(2, {**given, "TORCHELASTIC_RUN_ID": "x"})["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize(

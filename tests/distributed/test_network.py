@@ -51,7 +51,7 @@ def test_ranks_wait_as_long_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine_network", lambda info, device, timeouts: asked.append(timeouts) or iter([]))
     assert main(["doctor", "--net"]) == 0
     assert main(["doctor", "--net", "--join-seconds", "7", "--stall-seconds", "900"]) == 0
-    assert asked == [Timeouts(), Timeouts(7, 30, 900)]
+    assert asked == [Timeouts(300, 30, 600), Timeouts(7, 30, 900)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 16, 64])

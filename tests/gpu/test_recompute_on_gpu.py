@@ -61,7 +61,7 @@ def skips(config: RunConfig, patch_loop: Callable[[pytest.MonkeyPatch], None]) -
 
 
 def take_first_results(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loop, "settle", lambda training, ranks, step, result: (result, ""))
+    patch.setattr(loop, "checked_result", lambda training, ranks, step, result: (result, ""))
 
 
 def test_a_lasting_fault_is_skipped_as_without_a_second_attempt(on_gpu: RunConfig) -> None:
