@@ -30,3 +30,25 @@ def test_either_library(library: str, sizes: tuple[int, int, int], monkeypatch: 
     for value, formula, wanted in zip(found, by_formula, exact, strict=True):
         bound = 2 * (formula.double() - wanted).abs().max() + torch.finfo(torch.float32).eps * wanted.abs().max()
         assert (value.double() - wanted).abs().max() <= bound
+
+
+@pytest.mark.parametrize(("rows", "outputs", "few"), [(1, 2051, True), (8, 2051, True), (9, 2051, False), (1, 51, False)])
+def test_few_rows_of_a_large_weight(rows: int, outputs: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go to oneDNN beside MKL, and no bit depends on the number of threads. A sum of K products loses at most K + 1
+    times 2^-24 of their sizes: Higham, Accuracy and Stability of Numerical Algorithms, section 3.1."""
+    monkeypatch.setattr(linear, "MKL_IS_AS_FAST", True)
+    asked, product = [], linear.product
+    monkeypatch.setattr(linear, "product", lambda *given: asked.append(given) or product(*given))
+    draw = torch.Generator().manual_seed(0)
+    inp, weight, bias = (torch.randn(size, generator=draw) for size in ((rows, 515), (outputs, 515), (outputs,)))
+    found, threads = [], torch.get_num_threads()
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        found.append(torch.full((rows, outputs), torch.nan))
+        linear.linear_forward(found[-1], inp, weight, bias)
+    torch.set_num_threads(threads)
+    assert len(asked) == (3 if few else 0)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    wanted = torch.addmm(bias.double(), inp.double(), weight.double().t())
+    sizes = torch.addmm(bias.abs(), inp.abs(), weight.abs().t()).double()
+    assert ((found[0].double() - wanted).abs() <= 516 * 2.0**-24 * sizes).all()

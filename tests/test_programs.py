@@ -36,6 +36,7 @@ for command in " ".join(sys.argv[1:]).split(" then "):
     sys.stdout, sys.argv[1:] = console, command.split()
     if code := handgrad.__main__.main():
         sys.exit(code)
+assert "matplotlib" not in sys.modules, "a run imports it for its report alone"
 """
 
 

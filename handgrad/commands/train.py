@@ -3,6 +3,7 @@
 import os
 import shlex
 from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from handgrad.errors import UsageError
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.local import command_line, end_with_launcher, is_launched, run_ranks
 from handgrad.parallel.supervisor import supervise
-from handgrad.reports.page import write_report
 from handgrad.run.start import open_run
 from handgrad.run_files import REPORT_FILE
 
@@ -31,6 +31,13 @@ def run(parsed: Namespace) -> int:
     run_folder = shlex.quote(config.out)
     print(f"next       handgrad {tries} {run_folder}   or   handgrad evaluate {run_folder}")
     return 0
+
+
+def write_report(runs: Sequence[Path], out: Path) -> Path:
+    """The page `out` about the run folders `runs`, as `page.write_report` writes it."""
+    from handgrad.reports import page  # imports matplotlib, which the steps and all ranks but one spare
+
+    return page.write_report(runs, out)
 
 
 def saved_step(run: Path) -> int:

@@ -136,7 +136,7 @@ fault = os.environ.get("TEST_FAULT", "none")
 order = dict(folder=folder, fault=fault, command=command, environment=dict(os.environ), cwd=os.getcwd())
 with open(folder + ".part", "w") as file:
     json.dump(order, file)
-os.rename(folder + ".part", folder + ".order")
+os.rename(folder + ".part", os.path.join({orders!r}, os.path.basename(folder) + ".order"))
 def wait_for(name):
     while not os.path.exists(folder + name):
         if os.getppid() != parent:
@@ -162,12 +162,14 @@ class Launcher:
 
     def __init__(self, folder: Path):
         self.folder, self.all = folder, list[Started]()
-        command = [sys.executable, "-m", "tests.distributed.worker", "serve", str(folder)]
+        self.orders = folder / "orders"  # which the server looks through many times a second
+        self.orders.mkdir()
+        command = [sys.executable, "-m", "tests.distributed.worker", "serve", str(self.orders)]
         self.environment = {**os.environ, **ENVIRONMENT}
         self.server = subprocess.Popen(command, cwd=ROOT, env=self.environment, stdin=subprocess.PIPE)
 
     def write_program(self, path: Path) -> Path:
-        path.write_text(PROGRAM.format(python=sys.executable, folder=str(self.folder)))
+        path.write_text(PROGRAM.format(python=sys.executable, folder=str(self.folder), orders=str(self.orders)))
         path.chmod(0o755)
         return path
 
@@ -181,9 +183,12 @@ class Launcher:
         only: Sequence[int] | None = None,
         port: int | None = None,
         cwds: Sequence[Path] = (),
+        environment: dict[str, str] | None = None,
     ) -> Started:
-        """`size` ranks, or `only` some of them; `others`: the command of all but the first; `cwds`: where they start."""
+        """`size` ranks, or `only` some of them; `others`: the command of all but the first; `cwds`: where they start;
+        `environment`: in the place of this process's."""
         port, folder = port or free_port(), self.folder / str(len(self.all))
+        environment = self.environment if environment is None else environment
         ranks = []
         for rank in range(size) if only is None else only:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
@@ -194,12 +199,12 @@ class Launcher:
                 "folder": str(ranks[-1].folder),
                 "fault": fault,
                 "command": list(others if others and rank else command),
-                "environment": {**self.environment, **place, "TEST_FOLDER": str(folder)},
+                "environment": {**environment, **place, "TEST_FOLDER": str(folder)},
                 "cwd": str(cwds[rank] if cwds else ROOT),
             }
             part = folder / f"{rank}.part"
             part.write_text(json.dumps(order))
-            part.rename(self.folder / f"{folder.name}.{rank}.order")
+            part.rename(self.orders / f"{folder.name}.{rank}.order")
         self.all.append(Started(ranks))
         return self.all[-1]
 

@@ -10,6 +10,7 @@ folder: the seconds that an import takes would else be most of a test's time.
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -40,6 +41,11 @@ from tests.faults.firing import before, fired, send
 LANE_SECONDS, SLOW_SECONDS, WAIT_SECONDS = 0.0625, 0.25, 1024.0  # sums of these are exact
 HOURS = 1e5  # seconds
 POLL_SECONDS = 0.01
+# Modules that a run imports when it needs them: a server imports them before its forks do.
+LATE = (
+    *("encodings.idna", "encodings.utf_8_sig", "rich._emoji_codes", "handgrad.api.reports", "handgrad.reports.page"),
+    *("handgrad.dropout.reference", "handgrad.models.llama", "handgrad.models.modern", "handgrad.ops.cpu"),
+)
 
 
 def in_exchange(number: int) -> Callable[[int], None]:
@@ -236,6 +242,8 @@ def run(fault: str, command: list[str]) -> int:
 def serve(orders: Path) -> None:
     """Forks a process for every `*.order` in the folder, a JSON object: fault, command, environment, cwd, and a folder that
     gets the process's `output`, `errors`, `pid` and, in the end, its exit `code`. Ends with its stdin."""
+    for name in LATE:
+        importlib.import_module(name)
     gc.freeze()  # what was imported is not looked at again, so a fork need not copy it
     folders: dict[int, Path] = {}
     while not select.select([0], [], [], POLL_SECONDS)[0]:

@@ -19,6 +19,7 @@ from handgrad.dropout.masks import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.cuda.attention_configs import Config
+from tests.distributed.runs import Launcher
 from tests.kernels.attention_kernel_table import check
 from tests.kernels.tables import compiled_rows
 
@@ -119,8 +120,8 @@ def test_scratch_is_checked() -> None:
         attention_triton.attention_backward(*tensors, scratch=torch.zeros(64, dtype=torch.uint8, device=DEVICE))
 
 
-def test_shipped_configurations_compile() -> None:
+def test_shipped_configurations_compile(launcher: Launcher) -> None:
     """No spills, within shared memory, and on Hopper with its own tensor-core instructions."""
-    rows = compiled_rows("attention_kernel_table")
+    rows = compiled_rows(launcher, "attention_kernel_table")
     assert len(rows) == 135
     check(rows)

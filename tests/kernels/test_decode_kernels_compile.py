@@ -7,12 +7,13 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.distributed.runs import Launcher
 from tests.kernels.tables import compiled_rows
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict]:
-    return compiled_rows("decode_kernel_table")
+def compiled(launcher: Launcher) -> list[dict]:
+    return compiled_rows(launcher, "decode_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.distributed.runs import Launcher
 from tests.kernels.tables import compiled_rows
 
 MULTIPROCESSORS, REGISTER_FILE = 132, 65536  # of an H200
@@ -18,8 +19,8 @@ AT_ONCE = {"layernorm_forward": 16, "classifier_forward_backward": 3, "classifie
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict]:
-    return compiled_rows("fp8_kernel_table")
+def compiled(launcher: Launcher) -> list[dict]:
+    return compiled_rows(launcher, "fp8_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

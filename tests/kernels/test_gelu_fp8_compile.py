@@ -4,14 +4,15 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.distributed.runs import Launcher
 from tests.kernels.tables import compiled_rows
 
 REGISTER_FILE = 65536
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict]:
-    return compiled_rows("gelu_fp8_kernel_table")
+def compiled(launcher: Launcher) -> list[dict]:
+    return compiled_rows(launcher, "gelu_fp8_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

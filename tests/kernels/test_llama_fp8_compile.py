@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from handgrad.ops.cuda.attention_configs import shipped
+from tests.distributed.runs import Launcher
 from tests.kernels.compiling import SHARED_LIMIT
 from tests.kernels.tables import compiled_rows
 
@@ -13,8 +14,8 @@ CONVERSIONS = {"fp8e4nv": ["cvt.rn.satfinite.e4m3x2.f32"], "fp8e5": ["cvt.rn.sat
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict]:
-    return compiled_rows("llama_fp8_kernel_table")
+def compiled(launcher: Launcher) -> list[dict]:
+    return compiled_rows(launcher, "llama_fp8_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.distributed.runs import Launcher
 from tests.kernels.tables import compiled_rows
 
 # What reads or writes less than 16 bytes at a time, because there is no more: single numbers, and a strip's 64 bytes.
@@ -27,8 +28,8 @@ ROWS_UNDER_WAY = {"classifier_forward_backward": 3, "classifier_forward": 3}  # 
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict]:
-    return compiled_rows("memory_kernel_table")
+def compiled(launcher: Launcher) -> list[dict]:
+    return compiled_rows(launcher, "memory_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.distributed.runs import Launcher
 from tests.kernels.tables import compiled_rows
 
 REGISTER_FILE = 65536
@@ -11,8 +12,8 @@ CONVERSIONS = {"fp8e4nv": ["cvt.rn.satfinite.e4m3x2.f32"], "fp8e5": ["cvt.rn.sat
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict]:
-    return compiled_rows("modern_fp8_kernel_table")
+def compiled(launcher: Launcher) -> list[dict]:
+    return compiled_rows(launcher, "modern_fp8_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides wh
 pytest.importorskip("triton")
 
 from handgrad.ops.cuda import muon
+from tests.distributed.runs import Launcher
 from tests.kernels import muon_checks as checks
 from tests.kernels.memory_checks import Draw, check
 from tests.kernels.tables import compiled_rows
@@ -80,8 +81,8 @@ def test_the_whole_update(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict]:
-    return compiled_rows("muon_kernel_table")
+def compiled(launcher: Launcher) -> list[dict]:
+    return compiled_rows(launcher, "muon_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:
