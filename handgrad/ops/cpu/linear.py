@@ -14,7 +14,7 @@ ACCUMULATE_ROWS = 1024
 MKL_IS_AS_FAST = torch.backends.mkl.is_available() and processor.is_intel()
 # But for the few rows of generated text, which cost a pass over the weight: in the mode whose sums depend on no thread, MKL
 # takes longer for one row of a large weight than oneDNN takes for eight (a trial on a Xeon, without a record).
-FEW_ROWS, LARGE_WEIGHT_ELEMENTS = 8, 1 << 20
+FEW_ROWS, LARGE_WEIGHT_ELEMENTS = 8 if torch.backends.mkldnn.is_available() else 0, 1 << 20
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -30,8 +30,7 @@ def prefers_onednn(tensor: Tensor) -> bool:
 
 def is_pass_over_weight(inp: Tensor, weight: Tensor) -> bool:
     """True for few rows of a large weight in float32, if this torch has oneDNN."""
-    few = inp.shape[0] <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT_ELEMENTS
-    return few and inp.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return inp.shape[0] <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT_ELEMENTS and inp.dtype == torch.float32
 
 
 def linear_forward(out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor | None = None) -> None:
