@@ -92,7 +92,7 @@ def test_a_setting_may_be_written_as_in_python() -> None:
     ("line", "told"),
     [
         (["train", "tiny", "shards/mine"], "--data DIR"),
-        (["sample", "run", "Once upon"], "one argument too many: 'Once upon'; the beginning of a text is --prompt TEXT"),
+        (["sample", "run", "Once upon"], "one argument too many: 'Once upon'; give a text as --prompt TEXT"),
         (["chat", "run", "Hello"], "echo TEXT | handgrad chat MODEL"),
         (["evaluate", "run", "another"], "one MODEL at a time; `handgrad report RUN RUN` compares runs"),
         (["train", "--init-from", "resume"], "found 'resume': a run resumes by itself, by the same command again"),

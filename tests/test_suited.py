@@ -99,7 +99,7 @@ def test_the_bare_command(shards: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert settings == {name: first[name] for name in suited.CHOSEN}, "without a look at the data"
     assert main([*command, *options]) == 0
     assert main(["train"]) == 64
-    assert "--data DIR alone for a run that suits it" in capsys.readouterr().err
+    assert "say what to train: nothing is prepared in shards yet; `handgrad prepare" in capsys.readouterr().err
 
 
 def test_the_table_of_the_documentation_is_the_rule() -> None:

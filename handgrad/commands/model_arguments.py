@@ -41,7 +41,6 @@ def add_sampling_arguments(parser: Parser, text: str) -> None:
 
 def sample(parser: Parser) -> None:
     add_model_arguments(parser)
-    parser.takes_one = "the beginning of a text is --prompt TEXT, in quotes"
     add_fp8_weights(parser)
     parser.takes_one = "give a text as --prompt TEXT"
     parser.text("--prompt", "TEXT", "the beginning (default: a new document)", default=None)
@@ -58,7 +57,6 @@ def sample(parser: Parser) -> None:
 
 def chat(parser: Parser) -> None:
     add_model_arguments(parser)
-    parser.takes_one = "what you say is asked for, or comes through a pipe: echo TEXT | handgrad chat MODEL"
     add_fp8_weights(parser)
     parser.takes_one = "type the message at the prompt, or pipe it: echo TEXT | handgrad chat MODEL"
     parser.text("--system", "TEXT", "the message of the system, before the conversation")
