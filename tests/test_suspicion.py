@@ -178,3 +178,14 @@ def test_good_steps_are_made_once(ahead: bool, config: RunConfig, monkeypatch: p
     made = flip(monkeypatch, {})
     train(config)
     assert made == list(range(config.steps)) and not events(config)
+
+
+def test_norms_that_have_risen_for_good_do_not_end_a_run(config: RunConfig) -> None:
+    """They are skipped until the limit has risen to them, else the sixth would end the run."""
+    config = dataclasses.replace(config, skip_norm_z=5.0, max_skips=6)
+    with open_run(config) as run:
+        run.begin()
+        run.training.step.norm_window = SpikeWindow([1.38, 1.62] * (WINDOW // 2))
+        run.advance(config.steps)
+    skipped = [step["skipped"] is not None for step in records(config.out, ("step",))]
+    assert skipped == [True] * 5 + [False] * (config.steps - 5)

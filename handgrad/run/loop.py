@@ -340,6 +340,7 @@ class Run:
 
     def on_skip(self, result: StepResult) -> None:
         self.skips_in_a_row += 1
+        self.training.step.raise_norm_limit(result.norm)
         named = ", ".join(self.training.state.non_finite_parameters()[:4])
         where = f"; non-finite gradients at {named}" if named else ""
         self.event(f"step {self.completed} made no update: {result.skipped}{where}")
