@@ -75,7 +75,7 @@ def test_a_gradient_that_is_no_number_is_wrong(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_part_of_the_network_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Where every operation is right: here a composition of two."""
+    """While every operation is right: here a composition of two."""
     monkeypatch.setattr(reference, "gelu_linear_backward", wrong(reference.gelu_linear_backward, 1.01))
     assert main(["gradcheck"]) == 76
     shown = capsys.readouterr()

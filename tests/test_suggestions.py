@@ -105,7 +105,7 @@ def test_a_word_in_the_wrong_place(line: list[str], told: str, capsys: pytest.Ca
 
 
 def test_the_first_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Where nothing is prepared the commands that lead to it; else the one that trains on what is."""
+    """The commands that lead to prepared text, or the one that trains on it if there is some."""
     monkeypatch.chdir(tmp_path)
     line = refused(capsys, 64, "train")
     assert (
