@@ -259,7 +259,7 @@ def test_without_memory_for_a_copy_training_stands_still(config: RunConfig, monk
 def test_the_header_names_the_copy(finished: RunConfig) -> None:
     """It holds each number of the checkpoint once."""
     lines = [line for line in (Path(finished.out) / "log.txt").read_text().splitlines() if line.startswith("saves ")]
-    assert lines == ["saves      asynchronous, from a copy of 424.5 KiB in host memory"]
+    assert lines == ["saves      behind training, from a copy of 424.5 KiB in host memory"]
     (run,) = records(finished.out, ("run",))
     assert run["host_bytes"] >= sum(map(len, contents(finished, 12).values())) - 30_000
 

@@ -87,7 +87,9 @@ def test_a_cpus_run_takes_minutes() -> None:
     assert (run.schedule, run.final_learning_rate_fraction) == ("linear", 0.0) and run.warmup_steps == run.steps // 10
 
 
-def test_the_bare_command(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_bare_command(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It trains, goes on with the same sizes when the corpus would now give others, and lets an option win."""
     out = tmp_path / "run"
     command = ["train", "--data", str(shards), "--out", str(out), "--device", "cpu", "--sample-tokens", "0"]
@@ -98,6 +100,7 @@ def test_the_bare_command(shards: Path, tmp_path: Path, capsys: pytest.CaptureFi
     settings = suited.chosen_settings({"data": str(tmp_path / "nothing"), "out": str(out), "device": "cpu"})
     assert settings == {name: first[name] for name in suited.CHOSEN}, "without a look at the data"
     assert main([*command, *options]) == 0
+    monkeypatch.chdir(tmp_path)
     assert main(["train"]) == 64
     assert "say what to train: nothing is prepared in shards yet; `handgrad prepare" in capsys.readouterr().err
 

@@ -172,7 +172,7 @@ def test_the_start_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
             f"{folder}/weight_decay={value},overfit_one_batch=true" for value in ("0.0", "0.1")
         ]
         assert all(run.config.steps == 7 and run.config.overfit_one_batch for run in made.runs)
-    assert "required: --over" in refused(capsys, 64, "sweep", "tiny")
+    assert "--over is missing" in refused(capsys, 64, "sweep", "tiny")
     (run,) = parse("sweep", ["tiny", "--over", "init_from="]).sweep.runs
     assert run.name == "init_from="
 

@@ -112,4 +112,4 @@ def host_copy(config: RunConfig, design: Design, ranks: Ranks) -> tuple[HostCopy
     copy = HostCopy(design, ranks)
     each = " a rank" if ranks.size > 1 else ""
     memory = f"{'pinned ' if copy.pinned else ''}host memory"
-    return copy, [f"saves      asynchronous, from a copy of {human_bytes(copy.size_bytes)}{each} in {memory}"]
+    return copy, [f"saves      behind training, from a copy of {human_bytes(copy.size_bytes)}{each} in {memory}"]

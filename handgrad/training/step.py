@@ -230,8 +230,8 @@ class TrainStep:
         return StepResult(loss, norm, rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds, reports, trained)
 
     def raise_norm_limit(self, norm: float) -> None:
-        """After a step that was skipped for good: a norm beyond the limit enters its window as the limit. So norms that rise
-        for good are soon no spikes, and a single large one hides no other."""
+        """After a step that was skipped for good: a norm beyond the limit enters its window as the limit. So norms that
+        rise for good are soon no spikes, and a single large one hides no other."""
         limit = self.norm_window.limit(self.design.guards.norm_z)
         if limit < norm < math.inf:
             self.norm_window.add(limit)
