@@ -13,7 +13,7 @@ ACCUMULATE_ROWS = 1024
 # On Intel's CPUs torch's own products, which MKL makes, are as fast as oneDNN's, and they write and add in place.
 MKL_IS_AS_FAST = torch.backends.mkl.is_available() and processor.is_intel()
 # But for the few rows of generated text, which cost a pass over the weight: in the mode whose sums depend on no thread, MKL
-# takes longer for one row of a large weight than oneDNN takes for eight (a trial on a Xeon, without a record).
+# takes longer for them (benchmarks/results/cpu-intel-few-rows.json).
 FEW_ROWS, LARGE_WEIGHT_ELEMENTS = 8 if torch.backends.mkldnn.is_available() else 0, 1 << 20
 
 
