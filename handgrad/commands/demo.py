@@ -28,6 +28,7 @@ def run(parsed: Namespace) -> int:
 The report is {page.absolute().as_uri()}
 What to try next (after `source .venv/bin/activate`, if make did the set-up):
   handgrad sample {parsed.out} --prompt "Once upon a time"   # let it write
+  handgrad serve {parsed.out}   # or write with it in the browser
   handgrad evaluate {parsed.out}   # how good is it
   handgrad prepare MY_TEXT.txt --out shards/mine   # your own text
   handgrad train --data shards/mine --out runs/mine   # a model of your own""")
