@@ -28,7 +28,7 @@ class DistributedTrainer(TwinTrainer):
         self.draw_initial()
 
     def in_between(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
-        raise NotImplementedError
+        raise NotImplementedError  # DDP and FSDP hold gradients back in ways of their own
 
     def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """One optimizer step over this rank's micro-batches of (tokens, targets); their mean loss, on the device."""

@@ -22,7 +22,7 @@ class Named(nn.Module):
 
     def parameter_of(self, row: ParameterRow) -> nn.Parameter:
         """The parameter that handgrad's table calls `row.name`."""
-        raise NotImplementedError
+        raise NotImplementedError  # each network calls its parameters otherwise
 
     @torch.no_grad()
     def load(self, table: tuple[ParameterRow, ...], flat: Tensor) -> None:
