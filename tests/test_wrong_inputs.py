@@ -1,6 +1,7 @@
 """Inputs in the wrong place: each gets one line with the command or the flag that works."""
 
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -19,7 +20,7 @@ from handgrad.errors import ConfigError, UsageError
 from handgrad.reports import page as pages
 from handgrad.run.start import train
 from tests.conftest import write_text
-from tests.data.chats import made_tokenizer, write_folder
+from tests.data.chats import made_tokenizer, talk, write_folder
 from tests.interop.models import make_checkpoint
 from tests.test_commands import SMALL, refused
 from tests.test_report import make_run, start_line
@@ -58,6 +59,46 @@ def test_text_in_the_place_of_shards(text: Path, capsys: pytest.CaptureFixture) 
     assert "`handgrad prepare 'my book.txt' --out 'shards/my book'`" in line
     assert "`handgrad prepare texts --out shards/texts`" in refused(capsys, 65, "train", *SMALL, "--data", "texts")
     assert not Path("runs").exists(), "a refused command writes nothing"
+
+
+ROWS = {"talks": {"messages": talk("a", "b")}, "rows": {"text": "Once"}, "fields": {"id": "1", "body": "Once upon a time"}}
+
+
+@pytest.mark.parametrize(("name", "flags"), [("talks", "--chat "), ("rows", ""), ("fields", "--text-field body ")])
+def test_rows_in_the_place_of_shards(
+    name: str, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The named command has the flags that the file's first row asks for, and works; so for a folder of such files."""
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(f"{name}.jsonl"), Path("folder") / "rows.jsonl"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{json.dumps(ROWS[name])}\n" * 40)
+    command = f"handgrad prepare {name}.jsonl {flags}--out shards/{name}"
+    assert f"`{command}`" in refused(capsys, 65, "train", *SMALL, "--data", f"{name}.jsonl")
+    assert f"`{command}`" in refused(capsys, 64, "train", f"{name}.jsonl")
+    assert f"`handgrad prepare folder {flags}--out shards/folder`" in refused(
+        capsys, 65, "train", *SMALL, "--data", "folder"
+    )
+    assert main([*shlex.split(command)[1:], "--workers", "1"]) == 0
+    capsys.readouterr()
+    Path("folder/words.txt").write_text("text\n")  # which --chat refuses
+    Path("broken.jsonl").write_text('{"messages')
+    for other in ("folder", "broken.jsonl"):
+        plain = f"`handgrad prepare {other} --out shards/{other.removesuffix('.jsonl')}`"
+        assert plain in refused(capsys, 65, "train", *SMALL, "--data", other)
+
+
+def test_conversations_and_text(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture) -> None:
+    """One prepared as the other: the line says to add --chat, or to leave it out. To train it is no setting."""
+    for name, row in ROWS.items():
+        Path(f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+    assert "; add --chat to the command, which prepares conv" in refused(capsys, 65, "prepare", "talks.jsonl")
+    assert "; leave --chat out to prepare text" in refused(capsys, 65, "prepare", "rows.jsonl", "--chat")
+    assert '; write it as {"messages": ' in refused(capsys, 65, "prepare", "fields.jsonl", "--chat")
+    for other in ("texts", "stories", "tinystories"):
+        assert ", or leave --chat out to prepare text" in refused(capsys, 64, "prepare", other, "--chat")
+    line = refused(capsys, 64, "train", *SMALL, "--data", "talks.jsonl", "--chat")
+    assert "'--chat' (that is done when the data are prepared: `handgrad prepare --chat`)" in line
 
 
 def test_a_folder_of_them(finished: RunConfig, shards: Path, capsys: pytest.CaptureFixture) -> None:

@@ -26,7 +26,10 @@ def check_files(files: list[SourceFile]) -> None:
     """Raises UsageError for a file that is no .jsonl."""
     for file in files:
         if file.format != "jsonl":
-            raise UsageError(f"expected .jsonl files with --chat, found {file.path}; write a conversation a line into one")
+            raise UsageError(
+                f"expected .jsonl files with --chat, found {file.path}; write a conversation a line into one,"
+                " or leave --chat out to prepare text"
+            )
 
 
 def read_conversations(file: SourceFile) -> Iterator[tuple[int, str, Messages]]:
@@ -43,7 +46,8 @@ def messages_of(row: Any, where: str) -> Messages:
     """The messages of a line. Raises DataError: another form, or nothing that the assistant says."""
     turns = first_given(row, "messages", "conversations")
     if turns is None:
-        raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; write it as {FORM}')
+        remedy = "leave --chat out to prepare text" if holds_plain_text(row) else f"write it as {FORM}"
+        raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; {remedy}')
     if row.get("tools") or row.get("functions"):
         raise DataError(f"expected conversations without tools, found some in {where}; take the line out")
     if key := next((key for key in EXTRA_KEYS if row.get(key)), None):
@@ -54,6 +58,11 @@ def messages_of(row: Any, where: str) -> Messages:
     if not any(role == "assistant" for role, _ in messages):
         raise DataError(f"expected a message of the assistant, found none in {where}; take the line out")
     return messages
+
+
+def holds_plain_text(row: Any) -> bool:
+    """True for a row as `prepare` takes it without --chat."""
+    return isinstance(row, dict) and isinstance(row.get("text"), str)
 
 
 def first_given(row: Any, *keys: str) -> Any:
