@@ -246,16 +246,34 @@ def test_a_folder_of_runs_stands_for_its_runs(
 def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.CaptureFixture) -> None:
     """`train --out RUN`, and other settings for it, are answered with the command that resumes it, which works."""
     recipe = f"{finished.out}/config.toml"
-    assert f"is a run, which `handgrad train --config {recipe}` resumes" in refused(
+    assert f"is a run; resume it by `handgrad train --config {recipe}`" in refused(
         capsys, 64, "train", "--out", finished.out
     )
     line = refused(capsys, 78, "train", *SMALL, "--data", finished.data, "--out", finished.out)
     assert f"use the old settings (--config {recipe})" in line
     assert main(["train", "--config", recipe]) == 0
     moved = Path(finished.out).rename(f"{finished.out}_moved")
-    assert f"`handgrad train --config {moved}/config.toml --out {moved}` resumes" in refused(
-        capsys, 64, "train", "--out", str(moved)
-    )
+    line = refused(capsys, 64, "train", "--out", str(moved))
+    assert f"; resume it by `handgrad train --config {moved}/config.toml --out {moved}`" in line
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "sweep"])
+def test_other_commands_than_train_recommend_themselves(
+    command: str, finished: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With a run, shards or a text where a preset stands, or with nothing; what they name works."""
+    monkeypatch.chdir(Path(finished.out).parent)
+    recipe, more = f"{finished.out}/config.toml", ["--over", "seed=1"] if command == "sweep" else []
+    settings = f"take its settings by `handgrad {command} --config {recipe}`"
+    assert settings in refused(capsys, 64, command, finished.out, *more)
+    shutil.copytree(finished.data, "shards/mine")
+    data = f"`handgrad {command} --data shards/mine`"
+    assert data in refused(capsys, 64, command, "shards/mine", *more) and data in refused(capsys, 64, command, *more)
+    if command == "plan":
+        assert settings in refused(capsys, 64, command, "--out", finished.out)
+        assert main([command, "--config", recipe]) == main([command, "--data", "shards/mine"]) == 0
+    write_text(Path("my.txt"))
+    assert f"then `handgrad {command} --data` with that --out" in refused(capsys, 64, command, "my.txt", *more)
 
 
 def test_a_run_that_is_not_there_was_not_audited_either(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
