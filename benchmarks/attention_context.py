@@ -11,6 +11,7 @@ the kernels that handgrad takes. `deterministic`: under `torch.use_deterministic
 
 import argparse
 import contextlib
+import inspect
 import math
 import sys
 import time
@@ -162,12 +163,14 @@ def sdpa(inputs: Inputs, backend: SDPBackend) -> Contender:
 
 
 def varlen(inputs: Inputs) -> Contender:
-    """torch's flash attention over documents end to end."""
+    """torch's flash attention over documents end to end, grouped heads as they are: its kernels take fewer heads of keys
+    than of queries, which torch 2.13 wants said by a keyword and torch 2.11 does not know."""
     from torch.nn.attention.varlen import varlen_attn
 
     case, flat = inputs.case, [length for row in inputs.lengths for length in row]
     ends = torch.tensor([0, *np.cumsum(flat)], dtype=torch.int32, device=inputs.qkv.device)
-    grouped = {"enable_gqa": True} if case.kv_heads < case.heads else {}
+    knows = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    grouped = {"enable_gqa": True} if knows and case.kv_heads < case.heads else {}
     columns = [heads * case.width for heads in (case.heads, case.kv_heads, case.kv_heads)]
     parts = [part.unflatten(1, (-1, case.width)) for part in inputs.qkv.split(columns, 1)]
 

@@ -4,6 +4,7 @@ gradient checkpointing; on request torch.compile, Liger's kernels, cuDNN's atten
 It starts from handgrad's initial weights and sees handgrad's samples in their order, so its losses compare.
 """
 
+import importlib
 import importlib.util
 import math
 import tempfile
@@ -32,7 +33,7 @@ class TrainerSwitches:
     """The choices of a Trainer. All off is a Trainer as a tutorial writes it."""
 
     compiled: bool = False  # torch_compile=True
-    liger: bool = False  # use_liger_kernel=True: norms, rotary positions, SwiGLU, the head with its loss
+    liger: bool = False  # use_liger_kernel=True: norms, rotary positions, SwiGLU, the head with its loss (not compiled)
     cudnn: bool = False  # SDPA with cuDNN's kernel in the place of the one that torch takes by itself
 
 
@@ -94,6 +95,17 @@ def check_installed(switches: TrainerSwitches, device: torch.device) -> None:
         raise UsageError("Liger's kernels need a GPU, found device cpu")
 
 
+def leave_loss_uncompiled() -> None:
+    """Keeps Liger's head with its loss out of torch.compile's graph, by one line that users of both can have as well.
+
+    torch 2.11 cannot trace it: its shape-only `addmm` takes `out_dtype` for `beta`, and the first step ends in a
+    `TorchRuntimeError`. torch 2.13 can. The loss reads a count from the device, so that it breaks the graph anyway; the
+    rest of the model is compiled, Liger's norms, rotary positions and SwiGLU in it.
+    """
+    loss = importlib.import_module("liger_kernel.transformers.model.loss_utils")
+    loss.fixed_fused_linear_cross_entropy = torch.compiler.disable(loss.fixed_fused_linear_cross_entropy)
+
+
 class TrainerRun:
     """Steps of a Trainer, which runs in a thread of its own and waits between the turns."""
 
@@ -107,6 +119,7 @@ class TrainerRun:
         self.losses: list[Tensor] = []
         self.micro_losses: list[Tensor] = []
         self.error: BaseException | None = None
+        self.leaves_loss = switches.compiled and switches.liger
         self.trainer = self.make_trainer(tokens, switches)
         threading.Thread(target=self.work, daemon=True).start()
 
@@ -159,6 +172,8 @@ class TrainerRun:
         """The Trainer's thread."""
         self.may_go.acquire()
         try:
+            if self.leaves_loss:
+                leave_loss_uncompiled()
             self.trainer.train()
         except BaseException as error:  # for the thread that asks
             self.error = error

@@ -1,8 +1,11 @@
 """The benchmark of attention over long rows: what it counts, that all contenders compute the same, and that it says so."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +53,30 @@ def test_other_results_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(cpu, "attention_forward", scaled)
     assert benchmark.main([*SMALL, f"--documents={NONE}"]) == 1
     assert "other results:   torch math" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["2.13", "2.11"])
+def test_grouped_heads_of_either_torch(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its documents' attention is told of them where it has a keyword, and has them as they are."""
+    given = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> torch.Tensor:
+        given.append((q.shape[1], k.shape[1], enable_gqa))
+        shared = q.shape[1] // k.shape[1]
+        return q + (k + v).repeat_interleave(shared, 1)
+
+    def newer(q: Any, k: Any, v: Any, *_: Any, window_size: Any, enable_gqa: bool = False) -> torch.Tensor:
+        return attend(q, k, v, enable_gqa)
+
+    def older(q: Any, k: Any, v: Any, *_: Any, window_size: Any) -> torch.Tensor:
+        return attend(q, k, v, False)
+
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=newer if knows else older))
+    for case in (CASE, replace(CASE, kv_heads=4)):
+        contender = benchmark.varlen(Inputs(case, 2 * case.length, CPU, torch.float32))
+        contender.forward()
+        contender.backward()
+    assert given == [(4, 2, knows), (4, 4, False)]
 
 
 def test_torchs_switch_is_set_back() -> None:

@@ -1,5 +1,6 @@
 """`handgrad gradcheck` finds every gradient right, and names the operation, or the part of a network, whose is not."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 
 from handgrad.cli import main
+from handgrad.commands import gradcheck
 from handgrad.ops import OPERATIONS, reference
 from handgrad.tools.gradient_checks import operations
-from handgrad.tools.gradient_checks.differences import TOLERANCE, differences, slope
+from handgrad.tools.gradient_checks.differences import TOLERANCE, Compared, differences, slope
+from handgrad.tools.gradient_checks.models import check_models
 
 ROOT = Path(__file__).parents[1]
 # Compositions of operations with a case of their own: the networks run them.
@@ -84,6 +87,92 @@ def test_the_part_of_the_network_is_named(monkeypatch: pytest.MonkeyPatch, capsy
     near, _, right = found.partition("; right beside them: ")
     assert "blocks.1.fc_weight" in near and "blocks.0" not in near
     assert right == "blocks.1.fcproj_weight, blocks.1.fcproj_bias; see the backward in handgrad/models/gpt2.py\n"
+
+
+def found_wrong(monkeypatch: pytest.MonkeyPatch, name: str, changed: Any) -> list[str]:
+    """The gradients that a changed operation of the reference gives a case of its own wrong."""
+    monkeypatch.setattr(operations, "CASES", {name: operations.CASES[name]})
+    monkeypatch.setattr(reference, name, changed)
+    (checked,) = operations.check_operations()
+    return [compared.of for compared in checked.wrong]
+
+
+def test_a_sum_in_the_place_of_a_result_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation that adds to what it should write."""
+    right = reference.linear_backward
+
+    def adding(dinp: Tensor, *arguments: Any) -> None:
+        before = dinp.clone()
+        right(dinp, *arguments)
+        dinp.add_(before)
+
+    assert found_wrong(monkeypatch, "linear_backward", adding) == ["inp"]
+
+
+def test_tokens_mixed_up_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of a batch's tokens differ."""
+    right = reference.linear_backward
+
+    def mixing(dinp: Tensor, dweight: Tensor, dbias: Tensor, dout: Tensor, *arguments: Any) -> None:
+        right(dinp, dweight, dbias, dout.flip(0), *arguments)
+
+    assert found_wrong(monkeypatch, "linear_backward", mixing) == ["inp", "weight"]
+
+
+def test_a_result_in_the_place_of_a_sum_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself the operation is right; the head makes its weight's gradient in several chunks of tokens."""
+    right = reference.linear_backward
+
+    def clearing(dinp: Tensor, dweight: Tensor, *arguments: Any, **settings: Any) -> None:
+        dweight.zero_()
+        right(dinp, dweight, *arguments, **settings)
+
+    assert found_wrong(monkeypatch, "linear_backward", clearing) == []
+    heads = [[compared.of for compared in checked.wrong] for checked in check_models()]
+    assert heads == [["wte"], ["wte"], ["head"]], "GPT-2 and the modern network tie it to the embedding"
+
+
+@pytest.mark.parametrize(
+    ("operation", "network"),
+    [
+        ("gelu_linear_backward", "gpt2"),
+        ("relu2_linear_backward", "modern"),
+        ("qk_norm_rotary_backward", "modern"),
+        ("swiglu_linear_backward", "llama"),
+    ],
+)
+def test_a_millionth_is_found_in_a_network(operation: str, network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a composition in the blocks, whatever its weights and biases are at the start."""
+    monkeypatch.setattr(reference, operation, wrong(getattr(reference, operation), 1 + 1e-6))
+    found = {checked.name: len(checked.wrong) for checked in check_models()}
+    assert found.pop(network) > 2 and not any(found.values())
+
+
+def test_the_mistake_is_told_where_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The first wrong operation, and its number that is farthest off."""
+
+    def off(operation: Any) -> Any:
+        def changed(result: Tensor, *arguments: Any) -> None:
+            operation(result, *arguments)
+            result[3, 2] += 1000
+
+        return changed
+
+    for name in ("gelu_backward", "swiglu_backward"):
+        monkeypatch.setattr(reference, name, off(getattr(reference, name)))
+    monkeypatch.setattr(operations, "place_of", str)
+    assert main(["gradcheck"]) == 76
+    found = re.search(r"of inp from gelu_backward .* at \[3, 2\] (\S+) by hand, (\S+) by dif", capsys.readouterr().err)
+    assert found and float(found[1]) - float(found[2]) == pytest.approx(1000, rel=1e-3)
+
+
+def test_the_largest_error_of_a_network_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    errors = {"a": 2e-9, "b": 8e-9, "c": 1e-9}
+    gradients = [Compared(of, error, "", 0.0, 0.0) for of, error in errors.items()]
+    monkeypatch.setattr(operations, "CASES", {})
+    monkeypatch.setattr(gradcheck, "check_models", lambda: iter([operations.Checked("gpt2", "", gradients)]))
+    assert main(["gradcheck"]) == 0
+    assert capsys.readouterr().out.endswith("ok    gpt2: 3 parameters of two layers, at most 8e-09 (b)\n")
 
 
 def test_a_change_of_both_ways_is_right(monkeypatch: pytest.MonkeyPatch) -> None:

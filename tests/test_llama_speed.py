@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -106,6 +107,34 @@ def test_a_trainer_is_tuned_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None
         assert given.optim == "adamw_torch_fused" and not given.logging_nan_inf_filter
         assert not run.trainer.model.is_gradient_checkpointing
         assert run.trainer.model.config._attn_implementation == "sdpa"
+
+
+def test_ligers_loss_stays_out_of_the_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module calls it by its name, which stands for the function outside then."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer is optional")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    monkeypatch.setattr("benchmarks.trainer_run.check_installed", lambda switches, device: None)
+    traced = list[bool]()
+    module = ModuleType("liger_kernel.transformers.model.loss_utils")
+    for name in ("transformers+compiled", "transformers+liger", "transformers+compiled+liger"):
+        module.fixed_fused_linear_cross_entropy = lambda x: x * (2 if torch.compiler.is_compiling() else 1)  # type: ignore
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        run = llama_speed.make_run(name, SMALL)
+        assert isinstance(run, TrainerRun)
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return module.fixed_fused_linear_cross_entropy(x.sin()) + 1
+
+        def train(loss: Any = loss) -> None:
+            compiled = torch.compile(loss, backend="eager")(torch.ones(1))
+            traced.append(compiled.item() != loss(torch.ones(1)).item())
+
+        monkeypatch.setattr(run.trainer, "train", train)
+        run.may_go.release()
+        run.done.acquire()
+        assert run.error is None
+        torch._dynamo.reset()
+    assert traced == [True, True, False]
 
 
 def test_the_compiled_trainer_makes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:

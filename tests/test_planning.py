@@ -17,10 +17,14 @@ from handgrad.config import RunConfig
 from handgrad.format import human_seconds
 from handgrad.gpus import GPUS, short_name
 from handgrad.presets import MODELS, preset
+from handgrad.run.memory import memory_bytes
+from handgrad.run.resolve import resolve
+from handgrad.run.start import train
 from handgrad.tools import measured, roofline
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.forecast import bytes_of, forecast, settled
 from handgrad.tools.measured import ROWS, Measured
+from handgrad.tools.plan import as_it_runs
 from handgrad.tools.plan_gpus import duration, energy
 
 ROOT = Path(__file__).parents[1]
@@ -301,6 +305,47 @@ def test_from_python() -> None:
     for wrong in ({"gpu": "h10"}, {"gpu": "h100", "gpus": 0}, {"gpu": "h100", "price": -1.0}):
         with pytest.raises(handgrad.HandgradError):
             handgrad.plan("tiny", **wrong)
+
+
+# A run that has begun, and data that choose its packing.
+
+
+SIZES = ("num_heads", "channels", "sequence_length", "tokens_per_step", "micro_batch")
+
+
+def test_the_plan_of_a_begun_run_is_of_what_it_does(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It keeps the precision, the packing and the lanes that it chose at its start, here and on any GPU."""
+    config = dataclasses.replace(config, steps=1)
+    train(dataclasses.replace(config, precision="bf16", packing="masked", lanes=2))
+    start = json.loads((Path(config.out) / "metrics.jsonl").read_text().split("\n")[0])
+    again, words, lines = as_it_runs(config, 0, given=True)
+    assert memory_bytes(resolve(again, words)) == start["memory_bytes"]
+    kept = f"begun      {config.out}, which keeps the settings of its start: precision bf16, packing masked, lanes 2"
+    assert lines[1:] == [kept]
+    flags = [word for name in SIZES for word in (f"--{name.replace('_', '-')}", str(getattr(config, name)))]
+    command = ["plan", "tiny", "--data", config.data, "--out", config.out, "--steps", "1", "--device", "cpu", *flags]
+    assert main(command) == 0
+    here = capsys.readouterr().out
+    assert kept in here and "256 tokens = 2 lanes x 1 x 4 x 32" in here and "a large bf16 product" in here
+    assert main([*command, "--gpu", "t4"]) == 64 and "T4 has no bf16" in capsys.readouterr().err
+    sizes = {name: getattr(config, name) for name in SIZES}
+    own = handgrad.plan("tiny", gpu="h100", data=config.data, out=config.out, steps=1, **sizes)
+    assert own == forecast(again, words, "h100")
+    assert own.memory_bytes != forecast(dataclasses.replace(config, out=str(tmp_path / "new")), words, "h100").memory_bytes
+    named, _, lines = as_it_runs(dataclasses.replace(config, precision="fp32"), 0, given=True)
+    assert named.precision == "fp32" and lines[1].endswith("its start: packing masked, lanes 2"), "a name counts"
+
+
+def test_chats_are_planned_as_they_are_packed(tmp_path: Path) -> None:
+    chats = str(tmp_path / "chats")
+    assert main(["prepare", "questions", "--documents", "60", "--tokenizer", "bytes", "--out", chats]) == 0
+    whole, stream = (
+        as_it_runs(dataclasses.replace(preset("tiny"), data=data, out="nowhere"), 257, given=True)[0]
+        for data in (chats, "nowhere")
+    )
+    assert (whole.packing, stream.packing) == ("whole", "auto")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Inputs in the wrong place: each gets one line with the command or the flag that works."""
 
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -19,7 +20,7 @@ from handgrad.errors import ConfigError, UsageError
 from handgrad.reports import page as pages
 from handgrad.run.start import train
 from tests.conftest import write_text
-from tests.data.chats import made_tokenizer, write_folder
+from tests.data.chats import made_tokenizer, talk, write_folder
 from tests.interop.models import make_checkpoint
 from tests.test_commands import SMALL, refused
 from tests.test_report import make_run, start_line
@@ -58,6 +59,46 @@ def test_text_in_the_place_of_shards(text: Path, capsys: pytest.CaptureFixture) 
     assert "`handgrad prepare 'my book.txt' --out 'shards/my book'`" in line
     assert "`handgrad prepare texts --out shards/texts`" in refused(capsys, 65, "train", *SMALL, "--data", "texts")
     assert not Path("runs").exists(), "a refused command writes nothing"
+
+
+ROWS = {"talks": {"messages": talk("a", "b")}, "rows": {"text": "Once"}, "fields": {"id": "1", "body": "Once upon a time"}}
+
+
+@pytest.mark.parametrize(("name", "flags"), [("talks", "--chat "), ("rows", ""), ("fields", "--text-field body ")])
+def test_rows_in_the_place_of_shards(
+    name: str, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The named command has the flags that the file's first row asks for, and works; so for a folder of such files."""
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(f"{name}.jsonl"), Path("folder") / "rows.jsonl"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{json.dumps(ROWS[name])}\n" * 40)
+    command = f"handgrad prepare {name}.jsonl {flags}--out shards/{name}"
+    assert f"`{command}`" in refused(capsys, 65, "train", *SMALL, "--data", f"{name}.jsonl")
+    assert f"`{command}`" in refused(capsys, 64, "train", f"{name}.jsonl")
+    assert f"`handgrad prepare folder {flags}--out shards/folder`" in refused(
+        capsys, 65, "train", *SMALL, "--data", "folder"
+    )
+    assert main([*shlex.split(command)[1:], "--workers", "1"]) == 0
+    capsys.readouterr()
+    Path("folder/words.txt").write_text("text\n")  # which --chat refuses
+    Path("broken.jsonl").write_text('{"messages')
+    for other in ("folder", "broken.jsonl"):
+        plain = f"`handgrad prepare {other} --out shards/{other.removesuffix('.jsonl')}`"
+        assert plain in refused(capsys, 65, "train", *SMALL, "--data", other)
+
+
+def test_conversations_and_text(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture) -> None:
+    """One prepared as the other: the line says to add --chat, or to leave it out. To train it is no setting."""
+    for name, row in ROWS.items():
+        Path(f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 40)
+    assert "; add --chat to the command, which prepares conv" in refused(capsys, 65, "prepare", "talks.jsonl")
+    assert "; leave --chat out to prepare text" in refused(capsys, 65, "prepare", "rows.jsonl", "--chat")
+    assert '; write it as {"messages": ' in refused(capsys, 65, "prepare", "fields.jsonl", "--chat")
+    for other in ("texts", "stories", "tinystories"):
+        assert ", or leave --chat out to prepare text" in refused(capsys, 64, "prepare", other, "--chat")
+    line = refused(capsys, 64, "train", *SMALL, "--data", "talks.jsonl", "--chat")
+    assert "'--chat' (that is done when the data are prepared: `handgrad prepare --chat`)" in line
 
 
 def test_a_folder_of_them(finished: RunConfig, shards: Path, capsys: pytest.CaptureFixture) -> None:
@@ -205,16 +246,34 @@ def test_a_folder_of_runs_stands_for_its_runs(
 def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.CaptureFixture) -> None:
     """`train --out RUN`, and other settings for it, are answered with the command that resumes it, which works."""
     recipe = f"{finished.out}/config.toml"
-    assert f"is a run, which `handgrad train --config {recipe}` resumes" in refused(
+    assert f"is a run; resume it by `handgrad train --config {recipe}`" in refused(
         capsys, 64, "train", "--out", finished.out
     )
     line = refused(capsys, 78, "train", *SMALL, "--data", finished.data, "--out", finished.out)
     assert f"use the old settings (--config {recipe})" in line
     assert main(["train", "--config", recipe]) == 0
     moved = Path(finished.out).rename(f"{finished.out}_moved")
-    assert f"`handgrad train --config {moved}/config.toml --out {moved}` resumes" in refused(
-        capsys, 64, "train", "--out", str(moved)
-    )
+    line = refused(capsys, 64, "train", "--out", str(moved))
+    assert f"; resume it by `handgrad train --config {moved}/config.toml --out {moved}`" in line
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "sweep"])
+def test_other_commands_than_train_recommend_themselves(
+    command: str, finished: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With a run, shards or a text where a preset stands, or with nothing; what they name works."""
+    monkeypatch.chdir(Path(finished.out).parent)
+    recipe, more = f"{finished.out}/config.toml", ["--over", "seed=1"] if command == "sweep" else []
+    settings = f"take its settings by `handgrad {command} --config {recipe}`"
+    assert settings in refused(capsys, 64, command, finished.out, *more)
+    shutil.copytree(finished.data, "shards/mine")
+    data = f"`handgrad {command} --data shards/mine`"
+    assert data in refused(capsys, 64, command, "shards/mine", *more) and data in refused(capsys, 64, command, *more)
+    if command == "plan":
+        assert settings in refused(capsys, 64, command, "--out", finished.out)
+        assert main([command, "--config", recipe]) == main([command, "--data", "shards/mine"]) == 0
+    write_text(Path("my.txt"))
+    assert f"then `handgrad {command} --data` with that --out" in refused(capsys, 64, command, "my.txt", *more)
 
 
 def test_a_run_that_is_not_there_was_not_audited_either(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

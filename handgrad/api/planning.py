@@ -8,7 +8,7 @@ from handgrad.api.training import configuration
 from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.tools.forecast import Forecast, bytes_of, forecast
-from handgrad.tools.plan import vocabulary
+from handgrad.tools.plan import as_it_runs
 
 
 @with_settings
@@ -32,6 +32,6 @@ def plan(
     """
     if gpus < 1 or vocab_size < 0 or (price is not None and not 0 <= price < float("inf")):
         raise UsageError(f"gpus must be at least 1, price and vocab_size 0 or more; found {gpus}, {price}, {vocab_size}")
-    resolved = configuration(preset, settings, os.fspath(config), model)
-    words = vocab_size or vocabulary(resolved, given="data" in settings)[0]
+    named = configuration(preset, settings, os.fspath(config), model)
+    resolved, words, _ = as_it_runs(named, vocab_size, given="data" in settings)
     return forecast(resolved, words, gpu, ranks=gpus, price=price, fit=bytes_of(fit) if fit else 0)

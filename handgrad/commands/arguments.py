@@ -66,7 +66,7 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     if "over" in namespace:
         namespace.sweep = sweep_of(namespace)
     elif "preset" in namespace:
-        namespace.run_config = run_config(namespace)
+        namespace.run_config = run_config(namespace, command)
     return namespace
 
 
@@ -99,9 +99,10 @@ def add_run_arguments(parser: Parser) -> None:
                 parser.left_out[option] = text
 
 
-def run_config(namespace: argparse.Namespace) -> RunConfig:
-    """The configuration that the arguments describe (`run.settings`)."""
-    return settings.run_config(namespace.preset or "", namespace.config or "", namespace.model or "", given(namespace))
+def run_config(namespace: argparse.Namespace, command: str = "train") -> RunConfig:
+    """The configuration that the arguments of a command describe (`run.settings`)."""
+    named = namespace.preset or "", namespace.config or "", namespace.model or ""
+    return settings.run_config(*named, given(namespace), command)
 
 
 def given(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -4,19 +4,15 @@ from argparse import Namespace
 
 from handgrad.errors import UsageError
 from handgrad.tools.forecast import bytes_of
-from handgrad.tools.plan import describe_plan, vocabulary
+from handgrad.tools.plan import as_it_runs, describe_plan
 from handgrad.tools.plan_gpus import describe_gpu, describe_gpus
 
 
 def run(parsed: Namespace) -> int:
-    config, lines = parsed.run_config, list[str]()
     if parsed.gpus is not None and parsed.ranks is not None and parsed.gpus != parsed.ranks:
         raise UsageError(f"--gpus and --ranks say the same thing, found {parsed.gpus} and {parsed.ranks}; give one of them")
     ranks, fit = parsed.gpus or parsed.ranks or 1, bytes_of(parsed.fit) if parsed.fit else 0
-    vocab_size = parsed.vocab_size
-    if vocab_size is None:
-        vocab_size, line = vocabulary(config, given=parsed.data is not None)
-        lines.append(line)
+    config, vocab_size, lines = as_it_runs(parsed.run_config, parsed.vocab_size or 0, given=parsed.data is not None)
     if parsed.gpu not in (None, "all"):
         lines += describe_gpu(config, vocab_size, parsed.gpu, ranks, parsed.price, fit)
     else:

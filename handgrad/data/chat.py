@@ -26,7 +26,10 @@ def check_files(files: list[SourceFile]) -> None:
     """Raises UsageError for a file that is no .jsonl."""
     for file in files:
         if file.format != "jsonl":
-            raise UsageError(f"expected .jsonl files with --chat, found {file.path}; write a conversation a line into one")
+            raise UsageError(
+                f"expected .jsonl files with --chat, found {file.path}; write a conversation a line into one,"
+                " or leave --chat out to prepare text"
+            )
 
 
 def read_conversations(file: SourceFile) -> Iterator[tuple[int, str, Messages]]:
@@ -41,9 +44,10 @@ def read_conversations(file: SourceFile) -> Iterator[tuple[int, str, Messages]]:
 
 def messages_of(row: Any, where: str) -> Messages:
     """The messages of a line. Raises DataError: another form, or nothing that the assistant says."""
-    turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
+    turns = first_given(row, "messages", "conversations")
     if turns is None:
-        raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; write it as {FORM}')
+        remedy = "leave --chat out to prepare text" if holds_plain_text(row) else f"write it as {FORM}"
+        raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; {remedy}')
     if row.get("tools") or row.get("functions"):
         raise DataError(f"expected conversations without tools, found some in {where}; take the line out")
     if key := next((key for key in EXTRA_KEYS if row.get(key)), None):
@@ -56,23 +60,35 @@ def messages_of(row: Any, where: str) -> Messages:
     return messages
 
 
+def holds_plain_text(row: Any) -> bool:
+    """True for a row as `prepare` takes it without --chat."""
+    return isinstance(row, dict) and isinstance(row.get("text"), str)
+
+
+def first_given(row: Any, *keys: str) -> Any:
+    """The value of the first of `keys` in a JSON object; null counts as absent, as writers of a fixed form mean it."""
+    return next((row[key] for key in keys if row.get(key) is not None), None) if isinstance(row, dict) else None
+
+
 def message_of(turn: Any, where: str) -> tuple[str, str]:
     """(role, content) of a message."""
-    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-    content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+    role, content = first_given(turn, "role", "from"), first_given(turn, "content", "value")
+    if isinstance(turn, dict) and (key := next((key for key in NOT_TEXT if turn.get(key)), None)):
+        raise DataError(f"expected messages of text alone, found {key} as {where}; take the line out")
     if not isinstance(role, str) or not isinstance(content, str):
         found = f"{turn!r:.80}" if isinstance(turn, dict) else f"a {type(turn).__name__}"
         raise DataError(f"expected a role and a content of text, found {found} as {where}; repair the line")
     role = SHAREGPT.get(role, role)
     if role not in ROLES:
         raise DataError(f"expected a role {', '.join(ROLES)}, found {role!r:.40} as {where}; take the line out")
-    if key := next((key for key in NOT_TEXT if turn.get(key)), None):
-        raise DataError(f"expected messages of text alone, found {key} as {where}; take the line out")
-    if turn.get("weight", 1) != 1:
+    if role != "assistant":
+        check_text(content, where)
+        return role, content
+    if turn.get("weight") not in (None, 1):
         raise DataError(f"expected weight 1, found {turn['weight']!r:.40} as {where}; every answer is trained: take it out")
     if key := next((key for key in UNTRAINED if turn.get(key) is False), None):
         raise DataError(f"expected answers that are all trained, found {key} false in {where}; take the line out")
-    if role == "assistant" and not content.strip():
+    if not content.strip():
         raise DataError(f"expected the assistant to say something, found an empty {where}; take the line out")
     check_text(content, where)
     return role, content

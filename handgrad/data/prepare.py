@@ -87,7 +87,8 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
     generated = source in (STORIES, QUESTIONS)
     from_hub = not generated and not Path(source).expanduser().exists() and hub.is_hub_name(source)
     if options.chat and (from_hub or source == STORIES):
-        raise UsageError(f"expected .jsonl files of conversations with --chat, found {source!r}; name a file or a folder")
+        remedy = "name a file or a folder, or leave --chat out to prepare text"
+        raise UsageError(f"expected .jsonl files of conversations with --chat, found {source!r}; {remedy}")
     with storage_errors(f"writing {out}"):
         files = None if from_hub else [] if generated else find_local(source)
         if options.chat:

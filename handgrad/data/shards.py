@@ -84,6 +84,7 @@ class Shard:
 
         Raises DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read.
         """
+        _ = self.written  # before its content is hashed
         content, form = _memory_map(self.path), token_form(self.vocab_size)
         found = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
         if found != self.token_count:
@@ -104,7 +105,7 @@ class Shard:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """`count` tokens from `start` on, read from the file once it is verified: where a disk fails or somebody cuts the
-        file, a memory map ends the process by SIGBUS, without a word.
+        file, a memory map ends the process by SIGBUS, without a word. A file that was written to since is verified again.
 
         Raises the errors of `tokens`.
         """
@@ -112,13 +113,26 @@ class Shard:
         size_bytes, offset = count * dtype.itemsize, HEADER_BYTES + start * dtype.itemsize
         try:
             content = os.pread(self.file.fileno(), size_bytes, offset)
+            written = os.fstat(self.file.fileno()).st_mtime_ns  # a microsecond
         except OSError as error:
             raise storage_error(error, f"reading {self.path}") from None
         if len(content) != size_bytes:
             raise DataError(
                 f"expected {self.token_count} tokens in {self.path}, but it was cut while it was read; restore it"
             )
+        if written != self.written[0]:
+            if (expected := self.sha256) is None:
+                raise DataError(f"expected {self.path} as it was opened, but it was written to since; restore it")
+            _check_hash(expected, self.path)
+            self.written[0] = written  # with the bytes that it had
+            return self.read(start, count)
         return np.frombuffer(content, dtype)
+
+    @functools.cached_property
+    def written(self) -> list[int]:
+        """[the time of the last write to the token file that is verified, in ns]."""
+        with storage_errors(f"reading {self.path}"):
+            return [self.path.stat().st_mtime_ns if self.path.exists() else 0]
 
     @functools.cached_property
     def file(self) -> BinaryIO:

@@ -5,19 +5,19 @@ read of the file as it lies on disk, for progress.
 """
 
 import codecs
+import contextlib
 import glob
 import gzip
 import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from handgrad.data.cutting import file_cut
-from handgrad.errors import DataError, storage_error
+from handgrad.errors import DataError, HandgradError, storage_error
 from handgrad.parsing import parse_json
 
 Format = Literal["txt", "jsonl", "parquet"]
@@ -204,8 +204,9 @@ def read_objects(path: Path) -> Iterator[tuple[int, str, Any]]:
 def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     for position, where, row in read_objects(path):
         if not isinstance(row, dict) or text_field not in row:
-            talks = isinstance(row, dict) and not row.keys().isdisjoint(("messages", "conversations"))
-            remedy = "conversations need --chat" if talks else f"try --text-field {longest_text(row)}".rstrip()
+            remedy = f"try --text-field {longest_text(row)}".rstrip()
+            if is_conversation(row):
+                remedy = "add --chat to the command, which prepares conversations"
             raise DataError(f"expected an object with {text_field!r}, found {keys_of(row)} in {where}; {remedy}")
         text = row[text_field]
         if text is not None and not isinstance(text, str):
@@ -234,7 +235,7 @@ def check_text(text: str, where: str) -> None:
         raise DataError(f"expected text, found a lone surrogate (\\ud800...) in {where}; repair the line") from None
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
     """A `pyarrow.parquet.ParquetFile`, in which a small column of texts stays a dictionary: one text that it names often is
     held once.
@@ -302,10 +303,29 @@ def batches(file: Any, columns: list[str] | None = None) -> Iterator[Any]:
 
 
 def prepare_command(text: Path) -> str:
-    """The command that prepares a text file or a folder of text."""
+    """The command that prepares a text file, a file of conversations, or a folder of either."""
     name = text.resolve().name
     suffix = next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
-    return shlex.join(["handgrad", "prepare", str(text), "--out", f"shards/{name[: len(name) - len(suffix)]}"])
+    out = f"shards/{name[: len(name) - len(suffix)]}"
+    return shlex.join(["handgrad", "prepare", str(text), *flags_for(text), "--out", out])
+
+
+def flags_for(text: Path) -> list[str]:
+    """The flags of `prepare` that the first row of a .jsonl file, or of a folder of such files alone, asks for."""
+    files = [text] if text.is_file() else sorted(filter(_is_text, files_below(text)))
+    if not files or any(".jsonl" not in file.name.lower() for file in files):
+        return []
+    with contextlib.suppress(HandgradError), reading(files[0]):
+        _, _, row = next(read_objects(files[0]), (0, "", None))
+        if is_conversation(row):
+            return ["--chat"]
+        if isinstance(row, dict) and "text" not in row and (name := longest_text(row)):
+            return ["--text-field", name]
+    return []
+
+
+def is_conversation(row: Any) -> bool:
+    return isinstance(row, dict) and not row.keys().isdisjoint(("messages", "conversations"))
 
 
 def holds_text(path: Path) -> bool:
@@ -324,7 +344,7 @@ def open_plain(path: Path, raw: IO[bytes] | None = None) -> IO[bytes]:
     return raw or path.open("rb")
 
 
-@contextmanager
+@contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Raises the errors of reading `path` as DataError (damaged, removed) and StorageError."""
     try:

@@ -1,5 +1,7 @@
 """Resolves a configuration: the one place where `RunConfig` becomes a `Design`."""
 
+import bisect
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -201,16 +203,34 @@ def possible_configs(config: RunConfig) -> list[RunConfig]:
     return [config, replace(config, precision="bf16")] if may_leave else [config]
 
 
-def largest_micro_batch(config: RunConfig, vocab_size: int, available_bytes: int, ranks: int = 1) -> int:
-    """The largest micro-batch (samples) that divides a lane's steps and whose memory fits; 0 if not even one sample's
-    does."""
-    samples = config.batch.common // config.sequence_length // max(1, config.lanes)
-    for micro_batch in (n for n in range(samples, 0, -1) if samples % n == 0 and takes_micro_batch(config, n)):
+def micro_batches(config: RunConfig) -> list[int]:
+    """The micro-batches (samples) that divide a lane's steps and that the precision takes, smallest first."""
+    samples, rest = divmod(config.batch.common // config.sequence_length, max(1, config.lanes))
+    return [n for n in range(1, samples + 1) if not rest and samples % n == 0 and takes_micro_batch(config, n)]
+
+
+def largest_micro_batch(
+    config: RunConfig,
+    vocab_size: int,
+    available_bytes: int,
+    ranks: int = 1,
+    *,
+    most: int | None = None,
+    resolved: Callable[..., Design] = resolve,
+) -> int:
+    """The largest of `micro_batches`, up to `most`, whose memory fits; 0 if not even the smallest one's does. `resolved`:
+    in the place of `resolve`, for a device that is not here."""
+    choices = [n for n in micro_batches(config) if most is None or n <= most]
+
+    def fits(micro_batch: int) -> bool:
         possible = possible_configs(replace(config, micro_batch=micro_batch))
-        designs = (resolve(each, vocab_size, ranks=ranks) for each in possible)
-        if all(sum(memory_bytes(design).values()) <= available_bytes for design in designs):
-            return micro_batch
-    return 0
+        designs = (resolved(each, vocab_size, ranks=ranks) for each in possible)
+        return all(sum(memory_bytes(design).values()) <= available_bytes for design in designs)
+
+    if choices and fits(choices[-1]):
+        return choices[-1]
+    index = bisect.bisect_left(choices, True, key=lambda samples: not fits(samples))  # more samples take more memory
+    return choices[index - 1] if index else 0
 
 
 def schedule_of(config: RunConfig) -> Schedule:

@@ -21,9 +21,9 @@ BEGINNINGS = {
 WITHOUT, WITH = "without", "with"  # settings that change the list `techniques`: no fields of their own
 
 
-def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any]) -> RunConfig:
+def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], command: str = "train") -> RunConfig:
     """Preset, then recipe, then the model's sizes, then single settings: the later one wins. Empty means not given.
-    Sizes that none of them gives are those of the weights to start from.
+    Sizes that none of them gives are those of the weights to start from. `command`: the one that an error recommends.
 
     Raises `UsageError`, `DataError`: a name that does not exist, a value that does not fit, nothing to train.
     """
@@ -31,7 +31,7 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     recipe_preset = recipe.pop("preset", None)
     name = preset or recipe_preset
     if name and name not in presets.PRESETS:
-        refuse_path(name)
+        refuse_path(name, command)
     merged = to_dict(presets.preset(name)) if name else {}
     if "model" in recipe:
         merged |= presets.model(recipe.pop("model"))
@@ -47,7 +47,7 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
             raise UsageError(f"init_from names the weights to start from, found {weights!r}: {BEGINNINGS[weights]}")
         merged = from_weights(merged, bare=bare)
     elif bare and "num_layers" not in merged:
-        check_data(merged)
+        check_data(merged, command)
         from handgrad.run.suited import chosen_settings  # imports torch, which `--help` spares
 
         merged = {**chosen_settings(merged), **merged}
@@ -61,35 +61,35 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     return check(RunConfig(**merged))
 
 
-def check_data(settings: dict[str, Any]) -> None:
+def check_data(settings: dict[str, Any], command: str) -> None:
     """Raises `UsageError` unless there is data to choose a run for."""
     run = Path(str(settings.get("out", "")))
     if "data" not in settings and "out" in settings and (run / CONFIG_FILE).is_file():
-        raise UsageError(f"say how to train: {run} is a run, which {resumes(run)} resumes")
+        raise UsageError(f"say how to train: {run} is a run; {goes_on(run, command)}")
     if "data" not in settings:
         raise UsageError(
-            f"say what to train: {first_run()}; or name a preset ({presets.listed(presets.PRESETS)}), --config FILE,"
+            f"say what to train: {first_run(command)}; or name a preset ({presets.listed(presets.PRESETS)}), --config FILE,"
             " --model NAME or --init-from WEIGHTS"
         )
     if settings.get("batch_schedule") and not settings.keys() >= {"steps", "tokens_per_step"}:
         raise UsageError("batch_schedule counts steps, here chosen for the data; give --steps and --tokens-per-step")
 
 
-def first_run() -> str:
-    """The command that trains a model which suits the data prepared here, or those that prepare some."""
+def first_run(command: str) -> str:
+    """The command that trains, or plans, a model which suits the data prepared here, or those that prepare some."""
     from handgrad.data.shards import MANIFEST_FILE  # imports numpy, which `--help` spares
 
     folder = Path(RunConfig.data)
     for path in (folder, *sorted(folder.glob("*/"))):
         if (path / MANIFEST_FILE).is_file():
-            return f"`handgrad train --data {shlex.quote(str(path))}` takes what suits these shards"
+            return f"`handgrad {command} --data {shlex.quote(str(path))}` takes what suits these shards"
     return (
         f"nothing is prepared in {folder} yet; `handgrad prepare MY_TEXT.txt --out shards/mine`, then"
         " `handgrad train --data shards/mine`, trains on a text of yours, `handgrad demo` on built-in stories"
     )
 
 
-def refuse_path(name: str) -> None:
+def refuse_path(name: str, command: str) -> None:
     """Raises `UsageError` with the command to run if `name`, in the place of a preset, is a path to a recipe, a run, shards
     or text."""
     path, start = Path(name), "a run begins with a preset"
@@ -97,22 +97,24 @@ def refuse_path(name: str) -> None:
         near = nearest_name(path.stem.removeprefix("train_").replace("_", "-"), recipes.recipe_names())
         raise UsageError(f"{start}, found {name}: recipes are TOML, not programs{near}; `handgrad recipes` lists them")
     if name in recipes.recipe_names() or (path.suffix == ".toml" and path.is_file()):
-        raise UsageError(f"{start}, found a recipe: `handgrad train --config {shlex.quote(name)}`")
+        raise UsageError(f"{start}, found a recipe: `handgrad {command} --config {shlex.quote(name)}`")
     if (path / CONFIG_FILE).is_file():
-        raise UsageError(f"{start}, found the run folder {name}; resume it by {resumes(path)}")
+        raise UsageError(f"{start}, found the run folder {name}; {goes_on(path, command)}")
     if any(path.glob("*.bin")):
-        raise UsageError(f"{start}, found shards: `handgrad train --data {shlex.quote(name)}`")
+        raise UsageError(f"{start}, found shards: `handgrad {command} --data {shlex.quote(name)}`")
     if holds_text(path):
         raise UsageError(
-            f"{start}, found text: run `{prepare_command(path)}`, then `handgrad train --data` with that --out"
+            f"{start}, found text: run `{prepare_command(path)}`, then `handgrad {command} --data` with that --out"
         )
 
 
-def resumes(run: Path) -> str:
-    """The command that resumes a run, for an error line. The recipe of a moved one names another folder."""
+def goes_on(run: Path, command: str) -> str:
+    """The advice to resume a run, or to take its settings, by the `command` that does. The recipe of a moved run names
+    another folder."""
     recipe = str(run / CONFIG_FILE)
     moved = Path(str(read_toml(recipe).get("out", ""))).resolve() != run.resolve()
-    return f"`handgrad train --config {shlex.quote(recipe)}{f' --out {shlex.quote(str(run))}' if moved else ''}`"
+    named = f"`handgrad {command} --config {shlex.quote(recipe)}{f' --out {shlex.quote(str(run))}' if moved else ''}`"
+    return f"resume it by {named}" if command == "train" else f"take its settings by {named}"
 
 
 def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def resolve_sweep(
         name = ",".join(f"{key}={value_text(value)}" for key, value in chosen.items())
         if name in runs:
             raise UsageError(f"--over gives {name} twice; each run needs a folder of its own")
-        config = run_config(preset, recipe_file, model, {**settings, **chosen, "out": str(folder / name)})
+        config = run_config(preset, recipe_file, model, {**settings, **chosen, "out": str(folder / name)}, "sweep")
         runs[name] = SweepRun(name, chosen, config)
     return Sweep(folder, values, list(runs.values()))
 

@@ -1,9 +1,8 @@
 """A run on GPUs that this machine need not have: memory, speed, time, money, energy."""
 
-import bisect
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -11,13 +10,13 @@ from handgrad import gpus
 from handgrad.config import AUTO, RunConfig
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
-from handgrad.fp8_shape import FP8_MULTIPLE, takes_micro_batch
+from handgrad.fp8_shape import FP8_MULTIPLE
 from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
 from handgrad.run.folder import settled_lanes
 from handgrad.run.memory import memory_bytes
-from handgrad.run.resolve import possible_configs
+from handgrad.run.resolve import largest_micro_batch, micro_batches, possible_configs
 from handgrad.tools import measured
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.roofline import step_time
@@ -56,7 +55,8 @@ def forecast(
     name, spec = named_gpu(gpu)
     config = settled(config, spec, ranks)
     available = fit or int(spec.memory_bytes - DRIVER_BYTES)
-    fitting = largest_micro_batch(spec, config, vocab_size, available, ranks, most=config.micro_batch)
+    there = partial(resolve_for, spec)
+    fitting = largest_micro_batch(config, vocab_size, available, ranks, most=config.micro_batch, resolved=there)
     if not fitting:
         possible = possible_configs(replace(config, micro_batch=1))
         least = max(sum(memory_bytes(resolve_for(spec, one, vocab_size, ranks)).values()) for one in possible)
@@ -108,7 +108,7 @@ def settled(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
     gpus.check_optimizer(gpu.title, gpu.capability, config.optimizer)
     check_offload(config, torch.device("meta"), ranks)
     config = replace(config, precision=precision, lanes=settled_lanes(config, ranks))
-    if not list(micro_batches(config)):
+    if not micro_batches(config):
         counts = (stage.tokens_per_step // config.sequence_length for stage in config.batch.stages)
         samples = next((count for count in counts if not count or count % config.lanes), None)
         if samples is None:
@@ -121,29 +121,6 @@ def settled(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
             f" cannot share equally; use fewer GPUs or --tokens-per-step {config.lanes * config.sequence_length}"
         )
     return config
-
-
-def micro_batches(config: RunConfig) -> Iterator[int]:
-    """The micro-batches that divide a lane's steps and that the precision takes, smallest first."""
-    samples, rest = divmod(config.batch.common // config.sequence_length, config.lanes)
-    return (n for n in range(1, samples + 1) if not rest and samples % n == 0 and takes_micro_batch(config, n))
-
-
-def largest_micro_batch(
-    gpu: Gpu, config: RunConfig, vocab_size: int, available: int, ranks: int, most: int | None = None
-) -> int:
-    """The largest micro-batch, up to `most`, whose plan fits into `available` bytes; 0 if not even one sample does."""
-    choices = [n for n in micro_batches(config) if most is None or n <= most]
-
-    def fits(samples: int) -> bool:
-        possible = possible_configs(replace(config, micro_batch=samples))
-        designs = (resolve_for(gpu, each, vocab_size, ranks) for each in possible)
-        return all(sum(memory_bytes(design).values()) <= available for design in designs)
-
-    if fits(choices[-1]):
-        return choices[-1]
-    index = bisect.bisect_left(choices, True, key=lambda samples: not fits(samples))  # more samples take more memory
-    return choices[index - 1] if index else 0
 
 
 def remedy(config: RunConfig, ranks: int) -> str:

@@ -10,27 +10,41 @@ from handgrad.errors import DataError
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.models.rows import count_parameters
 from handgrad.run.checks import check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
-from handgrad.run.folder import settled_lanes
+from handgrad.run.folder import begun_settings, settled_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.memory import memory_bytes
+from handgrad.run.packing import settled_packing
 from handgrad.run.resolve import largest_micro_batch, resolve, with_precision, with_tuned_gemms
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, candidates, fitting_lines
 from handgrad.tools.rates import gemm_flops
 from handgrad.training.design import Design
 
 
-def vocabulary(config: RunConfig, *, given: bool) -> tuple[int, str]:
-    """The size of the data's vocabulary and a line about it; GPT-2's where there is no data yet. `given`: the user named
-    the data, so a folder without shards raises `DataError`."""
+def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunConfig, int, list[str]]:
+    """(`config` as `train` would go on with it, the size of its vocabulary, lines about both).
+
+    The run in `config.out`, if one has begun, keeps what it chose at its start, and the data choose the packing. 0 words
+    stand for those of the data, or GPT-2's where there are no data yet. `given`: the user named the data, so that a folder
+    without shards raises `DataError`, unless `vocab_size` is given as well.
+    """
+    begun = begun_settings(config)
+    config, dataset, lines = check(replace(config, **begun)), None, list[str]()
     if Path(config.data).exists():
         try:
-            words = open_dataset(config.data).tokenizer.vocab_size
-            return words, f"vocabulary {words} words, those of {config.data}"
+            dataset = open_dataset(config.data)
+            config = check(replace(config, packing=settled_packing(config.packing, dataset)))
         except DataError:
-            if given:
+            if given and not vocab_size:
                 raise
-    return GPT2_VOCABULARY, f"vocabulary {GPT2_VOCABULARY} words, GPT-2's: there is no data in {config.data}"
+    if not vocab_size:
+        vocab_size = dataset.tokenizer.vocab_size if dataset else GPT2_VOCABULARY
+        whose = f"those of {config.data}" if dataset else f"GPT-2's: there is no data in {config.data}"
+        lines.append(f"vocabulary {vocab_size} words, {whose}")
+    if begun:
+        kept = ", ".join(f"{name} {value}" for name, value in begun.items())
+        lines.append(f"begun      {config.out}, which keeps the settings of its start: {kept}")
+    return config, vocab_size, lines
 
 
 def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int = 0) -> list[str]:

@@ -1,6 +1,7 @@
 """`handgrad plan` for GPUs that this machine need not have: one in detail, or a table with a row for each."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -8,9 +9,10 @@ from handgrad.config import RunConfig
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes, human_count
 from handgrad.gpus import GPUS, Gpu
+from handgrad.run.resolve import largest_micro_batch
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, Candidate, candidates, chosen_of, fitting_lines
-from handgrad.tools.forecast import Forecast, forecast, largest_micro_batch, named_gpu, settled
+from handgrad.tools.forecast import Forecast, forecast, named_gpu, settled
 from handgrad.tools.plan import fits_line, memory_lines, run_lines
 from handgrad.tools.roofline import step_time
 
@@ -34,7 +36,8 @@ def describe_gpu(
     levels = [replace(config, recompute=level) for level in RECOMPUTE_LEVELS]
     designs = [resolve_for(spec, level, vocab_size, ranks) for level in levels]
     available = found.available_bytes
-    largest = [largest_micro_batch(spec, level, vocab_size, available, ranks) for level in levels]
+    there = partial(resolve_for, spec)
+    largest = [largest_micro_batch(level, vocab_size, available, ranks, resolved=there) for level in levels]
     peak = f"{spec.flops(config.precision) / 1e12:g} TFLOP/s in {config.precision}"
     source = f" (benchmarks/results/{found.source}.json)" if found.source else ""
     return [

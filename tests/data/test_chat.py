@@ -9,6 +9,7 @@ import torch
 
 from handgrad.cli import main
 from handgrad.data.batches import Batches
+from handgrad.data.chat import NOT_TEXT, UNTRAINED, messages_of
 from handgrad.data.chat_template import ChatTemplate
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import open_dataset
@@ -169,6 +170,12 @@ GOOD = {"role": "user", "content": "a"}
             "found reasoning_content as",
         ),
         (
+            {"messages": [GOOD, {"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+            "found function_call as message 2",
+        ),
+        ({"messages": [{"role": "user", "content": None}]}, "expected a role and a content of text, found {'role'"),
+        ({"messages": None}, 'expected an object with "messages"'),
+        (
             {"messages": [GOOD, {"role": "assistant", "content": "b", "weight": 0}]},
             "expected weight 1, found 0 as message 2",
         ),
@@ -189,6 +196,20 @@ def test_a_line_that_is_no_conversation(tmp_path, row, message):
     with pytest.raises(DataError, match=message) as raised:
         prepare(PrepareOptions(str(path), tmp_path / "out", str(model), chat=True, workers=1))
     assert "\n" not in str(raised.value) and "chat.jsonl" in str(raised.value)
+
+
+def test_null_is_absent_and_weights_are_of_answers():
+    """Writers of a fixed form give every key; what others leave untrained on a user's message is so here by itself."""
+    nulls = dict.fromkeys((*NOT_TEXT, *UNTRAINED, "weight", "name", "refusal", "audio", "from", "value"))
+    beside = dict.fromkeys(("tools", "functions", "system", "chat_template_kwargs", "conversations"))
+    said = (("system", "s"), ("user", "a"), ("assistant", "b"))
+    openai = {"messages": [{"role": role, "content": content} | nulls for role, content in said]} | beside
+    assert messages_of(openai, "line 1") == said
+    sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    nulls = dict.fromkeys(("weight", "role", "content", "train"))
+    assert messages_of({"messages": None, "conversations": [nulls | turn for turn in sharegpt]}, "line 1") == said[1:]
+    user, answer = {"role": "user", "content": "a", "train": False, "weight": 0}, {"role": "assistant", "content": "b"}
+    assert messages_of({"messages": [user, answer | {"weight": 1.0, "train": True}]}, "line 1") == said[1:]
 
 
 def test_a_template_that_does_not_serve_names_the_line(tmp_path):

@@ -1,14 +1,17 @@
 """Shards: the llm.c layout, lazy verification, and every kind of damage named before a token is used."""
 
 import json
+import os
 import struct
 
 import numpy as np
 import pytest
 
+from handgrad.data import shards
 from handgrad.data.llmc_header import EVALUATION, make_header
 from handgrad.data.shards import header, open_dataset
 from handgrad.errors import DataError
+from handgrad.files import file_sha256
 from tests.data.conftest import flip_bit
 
 TOKENS = np.arange(1000, dtype=np.uint16) % 257
@@ -47,6 +50,49 @@ def test_a_flipped_bit_is_found_at_first_touch_and_the_file_named(folder):
     assert len(first.tokens) == 1000
     with pytest.raises(DataError, match=r"SHA-256.*train_000001\.bin"):
         _ = second.tokens
+
+
+def write_at(path, offset, content):
+    """Into the file itself, an hour after it was written."""
+    before = path.stat().st_mtime_ns
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+    os.utime(path, ns=(before, before + 3600 * 10**9))
+
+
+def test_a_shard_that_is_overwritten_while_it_is_read(folder, monkeypatch):
+    """None of its new tokens is used, also where the old ones had been verified."""
+    path, verified = folder / "train_000000.bin", []
+    monkeypatch.setattr(shards, "file_sha256", lambda file: verified.append(file) or file_sha256(file))
+    shard = open_dataset(folder).splits["train"][0]
+    assert np.array_equal(shard.read(100, 50), TOKENS[100:150]) and verified == [path]
+    write_at(path, 1024, b"")  # touched
+    for start in (100, 200):
+        assert np.array_equal(shard.read(start, 50), TOKENS[start : start + 50])
+    assert verified == [path] * 2, "hashed again once"
+    write_at(path, 1024 + 2 * 900, b"\x01")
+    with pytest.raises(DataError, match=r"SHA-256 .*, found .* in .*train_000000\.bin; it changed, restore it"):
+        shard.read(100, 50)
+    copy = path.with_suffix(".new")  # a new file under its name leaves the open one as it was
+    shard = open_dataset(folder).splits["train"][1]
+    assert np.array_equal(shard.read(0, 50), TOKENS[:50])
+    copy.write_bytes(b"other")
+    copy.replace(shard.path)
+    assert np.array_equal(shard.read(50, 50), TOKENS[50:100])
+
+
+def test_a_bare_shard_that_is_overwritten_while_it_is_read(folder):
+    """Without a manifest nothing says what it held."""
+    path = folder / "gpt2_train_000000.bin"
+    path.write_bytes((folder / "train_000000.bin").read_bytes())
+    write_at(path, 1024, np.full(1000, 40000, "<u2").tobytes())
+    (folder / "manifest.json").unlink()
+    shard = open_dataset(folder).splits["train"][0]
+    assert shard.read(0, 10).tolist() == [40000] * 10
+    write_at(path, 1024, b"")
+    with pytest.raises(DataError, match=r"expected .*gpt2_train_000000\.bin as it was opened, but it was written to since"):
+        shard.read(0, 10)
 
 
 @pytest.mark.fault(22)
