@@ -119,15 +119,22 @@ def read_pieces(
 
 
 def read_chats(
-    files: Iterable[SourceFile], *, row_fraction: float, seed: int, max_documents: int
+    files: Iterable[SourceFile],
+    fetch: Callable[[SourceFile], Path],
+    *,
+    row_fraction: float,
+    seed: int,
+    max_documents: int,
 ) -> Iterator[tuple[Position, Conversation]]:
     """Every conversation, in order, with the position after it; at most `max_documents` if not 0.
 
-    Raises DataError: a line that is no conversation.
+    Fetches each file just before it reads it. Raises DataError: a row that is no conversation; and as `fetch` does.
     """
     block, bytes_before, documents = block_length(row_fraction), 0, 0
     for file in files:
-        seconds = file.path.stat().st_mtime
+        if max_documents and documents >= max_documents:
+            return
+        seconds = fetch(file).stat().st_mtime
         for position, where, messages in read_conversations(file):
             if max_documents and documents == max_documents:
                 return
