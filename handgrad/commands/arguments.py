@@ -140,6 +140,7 @@ def prepare(parser: Parser) -> None:
     parser.number("--documents", "at most so many (0: all; stories, questions: 100,000)", default=0)
     parser.number("--workers", "processes (0: one per core)", default=0)
     parser.number("--seed", "of the stories, the questions and the validation rows", default=0)
+    parser.switch("--skip-bad-rows", "with --chat: leave out rows that are no conversation, and say how many")
     parser.switch("--overwrite", "replace a folder that holds other data")
 
 

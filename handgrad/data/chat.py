@@ -42,15 +42,22 @@ def check_files(files: list[SourceFile]) -> None:
             )
 
 
-def read_conversations(file: SourceFile) -> Iterator[tuple[int, str, Messages]]:
-    """(position after it, its place in words, its messages) of every conversation; blank lines are skipped.
+def read_conversations(file: SourceFile, skips: bool = False) -> Iterator[tuple[int, str, Messages | str]]:
+    """(position after it, its place in words, its messages) of every conversation; blank lines are skipped. With `skips` a
+    row that is none has the reason in the place of its messages.
 
     Raises DataError: a row that is no conversation, with its number; StorageError: not readable.
     """
     with reading(file.path):
         rows = _parquet_rows(file) if file.format == "parquet" else read_objects(file.path)
         for position, where, row in rows:
-            yield position, where, messages_of(row, where)
+            try:
+                found: Messages | str = messages_of(row, where)
+            except DataError as error:
+                if not skips:
+                    raise DataError(f"{error}; --skip-bad-rows leaves such rows out") from None
+                found = str(error)
+            yield position, where, found
 
 
 def _parquet_rows(file: SourceFile) -> Iterator[tuple[int, str, dict[str, Any]]]:

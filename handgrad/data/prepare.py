@@ -137,7 +137,7 @@ class _Attempt:
             return generated_units(self.generated, options.seed, self.documents, fraction or STORY_FRACTION)
         if options.chat:
             counted = {"row_fraction": rows, "seed": options.seed, "max_documents": options.documents}
-            return in_units(read_chats(self.files, self.fetch, **counted))
+            return in_units(read_chats(self.files, self.fetch, **counted, skips=options.skip_bad_rows))
         pieces = read_pieces(
             self.files,
             self.fetch,
@@ -249,7 +249,8 @@ class _Attempt:
     def check_splits(self, states: dict[str, SplitState]) -> None:
         source, documents = self.options.source, sum(state.documents for state in states.values())
         if not documents:
-            raise DataError(f"expected text, found no document in {source}; name a source that holds some")
+            told = next((f" ({state.first_left_out})" for state in states.values() if state.left_out), "")
+            raise DataError(f"expected text, found no document in {source}{told}; name a source that holds some")
         for split in SPLITS:
             if not states[split].documents:
                 more = split == "validation" and documents > 1
@@ -270,6 +271,7 @@ class _Attempt:
                 "text_bytes": state.text_bytes,
                 "source_nats": state.source_nats if self.generated is Stories else None,
                 **({"trained_tokens": state.trained_tokens} if chat else {}),
+                **({"left_out": state.left_out, "first_left_out": state.first_left_out} if state.left_out else {}),
                 "shards": state.shards,
             }
             for split, state in states.items()

@@ -2,16 +2,23 @@
 
 import gzip
 import json
+import os
+from dataclasses import replace
+from datetime import UTC, datetime
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from handgrad.data import sources
+from handgrad.cli import main
+from handgrad.data import pieces, prepare as preparing, sources
 from handgrad.data.chat import messages_of
+from handgrad.data.chat_template import ChatTemplate
+from handgrad.data.pieces import split_of
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import DataError
-from tests.data.chats import talk
+from tests.data.chats import TRIMS, made_tokenizer, talk, write_folder
 from tests.data.conftest import contents
 
 PAIRS = [(f"What is {n}? \u00e9", f"It is {n}." * (1 + n % 5)) for n in range(40)]
@@ -110,6 +117,58 @@ def test_an_entry_too_long_to_hold(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text(json.dumps(["a" * 5000]))
     with pytest.raises(DataError, match="as entry 1 of"):
         list(sources.read_objects(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_rows_are_left_out_on_request(tmp_path, monkeypatch, capsys, workers):
+    """Those that are no conversation, and those that the template refuses: the others are prepared as if they stood alone,
+    each in its split, and the command says how many and why. An interrupted attempt still knows."""
+    monkeypatch.setattr(pieces, "UNIT_CHARACTERS", 200)
+    monkeypatch.setattr(preparing, "CHECKPOINT_UNITS", 1)
+    monkeypatch.setattr(preparing, "BYTES_PER_WORKER", 1)
+    good = [{"messages": talk(*pair)} for pair in PAIRS]
+    bad = {3: {"messages": talk("a", " ")}, 20: {"messages": talk("a", "b", system="no")}, 21: [1], 39: {"text": "a"}}
+    rows = [bad.get(n, row) for n, row in enumerate(good)]
+    model = write_folder(made_tokenizer(TRIMS), tmp_path / "model")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.utime(tmp_path / "a.jsonl", (1.7e9, 1.7e9))
+    options = PrepareOptions(str(tmp_path / "a.jsonl"), tmp_path / "out", str(model), chat=True, workers=workers)
+    with pytest.raises(DataError, match=r"an empty message 2 in line 4 of .*; --skip-bad-rows leaves such rows out"):
+        prepare(options)
+
+    def stop(progress):
+        if progress.done > 2000:
+            raise KeyboardInterrupt
+
+    options = replace(options, skip_bad_rows=True)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(options, stop)
+    dataset = prepare(options).dataset
+    splits = dataset.manifest["splits"]
+    assert sum(split["documents"] for split in splits.values()) == 36
+    assert splits["train"]["left_out"] + splits["validation"].get("left_out", 0) == 4
+    assert "an empty message 2 in line 4 of" in splits["train"]["first_left_out"]
+    template = ChatTemplate(dataset.tokenizer, datetime.fromtimestamp(1.7e9, UTC))
+    expected = [[], []]
+    for n, row in enumerate(good):
+        if n not in bad:
+            expected[split_of(0, n, 20)] += template.conversation(row["messages"])[0].tolist()
+    found = [np.concatenate([shard.tokens for shard in dataset.splits[name]]).tolist() for name in ("train", "validation")]
+    assert found == expected
+    command = ["prepare", "--chat", str(tmp_path / "a.jsonl"), "--tokenizer", str(model), "--out", str(tmp_path / "out")]
+    assert main([*command, "--skip-bad-rows"]) == 0
+    assert f"           {splits['train']['left_out']} rows left out, the first: expected" in capsys.readouterr().out
+    assert main(command) == 64
+    assert main(["prepare", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "x"), "--skip-bad-rows"]) == 64
+
+
+def test_nothing_but_bad_rows(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk("a")}) * 1 + "\n")
+    options = PrepareOptions(str(tmp_path / "a.jsonl"), tmp_path / "out", "bytes", chat=True, skip_bad_rows=True, workers=1)
+    with pytest.raises(
+        DataError, match=r"found no document in .* \(expected a message of the assistant, found none in line 1"
+    ):
+        prepare(options)
 
 
 @pytest.mark.parametrize("row", [{"instruction": "a", "output": "b"}, {"prompt": "a", "response": "b"}, {"messages": "a"}])
