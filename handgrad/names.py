@@ -22,10 +22,12 @@ SYNONYMS = {
     "steps": "epochs epoch num_epochs num_train_epochs max_iters lr_decay_iters iters"
     " iterations num_iterations max_steps max_steps_per_epoch train_steps",
     "sequence_length": "block_size context_length context context_size ctx seq_len seq_length sequence_len"
-    " max_seq_len n_ctx n_positions",
+    " max_seq_len max_seq_length max_length cutoff_len n_ctx n_positions",
     "num_layers": "n_layer n_layers layers depth num_hidden_layers",
     "num_heads": "n_head n_heads heads num_attention_heads",
     "channels": "n_embd d_model hidden_size embed_dim width",
+    "recompute": "gradient_checkpointing use_gradient_checkpointing activation_checkpointing"
+    " enable_activation_checkpointing recomputation remat",
     "precision": "dtype mixed_precision amp bf16 fp16 fp32 tf32 fp8 half",
     "weight_decay": "wd",
     "clip_norm": "grad_clip clip max_grad_norm",
@@ -43,6 +45,11 @@ SYNONYMS = {
     "out": "out_dir output output_dir run_dir",
     "device": "gpu cuda cpu",
     "gpus": "num_gpus n_gpus ngpus nproc_per_node devices",
+    # of --lora, and its products
+    "rank": "r lora_r lora_rank",
+    "alpha": "lora_alpha",
+    "on": "target_modules lora_target_modules lora_attn_modules modules",
+    **{name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")},
     # of other commands than train
     "tokenizer": "vocab vocab_size vocabulary encoding",
     "batch": "batch_size bs",
@@ -91,6 +98,10 @@ ELSEWHERE = {
     " auto_resume_from_checkpoints",
     "by another command: `handgrad evaluate MODEL`": "eval_only",
     "without a flag: the kernels compile before step 1, and nothing else does": "compile torch_compile",
+    "by the data: `handgrad prepare --chat` trains what the assistant says, nothing else": "train_on_inputs"
+    " assistant_only_loss completion_only_loss train_on_responses_only mask_prompt chat_template",
+    "nowhere: weights of 8 bits are the least, --precision fp8": "load_in_4bit load_in_8bit qlora quantization",
+    "nowhere: adapters have no dropout": "lora_dropout",
     "by the architecture: GPT-2 has biases, the modern network (m4 ... m48) none": "bias",
 }
 

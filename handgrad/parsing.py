@@ -4,16 +4,19 @@ Python's own readers pass on integers of hundreds of digits, which no float hold
 `repr` fails; TOML's fails on either with an error of its own.
 """
 
+import contextlib
 import json
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 MOST_DEPTH = 64  # of lists and objects in each other
 MOST_DIGITS = 40  # of an integer: more than 64 bits ever need
 MOST_TOML_BYTES = 1 << 20  # a recipe has some kilobytes
 OPENING = "[{"
+BLANKS = re.compile(r"\s*")
 DOTTED = re.compile(rf"(?:\.\s*[\w\"'-]+\s*){{{MOST_DEPTH}}}")  # such a key takes time with the square of its length
 
 
@@ -28,6 +31,45 @@ def parse_json(content: bytes | str) -> Any:
     if sum(map(text.count, OPENING)) > MOST_DEPTH:  # else it cannot be
         check_bounds(value)
     return value
+
+
+def parse_value(text: str, place: int) -> tuple[Any, int]:
+    """(value, the place after it) of the JSON that begins at `place` of a text. Raises ValueError as `parse_json` does."""
+    try:
+        value, end = DECODER.raw_decode(text, place)
+    except RecursionError:
+        raise too_deep() from None
+    check_bounds([value])
+    return value, end
+
+
+def parse_array(blocks: Iterator[str], most: int) -> Iterator[Any]:
+    """The entries of an array, in a text that begins with its bracket, one after another: a file of gigabytes is not held.
+
+    Raises ValueError, with the text that it found in the place of an entry of at most `most` characters.
+    """
+    text, place = next(blocks, "").lstrip()[1:], 0
+    while not text.startswith("]", place := blanks_end(text, place)):
+        value, after = None, len(text)
+        with contextlib.suppress(ValueError):  # no JSON, or an entry that goes on in the next block
+            value, end = parse_value(text, place)
+            after = blanks_end(text, end)
+        if after < len(text) and text[after] in ",]":
+            yield value
+            place = after + (text[after] == ",")
+            continue
+        goes_on = after >= len(text) and len(text) - place <= most
+        text, place, length = text[place:], 0, len(text) - place
+        while goes_on and len(text) <= 2 * length and (block := next(blocks, "")):
+            text += block
+        if len(text) == length:
+            raise ValueError(repr(text[:60]) if text else "its end")
+
+
+def blanks_end(text: str, place: int) -> int:
+    """The first place from `place` on that is no blank."""
+    found = BLANKS.match(text, place)
+    return found.end() if found else place
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:

@@ -111,6 +111,20 @@ def test_the_header_says_how_much_of_the_chats_is_trained(packed: RunConfig, cha
     assert line.startswith(f"packing    {packing}: ") and line.endswith("% of the targets are trained")
 
 
+def test_the_header_says_which_documents_no_row_holds(packed: RunConfig, chats: Path) -> None:
+    dataset = open_dataset(chats)
+    shards = dataset.splits["train"]
+    lengths = sorted(n for s in shards for n in np.diff([*s.document_starts.tolist(), s.token_count]).tolist())
+    for length, cut in (
+        (lengths[-1] - 1, 0),
+        (lengths[-1] - 2, lengths.count(lengths[-1])),
+        (lengths[0] - 2, len(lengths)),
+    ):
+        (line,) = packing_lines(replace(packed, data=str(chats), packing="whole", sequence_length=length), dataset)
+        told = f"stays within each, {cut} of {len(lengths)} are longer and cut, the longest has {lengths[-1]} tokens, "
+        assert (told in line) == (cut > 0) and ("longer" in line) == (cut > 0)
+
+
 def test_other_data_are_evaluated_as_suits_them(packed: RunConfig, documents: Path, chats: Path) -> None:
     config = replace(packed, packing="stream", steps=1, warmup_steps=0, eval_every=1)
     train(config)

@@ -1,5 +1,6 @@
 """A wrong word gets the right one: names of other trainers, values of other libraries, in flags, TOML keys and keywords."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import handgrad
 from handgrad.cli import main
 from handgrad.commands.arguments import COMMANDS, Parser, parse
 from handgrad.errors import UsageError
+from handgrad.lora_shape import PRODUCTS, LoraShape, check_lora
 from handgrad.names import SYNONYMS, nearest_name, plain_name
 from tests.test_commands import refused
 
@@ -27,6 +29,8 @@ TRAIN = {
     "eval_interval": "eval_every",
     "grad_clip": "clip_norm",
     "out_dir": "out",
+    "max_length": "sequence_length",
+    "gradient_checkpointing": "recompute",
     "stpes": "steps",
 }
 
@@ -120,6 +124,14 @@ def test_the_first_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"), [("r=8", "rank"), ("rank=8,target_modules=q", "on"), ("on=q+gate_proj", "gate"), ("on=q_proj", "q")]
+)
+def test_adapters_in_the_words_of_peft(text: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=rf"\(did you mean {meant}\?\)"):
+        check_lora(text, "llama", "weights", [])
+
+
 def test_words_in_python() -> None:
     for given, meant in (({"device": "cuda:1"}, "cuda"), ({"precision": "float32"}, "fp32")):
         with pytest.raises(UsageError, match=rf"\(did you mean {meant}\?\)"):
@@ -138,6 +150,9 @@ def test_words_in_python() -> None:
         ("vocab_size", "handgrad prepare --tokenizer"),
         ("resume", "by the same command again"),
         ("eval_only", "handgrad evaluate MODEL"),
+        ("train_on_inputs", "`handgrad prepare --chat` trains what the assistant says"),
+        ("lora_dropout", "adapters have no dropout"),
+        ("load_in_4bit", "--precision fp8"),
         ("compile", "without a flag"),
         ("bias", "by the architecture"),
         ("val_set_size", "--validation-fraction"),
@@ -174,7 +189,8 @@ def test_every_synonym_leads_to_a_name() -> None:
             known |= {str(choice) for choice in action.choices or ()} | set(str(action.metavar).split("|"))
     from handgrad.presets import MODELS
 
-    assert set(SYNONYMS) <= known | set(MODELS)
+    in_lora = {field.name for field in fields(LoraShape)} | {name for names in PRODUCTS.values() for name in names}
+    assert set(SYNONYMS) <= known | set(MODELS) | in_lora
     assert nearest_name("--Learning_Rate", ["--learning-rate", "--zero"]) == " (did you mean --learning-rate?)"
     assert nearest_name("zzz", ["--learning-rate"]) == ""
     assert nearest_name("finetune", COMMANDS) == " (did you mean train?)", "not tune"

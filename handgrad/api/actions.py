@@ -30,6 +30,7 @@ def prepare(
     documents: int = 0,
     workers: int = 1,
     seed: int = 0,
+    skip_bad_rows: bool = False,
     overwrite: bool = False,
 ) -> Dataset:
     """`handgrad prepare`: text into a folder of token shards, returned open; reuses finished shards.
@@ -50,6 +51,7 @@ def prepare(
         workers=workers,
         seed=seed,
         documents=documents,
+        skip_bad_rows=skip_bad_rows,
         overwrite=overwrite,
     )
     return preparing.prepare(options).dataset

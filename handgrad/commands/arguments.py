@@ -134,13 +134,14 @@ def prepare(parser: Parser) -> None:
     names += " (default: auto: gpt2; for less than 4 MiB of your own text bpe:4096)"
     parser.text("--tokenizer", "NAME", names, default="auto")
     parser.text("--text-field", "NAME", "column of rows with the text", default="text")
-    parser.switch("--chat", ".jsonl rows are conversations; the assistant's words are trained")
+    parser.switch("--chat", "rows are conversations, or questions and answers; the assistant's words are trained")
     share = "share held out (default: 0.1 of text, 0.05 of rows, 0.005 on the Hub, 0.01 of stories, questions)"
     parser.number("--validation-fraction", share, kind=float)
     parser.number("--shard-tokens", "tokens per shard (default: 100 million)", default=100_000_000)
     parser.number("--documents", "at most so many (0: all; stories, questions: 100,000)", default=0)
     parser.number("--workers", "processes (0: one per core)", default=0)
     parser.number("--seed", "of the stories, the questions and the validation rows", default=0)
+    parser.switch("--skip-bad-rows", "with --chat: leave out rows that are no conversation, and say how many")
     parser.switch("--overwrite", "replace a folder that holds other data")
 
 

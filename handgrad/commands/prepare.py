@@ -100,6 +100,8 @@ def show_prepared(prepared: Prepared) -> None:
                 f"{name:<10} {split['tokens']} tokens in {split['documents']} conversations, {split['trained_tokens']} of"
                 f" them trained ({share:.0%}), {len(split['shards'])} shard(s)"
             )
+            if split.get("left_out"):
+                print(f"           {split['left_out']} rows left out, the first: {split['first_left_out']}")
             continue
         print(
             f"{name:<10} {split['text_tokens']} text tokens + {split['tokens'] - split['text_tokens']} {marks}"

@@ -1,94 +1,161 @@
-"""Conversations from `.jsonl` files: {"messages": [{"role": ..., "content": ...}, ...]} in each line.
+"""Conversations from rows of .jsonl, .json and .parquet files, in the forms that datasets have (`messages_of`).
 
-The roles are system, user and assistant. ShareGPT's form is read as well: "conversations" of "from" (human, gpt, system)
-and "value".
+The roles are system, user and assistant. A row has "messages" of "role" and "content" (OpenAI), "conversations" of "from"
+(human, gpt, system) and "value" (ShareGPT), or a question and its answer (`PAIRS`).
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 from handgrad.data.chat_template import ROLES
-from handgrad.data.sources import SourceFile, check_text, keys_of, read_objects, reading
+from handgrad.data.sources import SourceFile, batches, check_text, keys_of, open_parquet, read_objects, reading
 from handgrad.errors import DataError, UsageError
 
 Messages = tuple[tuple[str, str], ...]  # (role, content)
-NOT_TEXT = ("tool_calls", "function_call", "reasoning_content")  # that a template of text alone would leave out
-EXTRA_KEYS = {
-    "system": "write it as their first message",
-    "chat_template_kwargs": "handgrad's templates have none: take it out",
+TALKS = ("messages", "conversations")
+# (key of the question, of the answer): key of the text that the question is about, which may be empty or missing.
+PAIRS = {
+    ("instruction", "output"): "input",  # Alpaca
+    ("instruction", "response"): "context",  # Dolly
+    ("prompt", "completion"): None,  # TRL
+    ("prompt", "response"): None,
+    ("question", "answer"): None,
+    ("question", "response"): None,  # OpenOrca
+    ("query", "response"): None,  # MetaMathQA
 }
+SYSTEM = ("system", "system_prompt")  # beside the messages or the pair
+NOT_TEXT = ("tool_calls", "function_call", "reasoning_content")  # that a template of text alone would leave out
+TOOLS, SETTINGS, HISTORY = ("tools", "functions"), "chat_template_kwargs", "history"
 UNTRAINED = ("train", "training", "trainable", "loss")  # keys by which other trainers leave an answer out
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 FORM = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
+FORMATS = ("jsonl", "parquet")
 
 
 def check_files(files: list[SourceFile]) -> None:
-    """Raises UsageError for a file that is no .jsonl."""
+    """Raises UsageError for a file without rows."""
     for file in files:
-        if file.format != "jsonl":
+        if file.format not in FORMATS:
             raise UsageError(
-                f"expected .jsonl files with --chat, found {file.path}; write a conversation a line into one,"
-                " or leave --chat out to prepare text"
+                f"expected .jsonl, .json or .parquet files with --chat, found {file.path}; write a conversation a line"
+                " into a .jsonl file, or leave --chat out to prepare text"
             )
 
 
-def read_conversations(file: SourceFile) -> Iterator[tuple[int, str, Messages]]:
-    """(position after it, its place in words, its messages) of every conversation; blank lines are skipped.
+def read_conversations(file: SourceFile, skips: bool = False) -> Iterator[tuple[int, str, Messages | str]]:
+    """(position after it, its place in words, its messages) of every conversation; blank lines are skipped. With `skips` a
+    row that is none has the reason in the place of its messages.
 
-    Raises DataError: a line that is no conversation, with its number; StorageError: not readable.
+    Raises DataError: a row that is no conversation, with its number; StorageError: not readable.
     """
     with reading(file.path):
-        for position, where, row in read_objects(file.path):
-            yield position, where, messages_of(row, where)
+        rows = _parquet_rows(file) if file.format == "parquet" else read_objects(file.path)
+        for position, where, row in rows:
+            try:
+                found: Messages | str = messages_of(row, where)
+            except DataError as error:
+                if not skips:
+                    raise DataError(f"{error}; --skip-bad-rows leaves such rows out") from None
+                found = str(error)
+            yield position, where, found
+
+
+def _parquet_rows(file: SourceFile) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    known = {*TALKS, *SYSTEM, *TOOLS, SETTINGS, HISTORY, *(key for pair, about in PAIRS.items() for key in (*pair, about))}
+    with open_parquet(file.path) as opened:
+        columns = [name for name in opened.schema_arrow.names if name in known]
+        count, number = opened.metadata.num_rows, 0
+        if not columns:
+            names = ", ".join(opened.schema_arrow.names)
+            raise DataError(f'expected a column "messages", found {names:.200} in {file.path}; write rows as {FORM}')
+        for batch in batches(opened, columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield file.path.stat().st_size * number // count, f"row {number} of {file.path}", row
 
 
 def messages_of(row: Any, where: str) -> Messages:
-    """The messages of a line. Raises DataError: another form, or nothing that the assistant says."""
-    turns = first_given(row, "messages", "conversations")
-    if turns is None:
-        remedy = "leave --chat out to prepare text" if holds_plain_text(row) else f"write it as {FORM}"
-        raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; {remedy}')
-    if row.get("tools") or row.get("functions"):
-        raise DataError(f"expected conversations without tools, found some in {where}; take the line out")
-    if key := next((key for key in EXTRA_KEYS if row.get(key)), None):
-        raise DataError(f"expected messages alone, found {key} beside them in {where}; {EXTRA_KEYS[key]}")
+    """The messages of a row. Raises DataError: another form, or nothing that the assistant says."""
+    turns = turns_of(row, where)
+    if any(row.get(key) for key in TOOLS):
+        raise DataError(f"expected conversations without tools, found some in {where}; take the conversation out")
+    if row.get(SETTINGS):
+        found = f"found {SETTINGS} beside them in {where}"
+        raise DataError(f"expected messages alone, {found}; handgrad's templates have none: take it out")
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"expected a list of messages, found {turns!r:.60} in {where}; repair the line")
+        raise DataError(f"expected a list of messages, found {turns!r:.60} in {where}; repair it")
     messages = tuple(message_of(turn, f"message {number} in {where}") for number, turn in enumerate(turns, start=1))
+    if key := next((key for key in SYSTEM if row.get(key)), None):
+        said = message_of({"role": "system", "content": row[key]}, f"{key} in {where}")
+        if messages[0] != said:
+            if any(role == "system" for role, _ in messages):
+                raise DataError(f"expected one system's message, found {key} beside another in {where}; take one out")
+            messages = (said, *messages)
     if not any(role == "assistant" for role, _ in messages):
-        raise DataError(f"expected a message of the assistant, found none in {where}; take the line out")
+        raise DataError(f"expected a message of the assistant, found none in {where}; take the conversation out")
     return messages
 
 
-def holds_plain_text(row: Any) -> bool:
-    """True for a row as `prepare` takes it without --chat."""
-    return isinstance(row, dict) and isinstance(row.get("text"), str)
+def turns_of(row: Any, where: str) -> Any:
+    """The list of messages in a row of any form. Raises DataError: it has none."""
+    if not isinstance(row, dict):
+        raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; write it as {FORM}')
+    if (turns := next((row[key] for key in TALKS if row.get(key) is not None), None)) is not None:
+        return turns
+    for (asked, answered), about in PAIRS.items():
+        if row.get(asked) is not None and row.get(answered) is not None:
+            if row.get(HISTORY):
+                raise DataError(
+                    f"expected a question and its answer, found {HISTORY} beside them in {where}; write it as {FORM}"
+                )
+            return pair(row[asked], row.get(about) if about else None, row[answered], where)
+    remedy = "leave --chat out to prepare text" if isinstance(row.get("text"), str) else f"write it as {FORM}"
+    raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; {remedy}')
 
 
-def first_given(row: Any, *keys: str) -> Any:
-    """The value of the first of `keys` in a JSON object; null counts as absent, as writers of a fixed form mean it."""
-    return next((row[key] for key in keys if row.get(key) is not None), None) if isinstance(row, dict) else None
+def pair(question: Any, about: Any, answer: Any, where: str) -> list[Any]:
+    """The messages of a question, the text that it is about, and its answer; TRL's may be lists of messages themselves."""
+    if isinstance(question, list) and isinstance(answer, list):
+        if any(isinstance(turn, dict) and turn.get("role") == "assistant" for turn in question):
+            raise DataError(
+                f"expected a prompt without answers, found one in {where}; every answer is trained: write messages if it"
+                " is to be"
+            )
+        return [*question, *answer]
+    if about and isinstance(question, str) and isinstance(about, str):
+        question = f"{question}\n\n{about}"
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def message_of(turn: Any, where: str) -> tuple[str, str]:
     """(role, content) of a message."""
-    role, content = first_given(turn, "role", "from"), first_given(turn, "content", "value")
+    turn = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else turn
+    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    content = text_of(turn.get("content", turn.get("value"))) if isinstance(turn, dict) else None
     if isinstance(turn, dict) and (key := next((key for key in NOT_TEXT if turn.get(key)), None)):
-        raise DataError(f"expected messages of text alone, found {key} as {where}; take the line out")
+        raise DataError(f"expected messages of text alone, found {key} as {where}; take the conversation out")
     if not isinstance(role, str) or not isinstance(content, str):
         found = f"{turn!r:.80}" if isinstance(turn, dict) else f"a {type(turn).__name__}"
-        raise DataError(f"expected a role and a content of text, found {found} as {where}; repair the line")
+        raise DataError(f"expected a role and a content of text, found {found} as {where}; repair it")
     role = SHAREGPT.get(role, role)
     if role not in ROLES:
-        raise DataError(f"expected a role {', '.join(ROLES)}, found {role!r:.40} as {where}; take the line out")
+        raise DataError(f"expected a role {', '.join(ROLES)}, found {role!r:.40} as {where}; take the conversation out")
+    check_text(content, where)
     if role != "assistant":
-        check_text(content, where)
         return role, content
-    if turn.get("weight") not in (None, 1):
+    if turn.get("weight", 1) != 1:
         raise DataError(f"expected weight 1, found {turn['weight']!r:.40} as {where}; every answer is trained: take it out")
     if key := next((key for key in UNTRAINED if turn.get(key) is False), None):
-        raise DataError(f"expected answers that are all trained, found {key} false in {where}; take the line out")
+        raise DataError(f"expected answers that are all trained, found {key} false in {where}; take the conversation out")
     if not content.strip():
-        raise DataError(f"expected the assistant to say something, found an empty {where}; take the line out")
-    check_text(content, where)
+        raise DataError(f"expected the assistant to say something, found an empty {where}; take the conversation out")
     return role, content
+
+
+def text_of(content: Any) -> Any:
+    """A content, of which OpenAI's API allows lists of parts: their texts, if they are nothing else."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    found = [text for text in texts if isinstance(text, str)]
+    return "".join(found) if len(found) == len(content) else content

@@ -25,6 +25,7 @@ from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
 from handgrad.parsing import parse_json
 
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("system", "user", "assistant")
 SHIELD, CONTENT_END, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _OURS = re.compile(f"[{SHIELD}{CONTENT_END}{BEGIN}{END}]")
@@ -91,7 +92,7 @@ class ChatTemplate:
 
 def template_text(tokenizer: Tokenizer) -> str | None:
     """The chat template among a tokenizer's files, or None. Raises DataError: a file that is no JSON object."""
-    if (text := tokenizer.others.get("chat_template.jinja")) is not None:
+    if (text := tokenizer.others.get(CHAT_TEMPLATE_FILE)) is not None:
         return text
     for name in ("tokenizer_config.json", "chat_template.json"):
         found = _object(tokenizer, name).get("chat_template")
@@ -112,6 +113,14 @@ def plain_segments(end_of_text: int, messages: Sequence[Message], add_generation
         segments.append(Segment(message["content"], said))
     segments.append(Segment(end_of_text, said))
     return [*segments, Segment("assistant\n", False)] if add_generation_prompt else segments
+
+
+def plain_template(end_of_text: str) -> str:
+    """The plain template in Jinja, for programs that read a tokenizer's; `end_of_text` is the text of that token. Where a
+    content begins with a newline its tokens may be others than ours, which encode it apart from the role."""
+    end = f"{{{{ {json.dumps(end_of_text)} }}}}"
+    turns = "{% for message in messages %}" + end + "{{ message['role'] + '\\n' + message['content'] }}{% endfor %}"
+    return turns + end + "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
 
 
 class _Jinja:

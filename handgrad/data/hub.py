@@ -22,6 +22,7 @@ SHAKESPEARE = Download(
     size_bytes=1115394,
     sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
+ABOUT = "dataset_info"  # dataset_info.json and dataset_infos.json describe the columns
 Answer = TypeVar("Answer")
 
 
@@ -83,7 +84,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
     `configs` is the list of that name in the dataset's card, which people write: any shape is possible. Raises
     DataError: there is no such configuration, or no text.
     """
-    texts = [name for name in names if name.lower().endswith(HUB_SUFFIXES) and not name.startswith(".")]
+    texts = [name for name in names if name.lower().endswith(HUB_SUFFIXES) and not name.startswith((".", ABOUT))]
     known = {c["config_name"]: c for c in configs or [] if isinstance(c, dict) and isinstance(c.get("config_name"), str)}
     if config:
         entry = known.get(config)
@@ -103,7 +104,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
             )
     if not chosen:
         # No card names the splits: take one format, and the training files if the names tell them.
-        for endings in ((".parquet",), (".jsonl", ".jsonl.gz"), (".txt", ".txt.gz")):
+        for endings in ((".parquet",), (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".txt", ".txt.gz")):
             chosen = chosen or [name for name in texts if name.lower().endswith(endings)]
         named = [name for name in chosen if split in name.lower()]
         chosen = named or (chosen if split == "train" else [])

@@ -111,10 +111,13 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
     kinds = {step.get("type") for step in steps.get("decoders", [steps])}
     if kinds != {"ByteLevel"}:
         found = ", ".join(map(str, sorted(kinds, key=str)))
-        raise DataError(f"expected a ByteLevel decoder in {where}, found {found}; handgrad has no such tokenizer")
+        ours = "handgrad has tokenizers of bytes alone, no SentencePiece as of Llama 2, TinyLlama and Mistral"
+        raise DataError(f"expected a ByteLevel decoder in {where}, found {found}; {ours}")
     if type(vocab_size) is not int or not library.get_vocab_size() <= vocab_size <= MAX_TOKENS:
+        least = library.get_vocab_size()
         raise DataError(
-            f"expected a vocab_size of {library.get_vocab_size()} or more beside {where}, found {vocab_size!r:.80}"
+            f"expected a vocab_size of {least} or more beside {where}, found {vocab_size!r:.80}; for added tokens call"
+            f" model.resize_token_embeddings({least}) in transformers and save it"
         )
     if type(end_of_text) is not int or not 0 <= end_of_text < library.get_vocab_size():
         raise DataError(

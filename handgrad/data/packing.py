@@ -14,8 +14,7 @@ def rows_of_whole_documents(
     many, `sequence_length` apart, so that each of its tokens is predicted once; others follow it in its last row. A shard
     that begins inside a document begins with the rest of it.
     """
-    starts = _with_beginning(document_starts, token_count)
-    lengths = np.diff(starts, append=token_count)
+    starts, lengths = documents_of(document_starts, token_count)
     parts = -(-lengths // sequence_length)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
     first = np.repeat(starts, parts) + number * sequence_length
@@ -74,6 +73,8 @@ class Stretches:
         return np.cumsum(edges[:-1], dtype=np.int8).astype(bool)
 
 
-def _with_beginning(document_starts: np.ndarray, token_count: int) -> np.ndarray:
+def documents_of(document_starts: np.ndarray, token_count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(first token, number of tokens) of each document in a shard, int64, and of the rest of one with which it begins."""
     starts = document_starts.astype(np.int64)
-    return np.insert(starts, 0, 0) if token_count and (not len(starts) or starts[0]) else starts
+    starts = np.insert(starts, 0, 0) if token_count and (not len(starts) or starts[0]) else starts
+    return starts, np.diff(starts, append=token_count)

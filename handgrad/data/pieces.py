@@ -26,12 +26,14 @@ class Piece(NamedTuple):
 
 class Conversation(NamedTuple):
     """A document of chat data: (role, content) of its messages, its place in words, and the time of its file in seconds,
-    which a template may write."""
+    which a template may write. `skips`: it is left out if it cannot be trained; `fault`: why it cannot."""
 
     split: int
     messages: tuple[tuple[str, str], ...]
     where: str
     seconds: float = 0.0
+    skips: bool = False
+    fault: str = ""
 
     @property
     def text(self) -> str:
@@ -119,21 +121,32 @@ def read_pieces(
 
 
 def read_chats(
-    files: Iterable[SourceFile], *, row_fraction: float, seed: int, max_documents: int
+    files: Iterable[SourceFile],
+    fetch: Callable[[SourceFile], Path],
+    *,
+    row_fraction: float,
+    seed: int,
+    max_documents: int,
+    skips: bool = False,
 ) -> Iterator[tuple[Position, Conversation]]:
     """Every conversation, in order, with the position after it; at most `max_documents` if not 0.
 
-    Raises DataError: a line that is no conversation.
+    Fetches each file just before it reads it. Raises DataError: a row that is no conversation, unless it `skips` those; and
+    as `fetch` does.
     """
     block, bytes_before, documents = block_length(row_fraction), 0, 0
     for file in files:
-        seconds = file.path.stat().st_mtime
-        for position, where, messages in read_conversations(file):
+        if max_documents and documents >= max_documents:
+            return
+        seconds = fetch(file).stat().st_mtime
+        for position, where, found in read_conversations(file, skips):
             if max_documents and documents == max_documents:
                 return
             split = split_of(seed, documents, block)
             documents += 1
-            yield Position(bytes_before + position, documents), Conversation(split, messages, where, seconds)
+            messages, fault = ((), found) if isinstance(found, str) else (found, "")
+            conversation = Conversation(split, messages, where, seconds, skips, fault)
+            yield Position(bytes_before + position, documents), conversation
         bytes_before += file.size_bytes
 
 

@@ -86,9 +86,9 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
     out, source = options.out, options.source
     generated = source in (STORIES, QUESTIONS)
     from_hub = not generated and not Path(source).expanduser().exists() and hub.is_hub_name(source)
-    if options.chat and (from_hub or source == STORIES):
-        remedy = "name a file or a folder, or leave --chat out to prepare text"
-        raise UsageError(f"expected .jsonl files of conversations with --chat, found {source!r}; {remedy}")
+    if options.chat and (source == STORIES or (from_hub and source in ("shakespeare", *hub.ALIASES))):
+        remedy = "name a file, a folder or OWNER/NAME, or leave --chat out to prepare text"
+        raise UsageError(f"expected conversations with --chat, found {source!r}; {remedy}")
     with storage_errors(f"writing {out}"):
         files = None if from_hub else [] if generated else find_local(source)
         if options.chat:
@@ -100,6 +100,8 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
             return Prepared(open_dataset(out), True)
         if files is None:
             files = hub.find_hub(source)
+            if options.chat:
+                check_files(files)
         partial = out.with_name(out.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial):
@@ -131,18 +133,18 @@ class _Attempt:
 
     def units(self) -> Iterator[tuple[Position, Unit]]:
         options, fraction = self.options, self.options.validation_fraction
+        rows = fraction or (HUB_ROW_FRACTION if any(file.download for file in self.files) else LOCAL_ROW_FRACTION)
         if self.generated:
             return generated_units(self.generated, options.seed, self.documents, fraction or STORY_FRACTION)
         if options.chat:
-            rows = fraction or LOCAL_ROW_FRACTION
-            return in_units(read_chats(self.files, row_fraction=rows, seed=options.seed, max_documents=options.documents))
-        from_hub = any(file.download for file in self.files)
+            counted = {"row_fraction": rows, "seed": options.seed, "max_documents": options.documents}
+            return in_units(read_chats(self.files, self.fetch, **counted, skips=options.skip_bad_rows))
         pieces = read_pieces(
             self.files,
             self.fetch,
             text_field=options.text_field,
             text_fraction=fraction or TEXT_FRACTION,
-            row_fraction=fraction or (HUB_ROW_FRACTION if from_hub else LOCAL_ROW_FRACTION),
+            row_fraction=rows,
             seed=options.seed,
             max_documents=options.documents,
         )
@@ -248,7 +250,8 @@ class _Attempt:
     def check_splits(self, states: dict[str, SplitState]) -> None:
         source, documents = self.options.source, sum(state.documents for state in states.values())
         if not documents:
-            raise DataError(f"expected text, found no document in {source}; name a source that holds some")
+            told = next((f" ({state.first_left_out})" for state in states.values() if state.left_out), "")
+            raise DataError(f"expected text, found no document in {source}{told}; name a source that holds some")
         for split in SPLITS:
             if not states[split].documents:
                 more = split == "validation" and documents > 1
@@ -269,6 +272,7 @@ class _Attempt:
                 "text_bytes": state.text_bytes,
                 "source_nats": state.source_nats if self.generated is Stories else None,
                 **({"trained_tokens": state.trained_tokens} if chat else {}),
+                **({"left_out": state.left_out, "first_left_out": state.first_left_out} if state.left_out else {}),
                 "shards": state.shards,
             }
             for split, state in states.items()

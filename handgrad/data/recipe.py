@@ -33,6 +33,7 @@ class PrepareOptions:
     seed: int = 0  # of the stories, and of the rows that are validation
     documents: int = 0  # at most this many; 0: all (stories, questions: 100,000)
     chat: bool = False  # the rows are conversations, of which what the assistant says is trained; questions always are
+    skip_bad_rows: bool = False  # leave out rows that are no conversation, and say how many
     overwrite: bool = False
 
 
@@ -48,6 +49,8 @@ def check_options(options: PrepareOptions) -> None:
     for name in ("workers", "documents", "seed"):
         if (value := getattr(options, name)) < 0:
             raise UsageError(f"expected --{name} of 0 or more, found {value}; leave it out for the default")
+    if options.skip_bad_rows and not options.chat:
+        raise UsageError("--skip-bad-rows goes with --chat, found it without; leave it out")
     if options.tokenizer.startswith("bpe:"):
         if not re.fullmatch(r"bpe:\d{3,5}", options.tokenizer) or not 257 <= int(options.tokenizer[4:]) <= 65536:
             raise UsageError(f"expected bpe:SIZE with 257 to 65536 tokens, found {options.tokenizer!r}; try bpe:4096")
@@ -69,6 +72,7 @@ def recipe_of(options: PrepareOptions, files: list[SourceFile] | None) -> dict[s
         **({"begins": list(tokenizer.begins)} if tokenizer and tokenizer.begins and not chat else {}),
         **{name: getattr(options, name) for name in others},
         **({"chat": _chat_form(tokenizer)} if chat else {}),
+        **({"skip_bad_rows": True} if options.skip_bad_rows else {}),
     }
 
 
@@ -92,7 +96,7 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     stored = read_manifest(out).get("recipe")
     found = stored if isinstance(stored, dict) else {}
     # A hub dataset is compared by name alone: once prepared, it needs no connection.
-    recipe = {"chat": None} | recipe
+    recipe = {"chat": None, "skip_bad_rows": None} | recipe
     different = (key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
     key = next(different, None)
     if key is None:

@@ -1,7 +1,8 @@
-"""Local text as streams of documents: .txt and .md (a file is one), .jsonl and .parquet (a row is one), in bounded memory.
+"""Local text as streams of documents: .txt and .md (a file is one), .jsonl, .json and .parquet (a row is one), in bounded
+memory.
 
-`.txt.gz` and `.jsonl.gz` are read too. Text is UTF-8; anything else is refused with its offset. A position counts the bytes
-read of the file as it lies on disk, for progress.
+All but .md and .parquet may be packed as `.gz`. Text is UTF-8; anything else is refused with its offset. A position counts
+the bytes read of the file as it lies on disk, for progress.
 """
 
 import codecs
@@ -11,14 +12,14 @@ import gzip
 import shlex
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from handgrad.data.cutting import file_cut
 from handgrad.errors import DataError, HandgradError, storage_error
-from handgrad.parsing import parse_json
+from handgrad.parsing import parse_array, parse_json
 
 Format = Literal["txt", "jsonl", "parquet"]
 SUFFIXES: dict[str, Format] = {
@@ -28,8 +29,13 @@ SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
     ".parquet": "parquet",
+    ".json": "jsonl",
+    ".json.gz": "jsonl",
 }
+BY_NAME = (".json", ".json.gz")  # read where they are named: in a folder most are settings
+FOLDER_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix not in BY_NAME)
 HUB_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".md")  # the README.md of a dataset is about it
+TALKS = {"messages", "conversations", "instruction", "prompt", "question"}  # keys of rows that `chat` reads
 BLOCK_BYTES = 1 << 18
 MAX_ROW_BYTES = 64 << 20  # a row is held in memory whole; a longer document belongs into a .txt, which is not
 PARQUET_ROWS, PARQUET_BYTES = 8, 64 << 20  # of a batch, at most
@@ -82,9 +88,13 @@ def find_local(spec: str) -> list[SourceFile]:
     elif path.is_dir():
         found, root = sorted(filter(_is_text, files_below(path))), path
         if not found:
-            raise DataError(f"expected {', '.join(SUFFIXES)} files in {path}, found none; name another folder")
+            by_name = any(_is_text(file, BY_NAME) for file in files_below(path))
+            remedy = f"name its .json files: {str(path / '*.json')!r}" if by_name else "name another folder"
+            raise DataError(f"expected {', '.join(FOLDER_SUFFIXES)} files in {path}, found none; {remedy}")
     else:
-        found, root = sorted(filter(_is_text, map(Path, glob.glob(str(path), recursive=True)))), Path()  # noqa: PTH207
+        suffixes = BY_NAME if spec.lower().endswith(BY_NAME) else FOLDER_SUFFIXES
+        paths = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207
+        found, root = sorted(path for path in paths if _is_text(path, suffixes)), Path()
         if not found:
             hint = "the glob matches no text file" if glob.has_magic(spec) else "there is no such file or folder"
             raise DataError(
@@ -179,34 +189,63 @@ def check_expansion(size: int, path: Path, packed_bytes: int | None = None, free
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """(position after it, its place in words, its content) of every line of JSON; blank lines are skipped.
+    """(position after it, its place in words, its content) of every line of JSON, blank ones skipped, or of every entry of
+    a file that is one array.
 
-    Raises DataError: a line that is no JSON, not UTF-8 or above 64 MiB.
+    Raises DataError: a line or an entry that is no JSON, not UTF-8 or above 64 MiB.
     """
-    offset = 0
     with path.open("rb") as raw, open_plain(path, raw) as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
-            where = f"line {number} of {path}"
-            if len(line) > MAX_ROW_BYTES:
-                raise DataError(f"expected lines of at most {MAX_ROW_BYTES} bytes, found more in {where}; use a .txt file")
-            try:
-                row = parse_json(line) if not line.isspace() else None
-            except UnicodeDecodeError as error:
-                raise _not_utf8(path, offset + error.start) from None
-            except ValueError:
-                raise DataError(f"expected a JSON object, found {line[:60]!r} in {where}; repair the line") from None
-            if not line.isspace():
-                yield raw.tell(), where, row
-            offset += len(line)
-            check_expansion(offset, path)
+        begin = cast(Any, file).peek(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+        rows = _array_entries(file, path) if begin == b"[" else _json_lines(file, path)
+        yield from ((raw.tell(), where, row) for where, row in rows)
+
+
+def _json_lines(file: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
+    offset = 0
+    for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
+        where = f"line {number} of {path}"
+        if len(line) > MAX_ROW_BYTES:
+            raise DataError(f"expected lines of at most {MAX_ROW_BYTES} bytes, found more in {where}; use a .txt file")
+        try:
+            row = parse_json(line) if not line.isspace() else None
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, offset + error.start) from None
+        except ValueError:
+            raise DataError(f"expected a JSON object, found {line[:60]!r} in {where}; repair it") from None
+        if not line.isspace():
+            yield where, row
+        offset += len(line)
+        check_expansion(offset, path)
+
+
+def _array_entries(file: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
+    number = 0
+    try:
+        for number, row in enumerate(parse_array(_decoded_blocks(file, path), MAX_ROW_BYTES), start=1):
+            yield f"entry {number} of {path}", row
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        where = f"entry {number + 1} of {path}"
+        raise DataError(f"expected an array of objects, found {error!s:.100} as {where}; repair the file") from None
+
+
+def _decoded_blocks(file: IO[bytes], path: Path) -> Iterator[str]:
+    decoder, offset = codecs.getincrementaldecoder("utf-8-sig")(), 0
+    for block in iter(lambda: file.read(BLOCK_BYTES), b""):
+        pending = len(decoder.getstate()[0])  # bytes of a character that the last block cut
+        try:
+            yield decoder.decode(block)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, offset - pending + error.start) from None
+        offset += len(block)
+        check_expansion(offset, path)
 
 
 def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     for position, where, row in read_objects(path):
         if not isinstance(row, dict) or text_field not in row:
-            remedy = f"try --text-field {longest_text(row)}".rstrip()
-            if is_conversation(row):
-                remedy = "add --chat to the command, which prepares conversations"
+            remedy = field_to_try(row if isinstance(row, dict) else (), longest_text(row))
             raise DataError(f"expected an object with {text_field!r}, found {keys_of(row)} in {where}; {remedy}")
         text = row[text_field]
         if text is not None and not isinstance(text, str):
@@ -221,6 +260,12 @@ def longest_text(row: Any) -> str:
     return max(texts, key=lambda key: texts[key], default="")[:60]
 
 
+def field_to_try(keys: Iterable[str], longest: str) -> str:
+    """The remedy for rows of these keys and no text."""
+    chat = "add --chat to the command, which prepares conversations, questions and answers"
+    return chat if TALKS & set(keys) else f"try --text-field {longest}".rstrip()
+
+
 def keys_of(row: Any) -> str:
     """The keys of a JSON object in words, or the type of anything else."""
     found = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
@@ -232,7 +277,7 @@ def check_text(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DataError(f"expected text, found a lone surrogate (\\ud800...) in {where}; repair the line") from None
+        raise DataError(f"expected text, found a lone surrogate (\\ud800...) in {where}; repair it") from None
 
 
 @contextlib.contextmanager
@@ -265,10 +310,8 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None
     with open_parquet(path) as file:
         column = file.schema_arrow.get_field_index(text_field)
         if column < 0:
-            names = ", ".join(file.schema_arrow.names)
-            raise DataError(
-                f"expected a column {text_field!r}, found {names:.200} in {path}; try --text-field{first_text(file)}"
-            )
+            names, remedy = ", ".join(file.schema_arrow.names), field_to_try(file.schema_arrow.names, first_text(file))
+            raise DataError(f"expected a column {text_field!r}, found {names:.200} in {path}; {remedy}")
         kind = file.schema_arrow.field(column).type
         kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
         if str(kind) not in ("string", "large_string", "string_view"):
@@ -288,9 +331,9 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None
 
 
 def first_text(file: Any) -> str:
-    """ " NAME" of the first column of texts in a parquet file; nothing without one."""
+    """The first column of texts in a parquet file; nothing without one."""
     kinds = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
-    return next((f" {field.name:.60}" for field in file.schema_arrow if str(field.type).startswith(kinds)), "")
+    return next((f"{field.name:.60}" for field in file.schema_arrow if str(field.type).startswith(kinds)), "")
 
 
 def batches(file: Any, columns: list[str] | None = None) -> Iterator[Any]:
@@ -317,15 +360,11 @@ def flags_for(text: Path) -> list[str]:
         return []
     with contextlib.suppress(HandgradError), reading(files[0]):
         _, _, row = next(read_objects(files[0]), (0, "", None))
-        if is_conversation(row):
+        if isinstance(row, dict) and TALKS & row.keys() and "text" not in row:
             return ["--chat"]
         if isinstance(row, dict) and "text" not in row and (name := longest_text(row)):
             return ["--text-field", name]
     return []
-
-
-def is_conversation(row: Any) -> bool:
-    return isinstance(row, dict) and not row.keys().isdisjoint(("messages", "conversations"))
 
 
 def holds_text(path: Path) -> bool:
@@ -333,8 +372,8 @@ def holds_text(path: Path) -> bool:
     return _is_text(path) or (path.is_dir() and any(map(_is_text, files_below(path))))
 
 
-def _is_text(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".") and path.name.lower().endswith(tuple(SUFFIXES))
+def _is_text(path: Path, suffixes: tuple[str, ...] = FOLDER_SUFFIXES) -> bool:
+    return path.is_file() and not path.name.startswith(".") and path.name.lower().endswith(suffixes)
 
 
 def open_plain(path: Path, raw: IO[bytes] | None = None) -> IO[bytes]:

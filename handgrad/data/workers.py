@@ -23,13 +23,14 @@ from handgrad.errors import DataError, StorageError
 
 class Encoded(NamedTuple):
     """The part of a unit in a split: tokens, offsets of documents in them, bytes of UTF-8 text, its -log p, and of
-    conversations (first, end) of the stretches that are trained."""
+    conversations (first, end) of the stretches that are trained, and why each that is left out cannot be trained."""
 
     tokens: np.ndarray
     document_starts: np.ndarray
     text_bytes: int
     nats: float
     trained: np.ndarray
+    left_out: tuple[str, ...] = ()
 
 
 def tokenize(tokenizer: Tokenizer, unit: Unit) -> tuple[Encoded, Encoded]:
@@ -41,10 +42,16 @@ def tokenize(tokenizer: Tokenizer, unit: Unit) -> tuple[Encoded, Encoded]:
 def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int) -> Encoded:
     marker = np.array(tokenizer.document_start, tokenizer.dtype)
     parts, starts, length, text_bytes, nats = [marker[:0]], [], 0, 0, 0.0
-    trained = [np.empty((0, 2), np.int64)]
+    trained, left_out = [np.empty((0, 2), np.int64)], list[str]()
     for piece in (piece for piece in pieces if piece.split == split):
         if isinstance(piece, Conversation):
-            tokens, stretches = encode_conversation(tokenizer, piece)
+            try:
+                tokens, stretches = encode_conversation(tokenizer, piece)
+            except DataError as error:
+                if not piece.skips:
+                    raise
+                left_out.append(str(error))
+                continue
             starts.append(length)
             trained.append(stretches + length)
             parts.append(tokens.astype(tokenizer.dtype))
@@ -58,16 +65,21 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
         length += len(parts[-1])
         text_bytes += len(piece.text.encode())
         nats += piece.nats
-    return Encoded(np.concatenate(parts), np.array(starts, np.int64), text_bytes, nats, np.concatenate(trained))
+    starts, stretches = np.array(starts, np.int64), np.concatenate(trained)
+    return Encoded(np.concatenate(parts), starts, text_bytes, nats, stretches, tuple(left_out))
 
 
 def encode_conversation(tokenizer: Tokenizer, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, trained stretches) of a conversation. Raises DataError, with its place: a template that does not serve."""
+    """(tokens, trained stretches) of a conversation. Raises DataError, with its place: a template that does not serve, or
+    the fault of its row."""
+    if conversation.fault:
+        raise DataError(conversation.fault)
     messages = [{"role": role, "content": content} for role, content in conversation.messages]
     try:
         tokens, stretches = _template(tokenizer, conversation.seconds).conversation(messages)
     except DataError as error:
-        raise DataError(f"{conversation.where}: {error}") from None
+        remedy = "" if conversation.skips else "; --skip-bad-rows leaves such rows out"
+        raise DataError(f"{conversation.where}: {error}{remedy}") from None
     return tokens, stretches
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,8 @@ class SplitState:
     text_bytes: int = 0
     source_nats: float = 0.0
     trained_tokens: int = 0
+    left_out: int = 0  # rows that are no conversation
+    first_left_out: str = ""  # and why the first is none
     shards: list[dict[str, Any]] = field(default_factory=list)  # the complete ones, as the manifest lists them
     open_tokens: int = 0  # in the shard being written
     open_documents: int = 0
@@ -48,16 +50,24 @@ class SplitWriter:
                 self.files[-1].seek(size_bytes)
 
     def append(
-        self, tokens: np.ndarray, document_starts: np.ndarray, text_bytes: int, nats: float, trained: np.ndarray
+        self,
+        tokens: np.ndarray,
+        document_starts: np.ndarray,
+        text_bytes: int,
+        nats: float,
+        trained: np.ndarray,
+        left_out: Sequence[str] = (),
     ) -> None:
         """Adds `tokens`; `document_starts` are the rising offsets in them where a document starts, `trained` (first, end)
-        of the rising stretches of chat data that are trained."""
+        of the rising stretches of chat data that are trained, `left_out` the reasons of rows that are no conversation."""
         state = self.state
         state.tokens += len(tokens)
         state.documents += len(document_starts)
         state.text_bytes += text_bytes
         state.source_nats += nats
         state.trained_tokens += lengths(trained)
+        state.left_out += len(left_out)
+        state.first_left_out = state.first_left_out or next(iter(left_out), "")
         while len(tokens):
             if not self.files:
                 self.files += [path.open("wb") for path in self.open_sizes()]

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from handgrad.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint, Stored, opened, safetensors_bytes, write_file
-from handgrad.config import ModelShape
-from handgrad.data.chat_template import template_text
+from handgrad.config import WHOLE, ModelShape
+from handgrad.data.chat_template import CHAT_TEMPLATE_FILE, plain_template, template_text
 from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import GENERATION_FILE
 from handgrad.data.tokenizer import Tokenizer, tokenizer_files
@@ -72,12 +72,15 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
         dropout = checkpoint_config(checkpoint).dropout
         config = huggingface.their_config(model.shape, model.tokenizer, dtype, dropout)
         generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+        template = added_template(checkpoint, model.tokenizer)
+        talks = bool(template or template_text(model.tokenizer))
         files = {
             GENERATION_FILE: (json.dumps(generation, indent=2) + "\n").encode(),
             **vocabulary_files(model.tokenizer, model.shape.sequence_length),
+            **({CHAT_TEMPLATE_FILE: template.encode()} if template else {}),
             **({} if checkpoint.manifest.get("imported") else ends_of_turns(model.tokenizer, generation)),
             huggingface.CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
-            CARD_FILE: model_card(checkpoint, model, dtype, config).encode(),
+            CARD_FILE: model_card(checkpoint, model, dtype, config, talks=talks).encode(),
             CURVE_FILE: curve_png(checkpoint),
         }
         if model.shape.architecture == "modern":
@@ -87,6 +90,14 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
                 write_file(partial / name, [content])
 
     return export(checkpoint, folder, dtype, huggingface.WEIGHTS_FILE, write, huggingface.read_folder)
+
+
+def added_template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
+    """The plain template in Jinja for what was trained on conversations in it, as the files of a base have none; else
+    nothing."""
+    if template_text(tokenizer) is not None or checkpoint_config(checkpoint).packing != WHOLE:
+        return ""
+    return plain_template(tokenizer.token_bytes[tokenizer.end_of_text].decode(errors="replace"))
 
 
 def ends_of_turns(tokenizer: Tokenizer, generation: dict[str, Any]) -> dict[str, bytes]:

@@ -35,7 +35,7 @@ from handgrad.config import ModelShape
 from handgrad.errors import StorageError, UsageError
 from handgrad.files import check_free, whole
 from handgrad.interop import huggingface
-from handgrad.interop.export import Exported, load_to_check, logits
+from handgrad.interop.export import Exported, added_template, load_to_check, logits
 from handgrad.interop.gguf_tokens import add_tokenizer
 from handgrad.interop.huggingface_llama import model_type
 from handgrad.models import parameter_table
@@ -94,7 +94,7 @@ def export_gguf(checkpoint: Checkpoint, file: Path, kind: str = "f16") -> Export
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, shape)
-    add_tokenizer(writer, model.tokenizer)
+    add_tokenizer(writer, model.tokenizer, added_template(checkpoint, model.tokenizer))
     with whole(file) as partial:
         write(writer, partial, parts, kind)
         read_back(partial, parts, kind, file)

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from handgrad.data.chat_template import CHAT_TEMPLATE_FILE
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from handgrad.data.vocabulary import characters, vocabulary_files
 from handgrad.errors import UsageError
@@ -21,11 +22,12 @@ PATTERNS = {
 NO_MERGES = ("~ ~",)
 
 
-def add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
-    """Adds the tokenizer to the metadata of a `gguf.GGUFWriter`; `UsageError` for a splitter that llama.cpp lacks."""
+def add_tokenizer(writer: Any, tokenizer: Tokenizer, template: str = "") -> None:
+    """Adds the tokenizer to the metadata of a `gguf.GGUFWriter`, with a chat `template` if its files lack one; `UsageError`
+    for a splitter that llama.cpp lacks."""
     import gguf
 
-    files = vocabulary_files(tokenizer, 0)
+    files = vocabulary_files(tokenizer, 0) | ({CHAT_TEMPLATE_FILE: template.encode()} if template else {})
     tables: Any = parse_json(files[TOKENIZER_FILE])
     tokens, types = token_list(tokenizer, tables)
     with tempfile.TemporaryDirectory() as folder:

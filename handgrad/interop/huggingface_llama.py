@@ -125,12 +125,16 @@ def their_scaling(family: LlamaShape) -> dict[str, Any] | None:
     return {"rope_type": kind, **numbers, **length, **scale}
 
 
+QUANTISED = "give the model in 16 or 32 bits (under adapters of PEFT: `handgrad import ADAPTERS --base MODEL`)"
+
+
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     """The model of a config.json; `DataError` for one that asks for anything that ours do not compute."""
     kind = content["model_type"]
 
     def refuse(key: str, wanted: str, found: Any) -> DataError:
-        return DataError(f"expected {key} {wanted} in {path}, found {found!r:.80}; handgrad has no such model")
+        remedy = QUANTISED if key == "quantization_config" else "handgrad has no such model"
+        return DataError(f"expected {key} {wanted} in {path}, found {found!r:.80}; {remedy}")
 
     for key, default, ours in KNOWN:
         if (value := content.get(key, default)) not in ours:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 import handgrad
 from handgrad.batch_schedule import parse_schedule
 from handgrad.checkpoint import Checkpoint
+from handgrad.data.tokenizer import Tokenizer
 from handgrad.evaluation.load import LoadedModel
 from handgrad.jsonl import readable_records
 from handgrad.model_shape import NETWORKS
@@ -110,16 +111,14 @@ def training_lines(checkpoint: Checkpoint) -> list[str]:
     return lines
 
 
-def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype, config: dict[str, Any]) -> str:
-    """The card as Markdown under the Hub's YAML header. `config`: the content of config.json."""
+def model_card(
+    checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype, config: dict[str, Any], *, talks: bool
+) -> str:
+    """The card as Markdown under the Hub's YAML header. `config`: the content of config.json; `talks`: the folder has a
+    chat template."""
     shape, kind = model.shape, str(dtype).removeprefix("torch.")
     modern = shape.architecture == "modern"
     trust = ", trust_remote_code=True" if modern else ""  # in the network's code, which lies in the folder
-    prompt = "Once upon a time"
-    # Their generation has no sliding window: prompt and text have to fit, even if each byte of the prompt is a token.
-    room = max(1, min(40, shape.sequence_length - 1 - len(prompt)))
-    start = "" if model.tokenizer.begins else model.tokenizer.decode([model.tokenizer.end_of_text])
-    first = model.tokenizer.decode(model.tokenizer.prompt_start)
     lines = [
         HUB_HEADER.format(tag="custom_code" if modern else config["model_type"]),
         f"# A {NETWORKS[shape.architecture]} of {count_parameters(parameter_table(shape)):,} parameters",
@@ -145,10 +144,34 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype, c
         'folder = "."  # of this file',
         f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})",
         f'model = AutoModelForCausalLM.from_pretrained(folder, dtype="{kind}"{trust})',
+        *(talking(shape.sequence_length) if talks else continuing(shape.sequence_length, model.tokenizer)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def talking(context: int) -> list[str]:
+    """The lines of code that ask a model, in the template of its files."""
+    return [
+        'messages = [{"role": "user", "content": "Why is the sky blue?"}]',
+        'ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
+        'length = ids["input_ids"].shape[1]',
+        f"answer = model.generate(**ids, max_new_tokens={max(1, min(200, context // 2))})[0][length:]",
+        "print(tokenizer.decode(answer, skip_special_tokens=True))",
+        "```",
+    ]
+
+
+def continuing(context: int, tokenizer: Tokenizer) -> list[str]:
+    """The lines of code that let a model continue a text, and what stands before a text."""
+    prompt = "Once upon a time"
+    # Their generation has no sliding window: prompt and text have to fit, even if each byte of the prompt is a token.
+    room = max(1, min(40, context - 1 - len(prompt)))
+    start = "" if tokenizer.begins else tokenizer.decode([tokenizer.end_of_text])
+    first = tokenizer.decode(tokenizer.prompt_start)
+    return [
         f'ids = tokenizer("{start}{prompt}", return_tensors="pt")',
         f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={room})[0]))",
         "```",
         "",
         f'A document begins with the token "{first}", {"as in training" if start else "which the tokenizer puts there"}.',
     ]
-    return "\n".join(lines) + "\n"

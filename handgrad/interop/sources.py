@@ -55,7 +55,13 @@ def open_weights(source: str, tokenizer: str = "", *, strict: bool = False, base
             raise UsageError(f"{source} is a run or checkpoint and has its tokenizer; leave --tokenizer out")
         return weights_of(checkpoint.find(source, strict=strict), source)
     if peft.is_peft(path):
-        return peft.adapted(path, open_weights(base or peft.base_source(path), tokenizer))
+        named = base or peft.base_source(path)
+        try:
+            found = open_weights(named, tokenizer)
+        except DataError as error:
+            other = "" if base else f"; other weights than it names: `handgrad import {source} --base MODEL`"
+            raise DataError(f"{error}{other}") from None
+        return peft.adapted(path, found)
     found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
     return imported("hf", source, found, sorted({file for file, _ in found.tensors.values()}))
 
@@ -114,6 +120,8 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
         found = "a file" if path.is_file() else "a folder without them" if path.is_dir() else "nothing"
         if runs := sorted(folder.parent for folder in path.glob(f"*/{CHECKPOINTS}")):
             found = f"a folder of runs; name one of them, as {runs[0]}"
+        elif models := sorted(file.parent for file in path.glob(f"*/{CONFIG_FILE}")):
+            found = f"a folder of models; name one of them, as {models[-1]}"
         raise DataError(
             f"expected weights at {path}: a run, a checkpoint, a transformers folder with {CONFIG_FILE}, a .bin of llm.c or"
             f" a name on the Hub; found {found}"

@@ -1,7 +1,10 @@
 """The documents in a run's samples: how they are packed, and the batches of them."""
 
+import numpy as np
+
 from handgrad.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
 from handgrad.data.batches import Batches
+from handgrad.data.packing import documents_of
 from handgrad.data.shards import Dataset
 from handgrad.evaluation.loss import scores_all
 from handgrad.run.assemble import TrainedTokens
@@ -44,5 +47,14 @@ def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
     places = samples * config.sequence_length
     parts = [PACKING_TEXT[config.packing], f"{in_order.scored_tokens(samples) / places:.1%} of the targets are trained"]
     if config.packing == WHOLE:
-        parts.insert(1, f"{max(0.0, 1 - dataset.tokens('train') / places):.1%} of the rows is padding")
+        parts[1:1] = cut_documents(dataset, config.sequence_length)
+        parts.insert(-1, f"{max(0.0, 1 - dataset.tokens('train') / places):.1%} of the rows is padding")
     return [f"packing    {config.packing}: {', '.join(parts)}"]
+
+
+def cut_documents(dataset: Dataset, sequence_length: int) -> list[str]:
+    """The training documents that are longer than a row and its last target, in words; nothing if all fit."""
+    shards = dataset.splits["train"]
+    lengths = np.concatenate([documents_of(shard.document_starts, shard.token_count)[1] for shard in shards])
+    cut = int((lengths > sequence_length + 1).sum())
+    return [f"{cut} of {len(lengths)} are longer and cut, the longest has {lengths.max()} tokens"] if cut else []

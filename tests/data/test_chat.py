@@ -149,16 +149,22 @@ GOOD = {"role": "user", "content": "a"}
     "row, message",
     [
         ({"text": "a"}, 'expected an object with "messages", found the keys text in line 2 of'),
-        ({"prompt": "a", "completion": "b"}, r'keys prompt, completion in .*; write it as {"messages": \[{"role": "user"'),
+        ({"prompt": "a", "chosen": "b"}, r'keys prompt, chosen in .*; write it as {"messages": \[{"role": "user"'),
         ([1], 'expected an object with "messages", found a list in line 2 of'),
-        ({"messages": [], "system": "Be brief."}, "expected messages alone, found system .*; write it as their first"),
+        ({"messages": talk("a", "b", system="c"), "system": "Be brief."}, "found system beside another in line 2"),
+        ({"messages": talk("a", "b"), "chat_template_kwargs": {"a": 1}}, "messages alone, found chat_template_kwargs"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "found history beside them in line 2"),
+        (
+            {"prompt": talk("a", "b", "c"), "completion": talk("d")},
+            "expected a prompt without answers, found one in line 2",
+        ),
         ({"messages": [], "functions": [1]}, "without tools"),
         ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, "all trained, found train false"),
         ({"messages": []}, r"expected a list of messages, found \[\] in line 2"),
         ({"messages": [GOOD]}, "expected a message of the assistant, found none in line 2"),
         ({"messages": [GOOD, "b"]}, "found a str as message 2 in line 2"),
         ({"messages": [{"role": "user"}]}, "expected a role and a content of text, found {'role': 'user'} as message 1"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "expected a role and a content of text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected a role and a content of text"),
         (
             {"messages": [{"role": "tool", "content": "x"}]},
             "expected a role system, user, assistant, found 'tool' as message 1",
@@ -222,7 +228,7 @@ def test_a_template_that_does_not_serve_names_the_line(tmp_path):
 def test_what_is_no_source_of_conversations(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     for given in (str(tmp_path / "a.txt"), "stories", "tinystories"):
-        with pytest.raises(UsageError, match=r"expected \.jsonl files"):
+        with pytest.raises(UsageError, match=r"expected (\.jsonl, \.json or \.parquet files|conversations) with --chat"):
             prepare(PrepareOptions(given, tmp_path / "out", chat=True))
 
 

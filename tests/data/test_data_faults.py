@@ -227,7 +227,7 @@ def test_truncated_files(tmp_path, make_text):
         ("a.jsonl", b'{"n": 1}\n', "; try --text-field$"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "found 3 in line 2"),
         ("a.jsonl", b'{"text": "x"}\n{"text":\n', "JSON object.* in line 2"),
-        ("a.jsonl", b"[1]\n", "found a list"),
+        ("a.jsonl", b"[[1]]\n", "found a list"),
         ("a.csv", b"x", "convert it to one, or rename plain text"),
         ("a.txt", b"x", "none for (train|validation)"),
     ],

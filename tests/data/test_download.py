@@ -268,6 +268,17 @@ def test_a_limit_fetches_only_what_it_needs(dataset, tmp_path):
     assert [path.rpartition("/")[2] for path, *_ in dataset.requests if "resolve" in path] == ["train-0.parquet"]
 
 
+def test_conversations_from_the_hub(dataset, tmp_path):
+    rows = [{"prompt": f"Is it {i}?", "completion": "It is.", "n": i} for i in range(300)]
+    for path in (path for path in dataset.files if "resolve" in path):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table")
+        dataset.files[path] = (tmp_path / "table").read_bytes()
+    result = prepare(PrepareOptions("owner/name", tmp_path / "out", "bytes", documents=250, chat=True))
+    splits = result.dataset.manifest["splits"].values()
+    assert sum(split["documents"] for split in splits) == 250 and all(split["trained_tokens"] for split in splits)
+    assert [path.rpartition("/")[2] for path, *_ in dataset.requests if "resolve" in path] == ["train-0.parquet"]
+
+
 def test_a_damaged_download_of_a_dataset(dataset, tmp_path):
     options = PrepareOptions("owner/name", tmp_path / "out", "bytes")
     dataset.faults = [None, "wrong", "wrong"]
@@ -332,6 +343,7 @@ def test_which_files_of_a_dataset(configs, config, chosen):
 def test_which_files_without_a_card():
     assert choose_files(["train.jsonl", "test.jsonl", "train.txt"], None, "", "o/n") == ["train.jsonl"]
     assert choose_files(["a.txt", "b.txt", "c.csv"], None, "", "o/n") == ["a.txt", "b.txt"]
+    assert choose_files(["alpaca.json", "dataset_infos.json"], None, "", "o/n") == ["alpaca.json"]
     with pytest.raises(DataError, match="found none"):
         choose_files(["a.csv"], None, "", "o/n")
 

@@ -298,11 +298,14 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "both directions": ({"is_causal": False}, "expected is_causal true in"),
     "part of the heads": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "expected partial_rotary_factor 1.0 in"),
     "neighbours turn": ({"rope_interleaved": True}, "expected rope_interleaved false in"),
-    "quantised": ({"quantization_config": {"bits": 4}}, "expected quantization_config null in"),
+    "quantised": (
+        {"quantization_config": {"bits": 4}},
+        "found {'bits': 4}; give the model in 16 or 32 bits (under adapters",
+    ),
     "heads": ({"num_key_value_heads": 4}, "kv_heads that divide num_heads 6"),
     "no size": ({"intermediate_size": None}, "expected intermediate_size of 1 or more in"),
     "epsilon": ({"rms_norm_eps": -1}, "expected rms_norm_eps above 0 in"),
-    "small vocabulary": ({"vocab_size": 100}, "expected a vocab_size of 260 or more beside"),
+    "small vocabulary": ({"vocab_size": 100}, "found 100; for added tokens call model.resize_token_embeddings(260) in"),
     "other sizes": ({"num_hidden_layers": 4}, "expected a tensor model.layers.3.self_attn.q_proj.weight of shape (36, 36)"),
 }
 

@@ -1,5 +1,6 @@
 """`sample` and `evaluate` take weights from wherever they are, and find in them what the run's own checkpoint holds."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 from handgrad.cli import main
 from handgrad.config import ModelShape
 from handgrad.data.tokenizer import load_tokenizer
+from handgrad.errors import DataError
 from handgrad.interop.sources import open_weights
+from tests.data.chats import made_tokenizer, write_folder
 from tests.interop.models import make_checkpoint
 from tests.test_commands import refused
 
@@ -64,3 +67,23 @@ def test_a_run_may_be_named_like_a_file_of_llmc(
 ) -> None:
     (tmp_path / "run.bin").symlink_to(exported("bytes")[0])
     assert main(["sample", str(tmp_path / "run.bin"), "--max-tokens", "2", "--device", "cpu"]) == 0
+
+
+def test_a_folder_of_models_names_one(
+    exported: Callable[[str], tuple[Path, Path, ModelShape]], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """As the output folder of transformers' Trainer."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoint-500").symlink_to(exported("bytes")[1])
+    capsys.readouterr()
+    line = refused(capsys, 65, "import", str(tmp_path / "out"), "--out", str(tmp_path / "run"))
+    assert line.rstrip().endswith(f"found a folder of models; name one of them, as {tmp_path / 'out' / 'checkpoint-500'}")
+
+
+def test_a_tokenizer_of_sentencepiece_is_named(tmp_path: Path) -> None:
+    folder = write_folder(made_tokenizer(None), tmp_path / "model")
+    tables = json.loads((folder / "tokenizer.json").read_text())
+    steps = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    (folder / "tokenizer.json").write_text(json.dumps(tables | {"decoder": {"type": "Sequence", "decoders": steps}}))
+    with pytest.raises(DataError, match=r"found ByteFallback, Fuse; .* no SentencePiece as of Llama 2, TinyLlama"):
+        load_tokenizer(str(folder))
