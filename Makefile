@@ -13,6 +13,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Python compiles a file when it first imports it: of all those that pip installs and would compile, few are ever imported.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+# Installs the packages of these extras by their names: for '.[test]' pip would build handgrad again, which takes seconds.
+NAMES  := import sys, tomllib; extras = tomllib.load(sys.stdin.buffer)["project"]["optional-dependencies"]; \
+          print(*(package for name in sys.argv[1:] for package in extras[name]), sep="\n")
+LIST    = $(VENV)/$(notdir $@).txt
+extras  = $(BIN)/python -c '$(NAMES)' $(1) < pyproject.toml > $(LIST) && $(PIP) --requirement $(LIST)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test faults soak test-gpu docs check ready format clean
@@ -42,7 +47,7 @@ check: $(VENV)/.installed-check
 	@$(BIN)/pyrefly check
 
 ready: $(VENV)/.installed
-	@$(PIP) --editable '.[test,docs,check]'
+	@$(call extras,test docs check)
 	@touch $(VENV)/.installed-test $(VENV)/.installed-docs $(VENV)/.installed-check
 
 format: $(VENV)/.installed-check
@@ -57,15 +62,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	@$(PIP) --editable '.[test]'
+	@$(call extras,test)
 	@touch $@
 
 $(VENV)/.installed-check: $(VENV)/.installed
-	@$(PIP) --editable '.[check]'
+	@$(call extras,check)
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	@$(PIP) --editable '.[docs]'
+	@$(call extras,docs)
 	@touch $@
 
 clean:

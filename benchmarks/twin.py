@@ -3,7 +3,6 @@
 It loads handgrad's weights under handgrad's names, so both start from the same point.
 """
 
-import inspect
 import math
 
 import torch
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 from handgrad.config import ModelShape, RunConfig
 from handgrad.models.rows import ParameterRow
 from handgrad.run.resolve import schedule_of
-
-LIGER_CHUNKS = 4  # times Liger's own chunk of the logits: its smallest leave the GEMMs short
 
 
 class Named(nn.Module):
@@ -98,19 +95,10 @@ def padded_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
 def liger_loss(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
     """The GEMMs of the head on x (B, T, C) and the cross-entropy, chunk by chunk, without the whole logits."""
+    from benchmarks.fused_head import fused_head
+
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     return fused_head(x.view(-1, x.shape[-1]).to(dtype), weight.to(dtype), targets.reshape(-1), softcap)
-
-
-@torch.compiler.disable
-def fused_head(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
-    """Liger's fused linear cross-entropy. The compiler does not look inside: its kernels are Triton already."""
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    parameters = inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters
-    options = {"accum_dtype": torch.float32, "chunk_mem_const": LIGER_CHUNKS, "softcap": softcap}
-    arguments = [options.get(name, parameters[name].default) for name in [*parameters][4:]]
-    return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets, *arguments)[0]
 
 
 def optimizer_of(twin: Twin, config: RunConfig, *, fused: bool) -> torch.optim.AdamW:

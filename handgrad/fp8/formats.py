@@ -50,6 +50,17 @@ def largest(kind: torch.dtype) -> float:
     return LARGEST_MANTISSA * 2.0 ** LARGEST_EXPONENT[kind]
 
 
+# The numbers of e4m3 by their bits. On a CPU torch widens this format without vector instructions.
+NUMBERS_OF_E4M3 = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+
+
+def widened(form: Tensor) -> Tensor:
+    """An fp8 tensor in float32."""
+    if form.dtype != E4M3 or form.device.type != "cpu":
+        return form.float()
+    return NUMBERS_OF_E4M3.index_select(0, form.view(torch.uint8).reshape(-1).int()).view(form.shape)
+
+
 @dataclass(frozen=True)
 class Quantized:
     """An activation, a gradient or a weight (N, C) in the forms that its readers want; None where nobody wants one.

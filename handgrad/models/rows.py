@@ -167,7 +167,8 @@ def laid_out(
     """The rows with their offsets. With several `lanes` each bucket can be cut into as many aligned parts: equal ones, or,
     where some of its parameters are updated `whole`, parts that cut no parameter."""
     placed: dict[str, ParameterRow] = {}
-    rows, offset, loads = [replace(row, whole=whole(row)) for row in rows], 0, [0] * lanes
+    rows = [row if row.whole == (by_itself := whole(row)) else replace(row, whole=by_itself) for row in rows]
+    offset, loads = 0, [0] * lanes
     for _, group in itertools.groupby(rows, key=lambda row: lanes == 1 or row.bucket):
         bucket = list(group)
         offset = rounded_up(offset, ALIGN_ELEMENTS * lanes)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from handgrad.fp8.formats import Form, Operands, Quantized, fp8_operands, plain
+from handgrad.fp8.formats import Form, Operands, Quantized, fp8_operands, plain, widened
 from handgrad.fp8.reference.quantizing import quantize, write_forms
 from handgrad.ops import reference
 from handgrad.ops.reference import linear
@@ -14,7 +14,7 @@ from handgrad.ops.reference import linear
 def fp8_product(out: Tensor, operands: Operands, *, bias: Tensor | None = None, added: Tensor | None = None) -> None:
     """out (M, N) = left (M, K) right (N, K)^T + bias (N) + added (M, N), summed in float32 and rounded once."""
     left, right, (left_inverse, right_inverse) = operands
-    product = torch.mm(left.float(), right.float().t()).mul_(left_inverse * right_inverse)
+    product = torch.mm(widened(left), widened(right).t()).mul_(left_inverse * right_inverse)
     for term in (bias, added):
         if term is not None:
             product += term
@@ -68,7 +68,7 @@ def bias_backward(dbias_acc: Tensor, dout: Form, *, scratch: Tensor | None = Non
     if isinstance(dout, Tensor) or dout.columns is None:
         reference.bias_backward(dbias_acc, plain(dout))
     else:
-        dbias_acc.add_(dout.columns.float().sum(1, dtype=dbias_acc.dtype) * dout.inverse_scale)
+        dbias_acc.add_(widened(dout.columns).sum(1, dtype=dbias_acc.dtype) * dout.inverse_scale)
 
 
 def linear_residual_forward(

@@ -16,8 +16,10 @@ from handgrad.ops import reference
 def quantizing(operation: Callable[..., None], result: str) -> Callable[..., None]:
     """The operation, whose `result` may be quantised: it makes the 16-bit form, or a temporary where there is none."""
 
+    plain_one = signature(operation)
+
     def call(*tensors: Any, **named: Any) -> None:
-        given = signature(operation).bind(*tensors, **named).arguments
+        given = plain_one.bind(*tensors, **named).arguments
         out = given[result]
         if isinstance(out, Quantized):
             alike = (t for t in given.values() if isinstance(t, Tensor) and t.shape == out.shape)

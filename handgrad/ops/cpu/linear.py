@@ -25,7 +25,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def prefers_onednn(tensor: Tensor) -> bool:
     """Float32, if this torch has oneDNN. In bf16 `torch.mm` calls oneDNN itself; it has no float64."""
-    return tensor.dtype == torch.float32 and torch.backends.mkldnn.is_available() and not MKL_IS_AS_FAST
+    return not MKL_IS_AS_FAST and tensor.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 def is_pass_over_weight(inp: Tensor, weight: Tensor) -> bool:
