@@ -31,6 +31,6 @@ def timed_step(training: Assembly, step: int) -> dict[str, Any]:
     """Makes a step, from an idle device to an idle device: its seconds, loss and gradient norm."""
     devices.synchronize(training.design.device)
     begun = time.perf_counter()
-    result = training.step.step(step)
+    result = training.stepper.step(step)
     devices.synchronize(training.design.device)
     return {"seconds": time.perf_counter() - begun, "loss": result.loss, "norm": result.norm}

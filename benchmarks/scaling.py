@@ -84,7 +84,7 @@ class HandgradSteps(Steps):
         config = with_tuned_gemms(check(config), device)
         place = {"rank": ranks.rank, "ranks": ranks.size, "device": device}
         training = assemble(resolve(config, tokens.vocab_size, **place), tokens.source, ranks)
-        super().__init__(training.step)
+        super().__init__(training.stepper)
         self.design = training.design
         if sums_by_nccl and training.sync is not None:
             training.sync.send = reduce_scatter(training.sync)  # type: ignore[method-assign]

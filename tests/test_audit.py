@@ -224,15 +224,15 @@ def flip(buffer: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Flips a bit of an element between the gradients and the update of a step."""
 
     def patch(patching: pytest.MonkeyPatch) -> None:
-        original = TrainStep.sum_up
+        original = TrainStep.launch_norm
 
-        def sum_up(training: TrainStep, step: int) -> None:
+        def launch_norm(training: TrainStep, step: int) -> None:
             flat = training.state.master if buffer == "weights" else training.state.optimizer[buffer]
             if step == FAULTY:
                 flat.view(torch.int32)[77] ^= 1 << 20
             original(training, step)
 
-        patching.setattr(TrainStep, "sum_up", sum_up)
+        patching.setattr(TrainStep, "launch_norm", launch_norm)
 
     return patch
 

@@ -84,6 +84,6 @@ def with_replicas(program: Program, replicas: Replicas) -> Program:
         program,
         before_step=[*program.before_step, replicas.begin],
         before_update=[replicas.add, *program.before_update],
-        compiled=[*program.compiled, replicas.take],
+        compiled_ahead=[*program.compiled_ahead, replicas.take],
         reports=[*program.reports, replicas.sent],
     )

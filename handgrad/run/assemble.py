@@ -41,7 +41,7 @@ class Assembly:
     design: Design
     state: TrainingState
     feed: Feed
-    step: TrainStep
+    stepper: TrainStep
     scaling: Scaling | None  # of fp8
     sync: GradientSync | None  # of several lanes or ranks
     ops: Any  # of validation, which reads `state.weights`
@@ -167,9 +167,9 @@ def bind(
     if replicas is not None:
         program = with_replicas(program, replicas)
     if sync is None:
-        step = TrainStep(state, feed, program, graphs=graphs)
+        stepper = TrainStep(state, feed, program, graphs=graphs)
     else:
-        step = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
-    made = Assembly(design, state, feed, step, scaling, sync, *reads, digest)
+        stepper = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
+    made = Assembly(design, state, feed, stepper, scaling, sync, *reads, digest)
     made.await_state()  # compiling ahead has copied it; now the host may write it
     return made

@@ -143,7 +143,7 @@ class Run:
         if not self.log.has_end(self.config.steps):
             self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
         self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)
-        self.training.step.prepare(self.completed)
+        self.training.stepper.run_before_step(self.completed)
         if self.folder.resumed:
             self.watch()
         elif self.origin:
@@ -192,10 +192,10 @@ class Run:
         """
         self.ranks.begin_step(step)
         self.ranks.set_status("its micro-batches")
-        self.training.step.begin(step)
+        self.training.stepper.begin(step)
         if self.completed < step:
             self.read_result(step - 1)
-        self.training.step.finish(step)
+        self.training.stepper.finish(step)
         self.end_together()
         if self.pauses_after(step):
             self.read_result(step)
@@ -279,8 +279,8 @@ class Run:
     def end_together(self) -> None:
         """Makes sure that all ranks are at the same step, and shares a signal that one of them has received and how far
         their writers are."""
-        step = self.training.step
-        seconds = step.compute_seconds if isinstance(step, ParallelStep) else 0.0
+        stepper = self.training.stepper
+        seconds = stepper.compute_seconds if isinstance(stepper, ParallelStep) else 0.0
         mine = self.signals.received or 0, seconds, self.saves.progress()
         received, computing, writing = zip(*self.ranks.all_gather_checked(mine, "the end of the step"), strict=True)
         self.stop_signal = int(max(received)) or None
@@ -290,7 +290,7 @@ class Run:
 
     def read_result(self, step: int) -> None:
         """Waits for the result of `step`, records and shows it; makes the step again if it looks wrong."""
-        result, fault = checked_result(self.training, self.ranks, step, self.training.step.result(step))
+        result, fault = checked_result(self.training, self.ranks, step, self.training.stepper.result(step))
         self.completed, self.step_seconds = step + 1, result.elapsed_seconds
         self.log.step(self.completed, result, self.batch.tokens(step), self.batch.tokens_before(self.completed))
         self.audit.add(self.training, self.completed, result)
@@ -340,7 +340,7 @@ class Run:
 
     def on_skip(self, result: StepResult) -> None:
         self.skips_in_a_row += 1
-        self.training.step.raise_norm_limit(result.norm)
+        self.training.stepper.raise_norm_limit(result.norm)
         named = ", ".join(self.training.state.non_finite_parameters()[:4])
         where = f"; non-finite gradients at {named}" if named else ""
         self.event(f"step {self.completed} made no update: {result.skipped}{where}")
