@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.errors import DataError, StorageError, storage_error, storage_errors, tell
+from handgrad.errors import DataError, StorageError, print_message, storage_error, storage_errors
 from handgrad.files import sync_folder, sync_name
 from handgrad.manifest import (
     MANIFEST,
@@ -323,7 +323,7 @@ def find(path: str, *, strict: bool = False) -> Checkpoint:
         raise DataError(refused_strictly(checkpoint, passed_over))
     if passed_over:
         more = f" (and {len(passed_over) - 1} more)" if len(passed_over) > 1 else ""
-        tell(f"{passed_over[0]}{more}; takes {checkpoint.folder.name} instead", ends=False)
+        print_message(f"{passed_over[0]}{more}; takes {checkpoint.folder.name} instead", ends=False)
     return checkpoint
 
 

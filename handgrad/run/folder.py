@@ -132,7 +132,7 @@ class RunFolder:
         self._lock.close()
 
 
-def begun_settings(config: RunConfig) -> dict[str, Any]:
+def inherited_settings(config: RunConfig) -> dict[str, Any]:
     """Precision, packing and lanes of the run in `config.out`, where `config` leaves them open."""
     begun = checkpoint.peek_config(Path(config.out))
     if begun is None:
@@ -141,12 +141,12 @@ def begun_settings(config: RunConfig) -> dict[str, Any]:
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
 
 
-def settled_lanes(config: RunConfig, ranks: int) -> int:
+def resolve_lanes(config: RunConfig, ranks: int) -> int:
     """The run's lanes: as the configuration says, or those of the run that `config.out` holds, or one for each rank.
 
     Raises `ConfigError` when the ranks cannot share them equally.
     """
-    lanes = config.lanes or begun_settings(config).get("lanes") or ranks
+    lanes = config.lanes or inherited_settings(config).get("lanes") or ranks
     if lanes & (lanes - 1):
         raise ConfigError(f"expected a power of two of ranks, found {lanes}; start {1 << lanes.bit_length() - 1} processes")
     if lanes % ranks:

@@ -23,7 +23,7 @@ from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
 from handgrad.run import audit
 from handgrad.run.assemble import Assembly, assemble
-from handgrad.run.console import Shows
+from handgrad.run.console import ConsoleMode
 from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.host_copy import host_copy
@@ -33,12 +33,12 @@ from handgrad.run.memory import generation_plan
 from handgrad.run.packing import trained_tokens, training_batches
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
-from handgrad.run.saturation import record_fp8, watch_saturation
+from handgrad.run.saturation import handle_saturation, record_fp8
 from handgrad.run.saves import Saves
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
 from handgrad.run.signals import OnStep, StopSignals, preempted
 from handgrad.run.suspicion import checked_result, is_overflow
-from handgrad.run.tasks import TaskWatch
+from handgrad.run.tasks import TaskEvaluation
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
 
@@ -54,10 +54,10 @@ class Run:
         folder: RunFolder,
         ranks: Ranks,
         weights: Weights | None = None,
-        tasks: TaskWatch | None = None,
+        tasks: TaskEvaluation | None = None,
         *,
         allow_changes: bool,
-        shows: Shows,
+        console: ConsoleMode,
     ):
         """`weights`: the initial ones, unless the run is resumed or draws them; those that adapters adapt."""
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
@@ -73,17 +73,17 @@ class Run:
         resumed = folder.resumed
         self.left_fp8 = LeftFp8(**({} if resumed is None else resumed.manifest.get("left_fp8", {})))
         if self.left_fp8.left:
-            self.design = self.design_now()
+            self.design = self.current_design()
         generation = generation_plan(design)
         self.decode = decode_tensors(design.shape, generation.allocate(design.device))
         self.completed, self.skips_in_a_row = 0, 0
         copy, self.save_lines = host_copy(config, self.design, ranks)  # before the rest takes its memory
-        self.training = self.assembled()
+        self.training = self.assemble_training()
         self.origin = origin_of(resumed) if resumed else weights.origin if weights else None
         if weights is not None:
-            self.take_weights(weights)
+            self.load_initial_weights(weights)
         self.restore(resumed)
-        self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows, audited=bool(config.audit_every))
+        self.log = RunLog(folder.path, config.steps, self.completed, ranks, console, audited=bool(config.audit_every))
         self.audit = audit.Audit(config.audit_every, ranks, self.log)
         facts = audit.facts(config, self.versions, self.identity, self.origin)
         self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
@@ -102,17 +102,17 @@ class Run:
             tasks.allocate(self.training.plain_ops)
             self.memory_bytes |= tasks.plan.size_bytes
 
-    def design_now(self) -> Design:
+    def current_design(self) -> Design:
         """The design with the GEMMs in bf16 that have left fp8."""
         place = {"rank": self.ranks.rank, "ranks": self.ranks.size, "device": self.design.device}
         return resolve(self.config, self.design.shape.vocab_size, **place, left_fp8=tuple(self.left_fp8.left))
 
-    def assembled(self) -> Assembly:
+    def assemble_training(self) -> Assembly:
         """The training of the design at hand, with initial weights."""
         count = trained_tokens(self.train_batches)
         return assemble(self.design, self.train_batches, self.ranks, trained_tokens=count)
 
-    def take_weights(self, weights: Weights) -> None:
+    def load_initial_weights(self, weights: Weights) -> None:
         """Initial weights from elsewhere, of a run of adapters those that they adapt. A run with fewer positions has the
         first of theirs."""
         state = self.training.state
@@ -145,7 +145,7 @@ class Run:
         self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)
         self.training.stepper.run_before_step(self.completed)
         if self.folder.resumed:
-            self.watch()
+            self.evaluate_and_sample()
         elif self.origin:
             self.log.record("event", step=0, text=f"starts from the weights of {origin_text(self.origin)}")
             if self.config.eval_every:
@@ -196,7 +196,7 @@ class Run:
         if self.completed < step:
             self.read_result(step - 1)
         self.training.stepper.finish(step)
-        self.end_together()
+        self.sync_with_ranks()
         if self.pauses_after(step):
             self.read_result(step)
             return True
@@ -222,7 +222,7 @@ class Run:
             self.save()  # before anything that could fail
         if self.completed == self.until:
             self.saves.wait()  # no step follows to be written behind
-        self.watch()
+        self.evaluate_and_sample()
         if self.callback_error is not None:
             if self.ranks.size == 1:  # of several, one may be alone with it
                 self.saves.wait()
@@ -234,7 +234,7 @@ class Run:
             self.saves.wait()
             raise preempted(self.stop_signal, self.completed, self.saves.last_saved)
 
-    def watch(self) -> None:
+    def evaluate_and_sample(self) -> None:
         """The evaluation and the sample that are due after the completed step and not yet in the record."""
         if self.due(self.config.eval_every):
             self.evaluate()
@@ -257,7 +257,7 @@ class Run:
                 self.saves.prune()  # the best one before
         if self.tasks is not None:
             self.training.await_weights()
-            self.tasks.watch(self.completed, self.training.state, self.log)
+            self.tasks.run_missing(self.completed, self.training.state, self.log)
 
     def is_best(self, loss: float) -> bool:
         """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint is complete before
@@ -276,7 +276,7 @@ class Run:
         completed = self.completed if completed is None else completed
         return completed == self.config.steps or bool(every and completed % every == 0)
 
-    def end_together(self) -> None:
+    def sync_with_ranks(self) -> None:
         """Makes sure that all ranks are at the same step, and shares a signal that one of them has received and how far
         their writers are."""
         stepper = self.training.stepper
@@ -286,7 +286,7 @@ class Run:
         self.stop_signal = int(max(received)) or None
         if self.ranks.size > 1:
             self.stragglers.add(computing)
-        self.saves.advance_together(writing)
+        self.saves.advance_if_all_ready(writing)
 
     def read_result(self, step: int) -> None:
         """Waits for the result of `step`, records and shows it; makes the step again if it looks wrong."""
@@ -303,7 +303,7 @@ class Run:
             self.log.record("ranks", step=self.completed, **figures)
             if line:
                 self.event(f"step {self.completed}: {line}")
-        watch_saturation(found, self.config, self.completed, self.left_fp8, self.log)
+        handle_saturation(found, self.config, self.completed, self.left_fp8, self.log)
         if fault:
             self.event(fault)
         regular = is_overflow(result)
@@ -330,11 +330,11 @@ class Run:
         self.save()
         self.saves.wait()
         del self.training
-        self.design = self.design_now()
-        self.training = self.assembled()
+        self.design = self.current_design()
+        self.training = self.assemble_training()
         resumed = checkpoint.open_checkpoint(checkpoint.folder_of(self.folder.checkpoints, self.completed))
         if self.design.base:
-            self.take_weights(base_of(resumed, open_weights, self.config.init_from))
+            self.load_initial_weights(base_of(resumed, open_weights, self.config.init_from))
         self.restore(resumed)
         self.event(f"step {self.completed}: {', '.join(parts)} goes on in bf16")
 

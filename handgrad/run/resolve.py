@@ -220,7 +220,7 @@ def schedule_of(config: RunConfig) -> Schedule:
 
 def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
     """`config` with the precision that suits the device in the place of "auto"."""
-    return replace(config, precision=devices.settled_precision(config.precision, device))
+    return replace(config, precision=devices.resolve_precision(config.precision, device))
 
 
 def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:

@@ -146,7 +146,7 @@ class Saves:
             return BUSY
         return FAILED if self.work.exception() else DONE
 
-    def advance_together(self, everyone: Sequence[float]) -> None:
+    def advance_if_all_ready(self, everyone: Sequence[float]) -> None:
         """Advances the pending save once all ranks have done their part, by their `progress`."""
         if self.pending is not None and (FAILED in everyone or BUSY not in everyone):
             self.advance()

@@ -10,7 +10,7 @@ from handgrad.errors import DataError
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.models.rows import count_parameters
 from handgrad.run.checks import check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
-from handgrad.run.folder import settled_lanes
+from handgrad.run.folder import resolve_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.memory import memory_bytes
@@ -38,7 +38,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     take, instead of those that are free. Raises `ConfigError` for lanes that the ranks cannot share."""
     device = devices.resolve_device(config.device)
     config = with_tuned_gemms(with_precision(config, device), device)
-    config = check(replace(config, lanes=settled_lanes(config, ranks)))
+    config = check(replace(config, lanes=resolve_lanes(config, ranks)))
     check_shared_gradients(config, ranks)
     check_offload(config, device, ranks)
     designs = [resolve(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]

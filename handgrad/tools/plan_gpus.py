@@ -10,7 +10,7 @@ from handgrad.format import human_bytes, human_count
 from handgrad.gpus import GPUS, Gpu
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, Candidate, candidates, chosen_of, fitting_lines
-from handgrad.tools.forecast import Forecast, forecast, largest_micro_batch, named_gpu, settled
+from handgrad.tools.forecast import Forecast, forecast, largest_micro_batch, named_gpu, resolved_on
 from handgrad.tools.plan import fits_line, memory_lines, run_lines
 from handgrad.tools.roofline import step_time
 
@@ -30,7 +30,7 @@ def describe_gpu(
     if chosen := chosen_of(fitted, config, fit):
         config = chosen.config
     found = forecast(config, vocab_size, gpu, ranks=ranks, price=price, fit=fit)
-    config = replace(settled(config, spec, ranks), micro_batch=found.micro_batch)
+    config = replace(resolved_on(config, spec, ranks), micro_batch=found.micro_batch)
     levels = [replace(config, recompute=level) for level in RECOMPUTE_LEVELS]
     designs = [resolve_for(spec, level, vocab_size, ranks) for level in levels]
     available = found.available_bytes
@@ -57,7 +57,7 @@ def describe_gpu(
 def fitted_to(config: RunConfig, gpu: Gpu, vocab_size: int, ranks: int) -> list[Candidate]:
     """The run's settings on `ranks` of these GPUs, fastest first by the model of docs/planning.md."""
     return candidates(
-        settled(config, gpu, ranks),
+        resolved_on(config, gpu, ranks),
         torch.device("meta"),
         ranks,
         lambda other: resolve_for(gpu, other, vocab_size, ranks),

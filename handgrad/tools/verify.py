@@ -92,7 +92,7 @@ def replay(record: Record, span: Span, elsewhere: dict[str, str], scratch: Path,
     config = quiet(config_of(record, span.first, elsewhere), scratch)
     if writes:
         prepare(record, span, scratch)
-    with open_run(config, allow_changes=True, shows="nothing") as run:
+    with open_run(config, allow_changes=True, console="nothing") as run:
         if not span.first:
             check_initial(record, run.origin, config.init_from)
         run.begin()
