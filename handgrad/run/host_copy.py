@@ -66,7 +66,7 @@ class HostCopy:
         for memory in self.storage.values() if self.pinned else ():
             pin(memory, "the copy from which saves are written", "--async-save false")
 
-    def take(self, tensors: list[Stored]) -> None:
+    def copy_state(self, tensors: list[Stored]) -> None:
         """Copies the rank's share. All ranks fetch all tensors: their shards are gathered."""
         for tensor in tensors:
             value = tensor.fetch()

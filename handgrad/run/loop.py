@@ -116,10 +116,10 @@ class Run:
         """Initial weights from elsewhere, of a run of adapters those that they adapt. A run with fewer positions has the
         first of theirs."""
         state = self.training.state
-        take = self.training.take_base if self.design.base else state.take_weight
+        load = self.training.load_base_weight if self.design.base else state.load_weight
         for theirs, row in zip(parameter_table(weights.shape), self.design.base or self.design.parameters, strict=True):
             assert theirs.name == row.name
-            take(row, weights.weight(theirs)[: row.stored_rows])
+            load(row, weights.weight(theirs)[: row.stored_rows])
 
     def restore(self, resumed: checkpoint.Checkpoint | None) -> None:
         """Resumes from a checkpoint, if there is one."""
@@ -357,7 +357,7 @@ class Run:
         assert self.validation_batches is not None
         self.training.await_weights()
         state, samples = self.training.state, self.validation_batches.samples_of(self.config.eval_tokens)
-        model = self.design.shape, self.training.ops, state.weights, state.activations
+        model = self.design.shape, self.training.validation_ops, state.weights, state.activations
         return mean_loss(*model, self.validation_batches, samples=samples, ranks=self.ranks)
 
     def sample(self) -> None:

@@ -74,7 +74,7 @@ def resolve(
         training_ops = sizes or fp8_operations(plain_ops)
         fp8 = resolve_fp8(config, shape, base or parameters, rows, training_ops, left_fp8)
         rounded = frozen.rounded_weights(fp8) if base else rounded
-    base, frozen_rows = frozen.laid_apart(base, rounded)
+    base, frozen_rows = frozen.split_by_precision(base, rounded)
 
     state, host_state = state_buffers(config, parameters, buckets, sharding, optimizer, dtype, device)
     buffers = [*state, *activation_buffers(config, rows, fp8, base or parameters, ranks, rounded)]
@@ -86,7 +86,7 @@ def resolve(
         tokens = config.micro_batch * shape.sequence_length
         buffers += [frozen_buffer(flat_elements(frozen_rows), dtype), *adapter_buffers(lora, base, tokens, dtype)]
     if rounded:
-        buffers.append(frozen.work_buffer(base, rounded, dtype))
+        buffers.append(frozen.weight_scratch_buffer(base, rounded, dtype))
     buffers += update_scratch(optimizer.scratch_bytes(plain_ops, parameters, accumulation_dtype(dtype), device))
     buffers += offload.slot_buffers(host_state)
     return Design(
@@ -154,7 +154,7 @@ def activation_buffers(
     gradients = GRADIENT_FORMATS[config.fp8_gradients]
     quantized = tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute)
     buffers = [*fp8.buffers(weights, ranks), *quantized]
-    return frozen.with_one_operand(buffers) if rounded else buffers
+    return frozen.with_shared_operand(buffers) if rounded else buffers
 
 
 def state_buffers(

@@ -93,7 +93,7 @@ class Saves:
             save.pause_seconds = time.perf_counter() - save.begun
             self.log_saved(save, seconds, warnings)
             return
-        self.copy.take(list(stored_tensors(training.state, self.ranks)))
+        self.copy.copy_state(list(stored_tensors(training.state, self.ranks)))
         self.ranks.from_rank_0(lambda: begin(final), "a checkpoint's folder")
         self.pending = save
         self.work = self.thread.submit(self.write if self.ranks.size > 1 else self.write_and_commit, save)

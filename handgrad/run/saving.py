@@ -138,10 +138,12 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
 def load_state(source: Checkpoint, state: TrainingState) -> None:
     """Weights and optimizer state of a checkpoint. Raises `DataError` if shapes differ."""
     table, buffers = state.design.parameters, state.optimizer.items()
-    weights = {row.name: (row.stored_shape, partial(state.take_weight, row)) for row in table}
+    weights = {row.name: (row.stored_shape, partial(state.load_weight, row)) for row in table}
     source.load(checkpoint.WEIGHTS_FILE, weights)
     moments = {
-        f"{name}.{row.name}": (row.stored_shape, partial(state.take, flat, row)) for name, flat in buffers for row in table
+        f"{name}.{row.name}": (row.stored_shape, partial(state.load_shard, flat, row))
+        for name, flat in buffers
+        for row in table
     }
     source.load(checkpoint.OPTIMIZER_FILE, moments)
 

@@ -186,7 +186,7 @@ class Comparing:
                 file = WEIGHTS_FILE if prefix == "weights" else OPTIMIZER_FILE
                 values = source.tensor(file, name, row.stored_shape).reshape(-1)
                 whole = flat.numel() == state.parameters.numel()
-                pieces = [(row.stored(flat).reshape(-1), slice(None))] if whole else list(state.pieces(flat, row))
+                pieces = [(row.stored(flat).reshape(-1), slice(None))] if whole else list(state.shard_pieces(flat, row))
                 if whole and not self.run.ranks.is_rank_0:
                     pieces = []  # all ranks hold it, one counts
                 names.append(name)
