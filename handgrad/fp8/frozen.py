@@ -26,7 +26,7 @@ from handgrad.lora.bind import WithAdapters
 from handgrad.lora.tables import KIND as ADAPTER_KIND
 from handgrad.models.activations import ActivationRow
 from handgrad.models.overlay import Overlay
-from handgrad.models.rows import KIND, Table, laid_out
+from handgrad.models.rows import KIND, Table, lay_out
 
 OPERAND = "fp8.operand"
 WEIGHT_SCRATCH = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits
@@ -66,7 +66,7 @@ def rounded_weights(fp8: Fp8Design) -> frozenset[str]:
 
 def split_by_precision(base: Table, rounded: frozenset[str]) -> tuple[Table, Table]:
     """(the rows of all frozen weights in their order, those of them that a flat buffer of 16 bits holds)."""
-    kept = {row.name: row for row in laid_out(row for row in base if row.name not in rounded)}
+    kept = {row.name: row for row in lay_out(row for row in base if row.name not in rounded)}
     return tuple(kept.get(row.name, row) for row in base), tuple(kept.values())
 
 

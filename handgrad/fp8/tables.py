@@ -172,8 +172,8 @@ def block_buffers(row: ActivationRow, tag: Fp8, recompute: int) -> Iterator[Buff
         yield row.buffer(recompute)
     ((first, last),) = row.ticks
     lifetimes = row.lifetimes(recompute)
-    redone = tag.redone_from <= recompute < row.remade_from
-    in_forward = lifetimes if redone or recompute >= row.remade_from else ((first, first),)
+    redone = tag.rerun_from <= recompute < row.recomputed_from
+    in_forward = lifetimes if redone or recompute >= row.recomputed_from else ((first, first),)
     if recompute >= WHOLE_BLOCKS:
         in_forward = (first, first), (lifetimes[-1][0],) * 2
     in_backward = ((last, last),) if tag.late_columns else lifetimes

@@ -124,7 +124,7 @@ class Decoder:
         self.graphs = cuda and ops.CAPTURABLE
         self.step = Replayed([self.launch_step]) if self.graphs else self.launch_step
         self.cached: list[Cached | None] = [None] * len(self.slots)
-        self.prefills: dict[tuple[int, int, bool], Callable[[], None]] = {}  # by sequences, padded length, whether begun
+        self.prefills: dict[tuple[int, int, bool], Callable[[], None]] = {}  # by sequences, padded length, append
         # Tokens arrive on the host in two buffers by turns; a CPU's are there already.
         self.arrivals = [torch.empty_like(buf.chosen, device="cpu", pin_memory=True) for _ in range(2)] if cuda else []
 
@@ -144,12 +144,12 @@ class Decoder:
         )
         self.ops.decode.advance(buf.tokens, buf.positions, buf.places, buf.chosen, buf.active)
 
-    def prefill(self, batch: int, length: int, *, begun: bool = False) -> None:
+    def prefill(self, batch: int, length: int, *, append: bool = False) -> None:
         """Runs the model's prefill; on a GPU its ~80 launches are captured once per size, and replayed."""
-        size = batch, length, begun
+        size = batch, length, append
         if size not in self.prefills:
             tensors = self.ops, self.weights, self.buf, self.shape
-            launch = partial(self.model.prefill, *tensors, batch, length, begun=begun)
+            launch = partial(self.model.prefill, *tensors, batch, length, append=append)
             self.prefills[size] = Replayed([launch]) if self.graphs else launch
         self.prefills[size]()
 

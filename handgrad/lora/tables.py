@@ -17,7 +17,7 @@ from handgrad.dtypes import accumulation_dtype
 from handgrad.errors import UsageError
 from handgrad.lora_shape import LoraShape
 from handgrad.models import architecture
-from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, laid_out
+from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, lay_out
 from handgrad.training.state import BASE
 
 RANK_MULTIPLE = 8
@@ -93,7 +93,7 @@ class LoraDesign:
 
     def table(self, lanes: int) -> Table:
         """The rows that train, laid out."""
-        return laid_out((row for adapter in self.adapters for row in adapter.rows()), lanes)
+        return lay_out((row for adapter in self.adapters for row in adapter.rows()), lanes)
 
     def flops_per_token(self, flops: float, base: Table, shape: ModelShape) -> float:
         """Forward and backward, of a model that takes `flops` when all of it trains: without the gradients of the blocks'

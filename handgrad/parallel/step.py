@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from handgrad.graphs import Replayed, capture
-from handgrad.models.passes import Stage, nothing
+from handgrad.models.passes import Stage, no_launch
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.replicas import Replicas
@@ -137,7 +137,7 @@ class PausedStages:
             pauses = bool(stage.bucket) and (sends if stage.done else waits)
             if pauses and not stage.done:
                 self.end_stretch(stage)
-            if stage.run is not nothing:
+            if stage.run is not no_launch:
                 self.stretches[-1][0].append(stage.run)
             if pauses and stage.done:
                 self.end_stretch(stage)
