@@ -55,7 +55,7 @@ class RunFolder:
         try:
             self.resumed, self.passed_over = checkpoint.newest(self.checkpoints, moves=not strict)
             if strict and self.resumed is not None and self.passed_over:
-                raise DataError(checkpoint.refused_strictly(self.resumed, self.passed_over))
+                raise DataError(checkpoint.strict_message(self.resumed, self.passed_over))
             records = records_of(self.path)
             failed_at = last_failure(records)
             self.failure = {} if failed_at is None else {"failed_at": failed_at}
@@ -72,7 +72,7 @@ class RunFolder:
                 )
             if self.resumed is not None:
                 with storage_errors(f"reading {self.checkpoints}"):
-                    names = checkpoint.ignored(self.resumed)
+                    names = checkpoint.unknown_names(self.resumed)
                 self.passed_over += [f"ignored in {self.checkpoints}: {', '.join(names)}"] if names else []
                 self.changes = differences(self.resumed.manifest["config"], to_dict(self.config))
             if self.changes and not allow_changes:
@@ -91,7 +91,7 @@ class RunFolder:
         failing = self.resumed
         if failing is None or not failed_twice(records, failing.step):
             return
-        if checkpoint.was_failing(failing.folder) or differences(failing.manifest["config"], to_dict(self.config)):
+        if checkpoint.has_failed_before(failing.folder) or differences(failing.manifest["config"], to_dict(self.config)):
             return  # going back has not helped, or something else is tried now
         older, lines = checkpoint.newest(self.checkpoints, moves=True, before=failing.step)
         if older is not None:

@@ -63,8 +63,8 @@ class Run:
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.tasks, self.tokenizer, self.batch = tasks, dataset.tokenizer, config.batch
         self.train_batches = training_batches(config, dataset)
-        validated = config.sequence_length, config.eval_stride, config.packing
-        self.validation_batches = validation_batches(dataset, *validated)
+        windows = config.sequence_length, config.eval_stride, config.packing
+        self.validation_batches = validation_batches(dataset, *windows)
         self.versions = versions_of(design.device, design.plain_ops)
         self.identity = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
         ranks.check_equal("versions and data", {**self.versions, **self.identity})
@@ -132,13 +132,13 @@ class Run:
         """Logs the header, and makes the validation and the sample that were due when the last process ended."""
         source = f"weights of {self.config.init_from}, " if self.config.init_from else ""
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"{source}seed {self.config.seed}"
-        given = self.config, self.design, self.dataset, self.memory_bytes
-        header = header_lines(*given, started, self.ranks, self.origin)
+        described = self.config, self.design, self.dataset, self.memory_bytes
+        header = header_lines(*described, started, self.ranks, self.origin)
         for line in (*header, *self.save_lines, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
             self.log.line(line)
         for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
             self.event(text)
-        record = run_record(*given, self.origin)
+        record = run_record(*described, self.origin)
         record["host_bytes"] = 0 if self.saves.copy is None else self.saves.copy.size_bytes
         if not self.log.has_end(self.config.steps):
             self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
@@ -289,10 +289,23 @@ class Run:
         self.saves.advance_if_all_ready(writing)
 
     def read_result(self, step: int) -> None:
-        """Waits for the result of `step`, records and shows it; makes the step again if it looks wrong."""
+        """Waits for the result of `step`, makes the step again if it looks wrong, records what holds, calls `on_step`."""
         result, fault = checked_result(self.training, self.ranks, step, self.training.stepper.result(step))
         self.completed, self.step_seconds = step + 1, result.elapsed_seconds
-        self.log.step(self.completed, result, self.batch.tokens(step), self.batch.tokens_before(self.completed))
+        self.record_result(result)
+        if fault:
+            self.event(fault)
+        self.judge_update(result)
+        if self.on_step is not None and self.callback_error is None:
+            try:
+                self.on_step(self.completed, result)
+            except BaseException as error:
+                self.callback_error = error
+
+    def record_result(self, result: StepResult) -> None:
+        """The records and lines of the completed step."""
+        tokens, tokens_seen = self.batch.tokens(self.completed - 1), self.batch.tokens_before(self.completed)
+        self.log.step(self.completed, result, tokens, tokens_seen)
         self.audit.add(self.training, self.completed, result)
         found = record_fp8(self.design, self.training.scaling, result, self.completed, self.log)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
@@ -304,8 +317,10 @@ class Run:
             if line:
                 self.event(f"step {self.completed}: {line}")
         handle_saturation(found, self.config, self.completed, self.left_fp8, self.log)
-        if fault:
-            self.event(fault)
+
+    def judge_update(self, result: StepResult) -> None:
+        """Says why the completed step made no update, if it made none, and ends the run after too many of them. Numbers
+        that are not finite are not saved, unless fp16's loss scaling looks for its limit."""
         regular = is_overflow(result)
         self.saves.poisoned = not regular and not (math.isfinite(result.loss) and math.isfinite(result.norm))
         if result.skipped == NOTHING_TRAINED:
@@ -316,11 +331,6 @@ class Run:
             self.on_skip(result)
         else:
             self.skips_in_a_row = 0
-        if self.on_step is not None and self.callback_error is None:
-            try:
-                self.on_step(self.completed, result)
-            except BaseException as error:
-                self.callback_error = error
 
     def leave_fp8(self) -> None:
         """Continues with more GEMMs in bf16. That takes another plan, so the run saves and resumes from there."""

@@ -170,7 +170,7 @@ class Saves:
         if failed := [text for _, text in outcomes if text]:
             self.pending = None
             if self.ranks.is_rank_0:
-                checkpoint.discard(save.final)
+                checkpoint.discard_partial(save.final)
             failure = StorageError(failed[0])
             failure.shared = True
             raise failure
@@ -215,7 +215,7 @@ class Saves:
 
 def begin(final: Path) -> None:
     with storage_errors(f"saving {final}"):
-        checkpoint.begin(final)
+        checkpoint.begin_partial(final)
 
 
 def finished() -> Future[None]:
