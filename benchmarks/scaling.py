@@ -62,7 +62,7 @@ class SilentRanks(Ranks):
 
 
 def reduce_scatter(sync: GradientSync) -> Callable[[str], None]:
-    """`sync.send`, but NCCL adds, in whatever order it likes."""
+    """`sync.send_gradients`, but NCCL adds, in whatever order it likes."""
 
     def send(name: str) -> None:
         bucket, ranks = sync.by_name[name], sync.ranks
@@ -87,7 +87,7 @@ class HandgradSteps(Steps):
         super().__init__(training.stepper)
         self.design = training.design
         if sums_by_nccl and training.sync is not None:
-            training.sync.send = reduce_scatter(training.sync)  # type: ignore[method-assign]
+            training.sync.send_gradients = reduce_scatter(training.sync)  # type: ignore[method-assign]
 
 
 def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks) -> HandgradSteps | TwinSteps:

@@ -46,7 +46,7 @@ def with_fp8(
     def calibrate(step: int) -> None:
         if scaling.calibrates(step):
             feed.fill(design.batch.first_sample(step))
-            scaling.count(scaling.fp8.counts(step))
+            scaling.set_counting(scaling.fp8.counts(step))
             launch_calibration()
             scaling.conclude_calibration(step)
 

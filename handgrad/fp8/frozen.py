@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import Buffer
-from handgrad.fp8.formats import COUNTING, E4M3, Form, Quantized, of_plain, plain
+from handgrad.fp8.formats import COUNTING, E4M3, Form, Quantized, on_plain, plain
 from handgrad.fp8.scaling import Fp8Design, Scaling
 from handgrad.fp8.tables import WEIGHT, without_columns
 from handgrad.lora.bind import WithAdapters
@@ -98,7 +98,7 @@ class WithFp8FrozenProducts(Overlay):
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.ops, name)
-        return of_plain(found) if callable(found) else found
+        return on_plain(found) if callable(found) else found
 
     def linear_forward(self, out: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor) -> None:
         if isinstance(weight, Tensor):
@@ -167,7 +167,7 @@ class WithDequantizedWeights(Overlay):
         found = getattr(self.ops, name)
         if name == "decode":
             return WithDequantizedWeights(found, self.memory)
-        return of_plain(found, self.in_16_bits) if callable(found) else found
+        return on_plain(found, self.in_16_bits) if callable(found) else found
 
     def in_16_bits(self, weight: Form) -> Tensor:
         """Exact: the scale is a power of two."""

@@ -25,7 +25,7 @@ def with_sync(program: Program, sync: GradientSync) -> Program:
     return replace(
         program,
         before_update=[sync.gather_sums, *program.before_update],
-        after_update=[sync.publish, *program.after_update],
+        after_update=[sync.gather_weights, *program.after_update],
         compiled_ahead=[*program.compiled_ahead, sync.launch_sums],
     )
 
@@ -65,7 +65,7 @@ class ParallelStep(TrainStep):
         for lane in range(self.sync.sharding.lanes_per_rank):
             self.run_lane(step, lane)
         self.time_compute(step, begins=False)
-        self.sync.all_received()
+        self.sync.await_gradients()
 
     def capture_ahead(self) -> None:
         """Captures the kinds of micro-steps that later stages of the batch have: no step in the middle of a run waits for a
@@ -101,7 +101,7 @@ class ParallelStep(TrainStep):
 
     def at_pause(self, stage: Stage) -> None:
         if stage.done:
-            self.sync.send(stage.bucket)
+            self.sync.send_gradients(stage.bucket)
         else:
             self.sync.await_weights(stage.bucket)
 
