@@ -139,7 +139,7 @@ def answer(
     """Prints the answer while it is written, and returns it, or as much as there was when Ctrl-C came."""
     text, said = Continuation(prompt.tokens, prompt.max_tokens, seed), ""
     interrupts.answering = True
-    for _, piece in stream_text(decoder, model.tokenizer, iter([text]), stops, keeps=True):
+    for _, piece in stream_text(decoder, model.tokenizer, iter([text]), stops, reuse_cache=True):
         said += piece
         print(piece, end="", flush=True)
         if not interrupts.answering:

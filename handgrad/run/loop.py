@@ -23,6 +23,7 @@ from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
 from handgrad.run import audit
 from handgrad.run.assemble import Assembly, assemble
+from handgrad.run.checkpointing import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
 from handgrad.run.console import ConsoleMode
 from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, origin_text, run_record
@@ -32,12 +33,11 @@ from handgrad.run.log import RunLog
 from handgrad.run.memory import generation_plan
 from handgrad.run.packing import trained_tokens, training_batches
 from handgrad.run.progress import StepLines
+from handgrad.run.repeated_step import checked_result, is_overflow
 from handgrad.run.resolve import resolve
 from handgrad.run.saturation import handle_saturation, record_fp8
 from handgrad.run.saves import Saves
-from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
 from handgrad.run.signals import OnStep, StopSignals, preempted
-from handgrad.run.suspicion import checked_result, is_overflow
 from handgrad.run.tasks import TaskEvaluation
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult

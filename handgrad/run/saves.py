@@ -20,12 +20,12 @@ from handgrad.config import RunConfig
 from handgrad.errors import StorageError, storage_errors
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
+from handgrad.run.checkpointing import save_state, stored_tensors
 from handgrad.run.folder import RunFolder
 from handgrad.run.grace import too_slow
 from handgrad.run.host_copy import HostCopy
 from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
-from handgrad.run.saving import save_state, stored_tensors
 
 BUSY, DONE, FAILED = 0.0, 1.0, 2.0  # a rank's part of the save under way
 SHORT_SECONDS = 1.0  # a shorter wait for the save before is not worth a line

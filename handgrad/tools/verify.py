@@ -17,8 +17,8 @@ from handgrad.audit.digest import buffers
 from handgrad.config import RunConfig, check
 from handgrad.errors import AuditError, ConfigError, UsageError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
+from handgrad.run.checkpointing import run_numbers
 from handgrad.run.loop import Run
-from handgrad.run.saving import run_numbers
 from handgrad.run.start import open_run
 from handgrad.run_files import CHECKPOINTS, LOCK_FILE
 from handgrad.tools.record import Record, check_data, check_initial, config_of, differences
