@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_missing_streams() -> None:
-    """Opens what the process was started without (`>&-`, `2>&-`): else the next file that it opens, a run's record perhaps,
-    would take the number and with it what libraries print."""
+    """Opens the standard streams that the process was started without (`>&-`, `2>&-`). The next file it opens, perhaps a
+    run's record, would get the number of a missing one, and libraries would print into it."""
     for number in range(3):
         try:
             os.fstat(number)

@@ -147,8 +147,8 @@ def print_message(message: object, *, ends: bool = True) -> None:
 
 
 def send_to_devnull(stream: TextIO) -> None:
-    """Nobody reads the stream any more: the rest of it, and what waits in its buffer, goes nowhere. Python flushes the
-    buffer at its end, and a failure there would be the exit code, 120."""
+    """Sends the rest of a stream, whose reader is gone, to /dev/null. Python flushes the stream's buffer at exit, and a
+    failure there would change the exit code to 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -53,9 +53,9 @@ def open_run(
     device = devices.resolve_device(config.device, info.local_rank)
     seconds = config.join_seconds, config.silence_seconds, config.stall_seconds
     with joined(info, device, Timeouts(*seconds, Path(config.out) / "stacks")) as ranks:
-        given = config
-        begun = ranks.from_rank_0(lambda: inherited_settings(given), "the run so far")
-        config = check(with_precision(replace(config, **begun), device))
+        asked = config
+        inherited = ranks.from_rank_0(lambda: inherited_settings(asked), "the run so far")
+        config = check(with_precision(replace(config, **inherited), device))
         devices.use_precision(device, config.precision)  # refuses one that the device lacks, before any data is read
         tuned = with_tuned_gemms(config, device)
         ranks.check_equal("configuration", to_dict(tuned))
@@ -100,11 +100,11 @@ def record_stop(run: Run) -> Iterator[None]:
                 run.log.record("stop", step=run.completed, code=code, reason=reason, **name)
 
 
-def open_rank_0_first(opening: Callable[[], Weights], ranks: Ranks) -> Weights:
-    """Rank 0 opens the weights before the others do: a model of the Hub is downloaded once."""
-    found: list[Weights] = []
-    ranks.from_rank_0(lambda: found.append(opening()), "the weights")
-    return found[0] if found else opening()
+def open_rank_0_first(open_them: Callable[[], Weights], ranks: Ranks) -> Weights:
+    """Opens weights on rank 0 before the other ranks open them: a model of the Hub is downloaded once."""
+    opened: list[Weights] = []
+    ranks.from_rank_0(lambda: opened.append(open_them()), "the weights")
+    return opened[0] if opened else open_them()
 
 
 def open_initial_weights(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weights:
@@ -116,16 +116,16 @@ def open_initial_weights(config: RunConfig, dataset: Dataset, *, strict: bool) -
         raise DataError(other_tokenizer(config.init_from, record, tokenizer_flag(record, config.init_from), dataset))
     shape = config.shape(weights.shape.vocab_size)
     for name in SHAPE:
-        here, there = getattr(shape, name), getattr(weights.shape, name)
-        if name == "sequence_length" and here > there:
+        wanted, stored = getattr(shape, name), getattr(weights.shape, name)
+        if name == "sequence_length" and wanted > stored:
             raise UsageError(
-                f"expected a sequence_length of at most the {there} positions of {config.init_from}, found {here};"
-                f" try --sequence-length {there}"
+                f"expected a sequence_length of at most the {stored} positions of {config.init_from}, found {wanted};"
+                f" try --sequence-length {stored}"
             )
-        if name != "sequence_length" and here != there:
+        if name != "sequence_length" and wanted != stored:
             raise UsageError(
-                f"{name} is {there} in {config.init_from} and {here} in this run; give no preset, --model or sizes to take"
-                " those of the weights"
+                f"{name} is {stored} in {config.init_from} and {wanted} in this run; give no preset, --model or sizes to"
+                " take those of the weights"
             )
     if shape.architecture == "llama" and shape.sequence_length < weights.shape.sequence_length:
         weights = replace(weights, origin=weights.origin | {CONTEXT: weights.shape.sequence_length})
