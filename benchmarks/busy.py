@@ -41,7 +41,7 @@ def contend(model: str) -> None:
     keep_freed_memory(CPU)
     pipe, done = answers(), 0
     config, vocabulary = (presets.demo(), 1024) if model == "demo" else (config_of(model, 4, 64, "fp32"), VOCABULARY)
-    step = assemble_on_one_batch(resolve(config, vocabulary, device=CPU), vocabulary).step
+    step = assemble_on_one_batch(resolve(config, vocabulary, device=CPU), vocabulary).stepper
     for line in sys.stdin:
         start, first = time.perf_counter(), done
         while done == first or time.perf_counter() - start < float(line):

@@ -134,7 +134,7 @@ class HandgradRun(Steps):
         device = devices.resolve_device(config.device)
         config = with_tuned_gemms(dataclasses.replace(config, backend=backend), device)
         training = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source, graphs=graphs)
-        super().__init__(training.step)
+        super().__init__(training.stepper)
         self.state = training.state
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.contenders import HandgradRun, Settings, tokens_of
 from handgrad import devices
-from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_SCALE_EXPONENT, largest
+from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_SCALE_EXPONENT, largest_number
 
 BLOCK = 128  # numbers in a row that share a scale, where blocks have one
 LEARNING_RATE = 6e-4
@@ -66,7 +66,7 @@ def rounded(x: Tensor, rounding: Rounding) -> Tensor:
     # 1.75 x 2^E is a format's largest number, and the mantissa lies in [1/2, 1).
     exponent = LARGEST_EXPONENT[rounding.format] - (exponent - 1) - (mantissa > 0.875).int() - rounding.margin
     exponent = exponent.clamp(-LARGEST_SCALE_EXPONENT, LARGEST_SCALE_EXPONENT)
-    scale, limit = torch.ldexp(torch.ones_like(mantissa), exponent), largest(rounding.format)
+    scale, limit = torch.ldexp(torch.ones_like(mantissa), exponent), largest_number(rounding.format)
     found = (padded * scale).clamp(-limit, limit).to(rounding.format).float() / scale
     return found.view(N, -1)[:, :width]
 

@@ -27,7 +27,7 @@ import torch
 from benchmarks.record import write_record
 from benchmarks.run_record import lines_of
 from handgrad import checkpoint, presets
-from handgrad.checkpoint import Checkpoint, opened
+from handgrad.checkpoint import Checkpoint, open_tensors
 from handgrad.config import RunConfig, check
 from handgrad.data.llmc_header import TOKENS, make_header
 from handgrad.manifest import read_manifest
@@ -118,10 +118,10 @@ def measure(run: Run, steps: int, still: Path) -> dict[str, Any]:
 
 def check_equal(one: Path, other: Path) -> int:
     """Raises `AssertionError` unless two checkpoints hold the same tensors; returns how many."""
-    places = [Checkpoint(folder, read_manifest(folder)).places for folder in (one, other)]
+    places = [Checkpoint(folder, read_manifest(folder)).file_of_tensor for folder in (one, other)]
     assert places[0].keys() == places[1].keys(), f"{one} and {other} hold other tensors"
     for name, path in places[0].items():
-        with opened(path) as first, opened(places[1][name]) as second:
+        with open_tensors(path) as first, open_tensors(places[1][name]) as second:
             pair = first.get_tensor(name), second.get_tensor(name)
         same = pair[0].dtype == pair[1].dtype and torch.equal(*(tensor.view(torch.uint8) for tensor in pair))
         assert same, f"{name} of {one} and of {other} differ"

@@ -62,7 +62,7 @@ class SilentRanks(Ranks):
 
 
 def reduce_scatter(sync: GradientSync) -> Callable[[str], None]:
-    """`sync.send`, but NCCL adds, in whatever order it likes."""
+    """`sync.send_gradients`, but NCCL adds, in whatever order it likes."""
 
     def send(name: str) -> None:
         bucket, ranks = sync.by_name[name], sync.ranks
@@ -84,10 +84,10 @@ class HandgradSteps(Steps):
         config = with_tuned_gemms(check(config), device)
         place = {"rank": ranks.rank, "ranks": ranks.size, "device": device}
         training = assemble(resolve(config, tokens.vocab_size, **place), tokens.source, ranks)
-        super().__init__(training.step)
+        super().__init__(training.stepper)
         self.design = training.design
         if sums_by_nccl and training.sync is not None:
-            training.sync.send = reduce_scatter(training.sync)  # type: ignore[method-assign]
+            training.sync.send_gradients = reduce_scatter(training.sync)  # type: ignore[method-assign]
 
 
 def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks) -> HandgradSteps | TwinSteps:

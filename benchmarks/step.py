@@ -78,7 +78,7 @@ def step_of(contender: Contender, config: RunConfig) -> Callable[[int], float]:
     """Returns a function that makes step n and returns its loss."""
     if contender.twin is None:
         training = assemble_on_one_batch(resolve(config, VOCABULARY, device=CPU), VOCABULARY)
-        return lambda step: training.step.step(step).loss
+        return lambda step: training.stepper.step(step).loss
     generator = torch.Generator().manual_seed(0)
     size = (config.micro_batch, config.sequence_length)
     tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))  # handgrad's

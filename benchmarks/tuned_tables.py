@@ -94,14 +94,14 @@ def measure(config: RunConfig, tokens: Tokens, rows: Rows, turns: int, seconds: 
     begun = time.perf_counter()
     use_rows(rows)
     first = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source)
-    first.step.step(0)  # eager; the next one is captured
-    first.step.step(1)
+    first.stepper.step(0)  # eager; the next one is captured
+    first.stepper.step(1)
     products, found = planned()
     use_rows({})
     second = bind(first.state, first.scaling, tokens.source)
-    second.step.step(2)
-    second.step.step(3)
-    both = Turns({TABLE: first.step, HEURISTIC: second.step}, device, time.perf_counter)
+    second.stepper.step(2)
+    second.stepper.step(3)
+    both = Turns({TABLE: first.stepper, HEURISTIC: second.stepper}, device, time.perf_counter)
     both.number = 4
     ready = time.perf_counter() - begun
     by_name = both.alternate(turns, seconds)

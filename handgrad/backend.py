@@ -34,8 +34,8 @@ def choose_backend(name: str, device: torch.device, precision: str = "") -> Modu
         kernels = importlib.import_module(KERNELS.get(precision, "handgrad.ops.cuda"))
         kernels.versions()  # loads the libraries
     except (ImportError, OSError, RuntimeError) as failure:  # a library that does not load, a driver that is too old
-        told = " ".join(f"{type(failure).__name__}: {failure}".split())
-        raise UsageError(f"the kernels cannot run here: {told:.200}; or use --backend reference") from failure
+        message = " ".join(f"{type(failure).__name__}: {failure}".split())
+        raise UsageError(f"the kernels cannot run here: {message:.200}; or use --backend reference") from failure
     return kernels
 
 

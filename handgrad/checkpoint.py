@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.errors import DataError, StorageError, storage_error, storage_errors, tell
+from handgrad.errors import DataError, StorageError, print_message, storage_error, storage_errors
 from handgrad.files import sync_folder, sync_name
 from handgrad.manifest import (
     MANIFEST,
@@ -44,7 +44,7 @@ from handgrad.manifest import (
     verify_file,
 )
 from handgrad.run_files import BEST, CHECKPOINTS, METRICS_FILE
-from handgrad.tensor_files import Row, Stored, cut, opened, read_tensor, safetensors_bytes, with_names, write_file
+from handgrad.tensor_files import Row, Stored, open_tensors, read_tensor, safetensors_bytes, split, with_names, write_file
 
 PARTIAL = ".partial"
 REMOVED = ".removed"
@@ -67,11 +67,11 @@ class Checkpoint:
         return [self.folder / name for name in parts_of(file, self.manifest["files"])]
 
     @functools.cached_property
-    def places(self) -> dict[str, Path]:
+    def file_of_tensor(self) -> dict[str, Path]:
         """The file of every tensor."""
         found = dict[str, Path]()
         for path in (*self.parts(WEIGHTS_FILE), *self.parts(OPTIMIZER_FILE)):
-            with opened(path) as stored:
+            with open_tensors(path) as stored:
                 found |= dict.fromkeys(stored.keys(), path)
         return found
 
@@ -79,7 +79,7 @@ class Checkpoint:
         """Passes each of the file's tensors to its receiver, by name with the expected shape; raises `DataError` if names
         or shapes differ."""
         paths = self.parts(file)
-        names = {name for name, path in self.places.items() if path in paths}
+        names = {name for name, path in self.file_of_tensor.items() if path in paths}
         if names != set(receivers):
             differing = sorted(names ^ set(receivers))
             raise DataError(
@@ -87,15 +87,15 @@ class Checkpoint:
                 f" {differing[0]!r}; it belongs to another model"
             )
         with contextlib.ExitStack() as files:
-            stored = {path: files.enter_context(opened(path)) for path in paths}
+            stored = {path: files.enter_context(open_tensors(path)) for path in paths}
             for name, (shape, receive) in receivers.items():
-                path = self.places[name]
+                path = self.file_of_tensor[name]
                 receive(read_tensor(stored[path], path, name, shape))
 
     def tensor(self, file: str, name: str, shape: tuple[int, ...]) -> Tensor:
         """One of the file's tensors; raises `DataError` if it is missing or of another shape."""
-        path = self.places.get(name) or self.parts(file)[0]
-        with opened(path) as stored:
+        path = self.file_of_tensor.get(name) or self.parts(file)[0]
+        with open_tensors(path) as stored:
             return read_tensor(stored, path, name, shape)
 
 
@@ -114,52 +114,52 @@ def save(
     final = folder_of(checkpoints, step)
     try:
         with storage_errors(f"saving {final}"):
-            begin(final)
-            files = write_tensors(final, shares(list(state), 1)[0])
+            begin_partial(final)
+            files = write_tensors(final, split_among_writers(list(state), 1)[0])
             return commit(final, step, files, manifest, extra_files)
     except StorageError:
-        discard(final)
+        discard_partial(final)
         raise
 
 
-def shares(state: Sequence[Row], writers: int) -> list[dict[str, list[Row]]]:
+def split_among_writers(state: Sequence[Row], writers: int) -> list[dict[str, list[Row]]]:
     """The files of each writer, and their tensors: both kinds are cut into parts of about equal size, one for each."""
     names = {tensor.name for tensor in state}
     moments = [tensor for tensor in state if tensor.name.partition(".")[2] in names]
     weights = [tensor for tensor in state if tensor.name.partition(".")[2] not in names]
     found: list[dict[str, list[Row]]] = [{} for _ in range(writers)]
     for file, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, moments)):
-        parts = cut(tensors, writers)
+        parts = split(tensors, writers)
         for number, part in enumerate(parts, start=1):
             found[number - 1][part_of(file, number, len(parts))] = part
     return found
 
 
-def partial_of(final: Path) -> Path:
+def partial_folder(final: Path) -> Path:
     return final.with_name(final.name + PARTIAL)
 
 
-def discard(final: Path) -> None:
+def discard_partial(final: Path) -> None:
     """Removes the remains of a checkpoint that could not be written."""
-    shutil.rmtree(partial_of(final), ignore_errors=True)
+    shutil.rmtree(partial_folder(final), ignore_errors=True)
 
 
-def begin(final: Path) -> None:
+def begin_partial(final: Path) -> None:
     """Makes the empty folder that a checkpoint is written into. Raises OSError."""
-    if (partial := partial_of(final)).exists():
+    if (partial := partial_folder(final)).exists():
         _remove(partial)
     partial.mkdir(parents=True)
 
 
 def write_tensors(final: Path, files: dict[str, list[Stored]]) -> dict[str, Any]:
     """Writes one writer's files of a checkpoint that has begun; returns their entries in the manifest. Raises OSError."""
-    written = {name: write_file(partial_of(final) / name, safetensors_bytes(files[name])) for name in files}
+    written = {name: write_file(partial_folder(final) / name, safetensors_bytes(files[name])) for name in files}
     return {name: with_names(written[name], tensors) for name, tensors in files.items()}
 
 
 def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, Any], extra_files: dict[str, bytes]) -> Path:
     """Makes a checkpoint of all writers' `files`: the manifest comes last, then the name. Raises OSError."""
-    partial = partial_of(final)
+    partial = partial_folder(final)
     for name, entry in files.items():
         if (found := (partial / name).stat().st_size) != entry["bytes"]:  # another machine may have written it
             raise OSError(f"expected {entry['bytes']} bytes in {name}, found {found}")
@@ -249,13 +249,13 @@ def folders(checkpoints: Path) -> list[Path]:
     return sorted(found, key=lambda folder: -step_of(folder))
 
 
-def moved_aside(checkpoints: Path) -> list[Path]:
+def unused_checkpoints(checkpoints: Path) -> list[Path]:
     """The checkpoints that are no longer used."""
     found = (path for place in (DAMAGED, FAILING) for path in sorted((checkpoints / place).glob("step_*")))
     return [path for path in found if path.is_dir()]
 
 
-def was_failing(folder: Path) -> bool:
+def has_failed_before(folder: Path) -> bool:
     """True if an earlier checkpoint of the same step was moved aside for its failures."""
     return (folder.parent / FAILING / folder.name).exists()
 
@@ -296,7 +296,7 @@ def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None)
     return None, passed_over
 
 
-def ignored(found: Checkpoint) -> list[str]:
+def unknown_names(found: Checkpoint) -> list[str]:
     """The names of files and folders in and beside a run's checkpoint that belong to none."""
     steps = folders(found.folder.parent)
     beside = [path for path in found.folder.parent.iterdir() if path.name not in (DAMAGED, FAILING) and path not in steps]
@@ -313,26 +313,26 @@ def find(path: str, *, strict: bool = False) -> Checkpoint:
     folder = Path(path)
     if (folder / MANIFEST).exists() and parts_of(WEIGHTS_FILE, (file.name for file in folder.iterdir())):
         return open_checkpoint(folder)
-    if means_best(folder):
+    if is_best_alias(folder):
         return best(folder.parent)
     checkpoint, passed_over = newest(folder / CHECKPOINTS)
     if checkpoint is None:
         reason = f" ({passed_over[0]})" if passed_over else ""
         raise DataError(f"{path} holds no checkpoint{reason}; give a run folder or RUN/checkpoints/step_00001000")
     if passed_over and strict:
-        raise DataError(refused_strictly(checkpoint, passed_over))
+        raise DataError(strict_message(checkpoint, passed_over))
     if passed_over:
         more = f" (and {len(passed_over) - 1} more)" if len(passed_over) > 1 else ""
-        tell(f"{passed_over[0]}{more}; takes {checkpoint.folder.name} instead", ends=False)
+        print_message(f"{passed_over[0]}{more}; takes {checkpoint.folder.name} instead", ends=False)
     return checkpoint
 
 
-def refused_strictly(found: Checkpoint, passed_over: list[str]) -> str:
+def strict_message(found: Checkpoint, passed_over: list[str]) -> str:
     """The message about a checkpoint that is not the newest."""
     return f"{passed_over[0]}; leave --strict out to take {found.folder.name} instead"
 
 
-def means_best(path: Path) -> bool:
+def is_best_alias(path: Path) -> bool:
     return path.name == BEST and not path.exists() and (path.parent / CHECKPOINTS).is_dir()
 
 

@@ -15,8 +15,8 @@ from handgrad.errors import (
     INTERRUPTED,
     UsageError,
     interruptible,
-    leave,
-    tell,
+    print_message,
+    send_to_devnull,
     user_error,
 )
 from handgrad.names import nearest_name
@@ -25,7 +25,7 @@ from handgrad.names import nearest_name
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    keep_streams()
+    open_missing_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run
     try:
@@ -47,22 +47,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return module.run(parsed)
     except BrokenPipeError:
         # The reader of our output went away (`handgrad sample ... | head`): end quietly, as other tools do.
-        leave(sys.stdout)
+        send_to_devnull(sys.stdout)
         return 0
     except KeyboardInterrupt as interrupt:
         print(f"handgrad: {interrupt}" if str(interrupt) else "handgrad: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # `user_error` tells a user's error from a bug, which goes on up
-        told = user_error(error)
-        if told is None:
+        message = user_error(error)
+        if message is None:
             raise
-        tell(told)
-        return told.exit_code
+        print_message(message)
+        return message.exit_code
 
 
-def keep_streams() -> None:
-    """Opens what the process was started without (`>&-`, `2>&-`): else the next file that it opens, a run's record perhaps,
-    would take the number and with it what libraries print."""
+def open_missing_streams() -> None:
+    """Opens the standard streams that the process was started without (`>&-`, `2>&-`). The next file it opens, perhaps a
+    run's record, would get the number of a missing one, and libraries would print into it."""
     for number in range(3):
         try:
             os.fstat(number)

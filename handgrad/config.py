@@ -33,7 +33,7 @@ from handgrad.rules import (
     at_most,
     between,
 )
-from handgrad.techniques import TECHNIQUES as TECHNIQUES, check_techniques, names_of, of_stored, settled
+from handgrad.techniques import TECHNIQUES as TECHNIQUES, check_techniques, names_of, of_stored, resolve_techniques
 
 GPT2_VOCABULARY = 50257
 
@@ -195,7 +195,7 @@ class RunConfig:
     head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: chosen so that logits take <= 512 MiB)")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "techniques", settled(self.architecture, self.techniques))
+        object.__setattr__(self, "techniques", resolve_techniques(self.architecture, self.techniques))
 
     def shape(self, vocab_size: int) -> ModelShape:
         """The model's sizes with the vocabulary of the data at hand."""

@@ -57,7 +57,7 @@ def auto_precision(device: torch.device) -> tuple[str, str]:
     return precision, "which this GPU computes in" if precision == "bf16" else "as this GPU has no bf16"
 
 
-def settled_precision(name: str, device: torch.device) -> str:
+def resolve_precision(name: str, device: torch.device) -> str:
     """The precision of a name, which may be "auto"."""
     return auto_precision(device)[0] if name == "auto" else name
 

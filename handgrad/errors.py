@@ -1,7 +1,7 @@
 """Errors for users: one line with the expected, the found, the place and the next thing to do.
 
-`tell` prints the line and `cli.main` exits with the class's code. A bug is an `assert` or any other exception, and shows
-its traceback.
+`print_message` prints the line and `cli.main` exits with the class's code. A bug is an `assert` or any other exception, and
+shows its traceback.
 """
 
 import contextlib
@@ -135,24 +135,24 @@ STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signa
 REPEAT_SECONDS = 1.0  # a signal that comes again sooner is the same one, on another way
 
 
-def tell(message: object, *, ends: bool = True) -> None:
+def print_message(message: object, *, ends: bool = True) -> None:
     """Prints an error or a text as a line on stderr, once among the processes that one launcher has started on a machine.
     `ends`: it ends this process."""
     line = f"handgrad: {message}"
-    if is_first(line, ends=ends):
+    if is_first_to_print(line, ends=ends):
         try:
             print(line, file=sys.stderr, flush=True)
         except OSError:  # the terminal is gone
-            leave(sys.stderr)
+            send_to_devnull(sys.stderr)
 
 
-def leave(stream: TextIO) -> None:
-    """Nobody reads the stream any more: the rest of it, and what waits in its buffer, goes nowhere. Python flushes the
-    buffer at its end, and a failure there would be the exit code, 120."""
+def send_to_devnull(stream: TextIO) -> None:
+    """Sends the rest of a stream, whose reader is gone, to /dev/null. Python flushes the stream's buffer at exit, and a
+    failure there would change the exit code to 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def is_first(text: str, *, ends: bool = True, of_all: bool = False) -> bool:
+def is_first_to_print(text: str, *, ends: bool = True, of_all: bool = False) -> bool:
     """True unless another of the processes that one torchrun or `--ranks` has started on a machine has asked before; with
     `of_all`, whatever its text was: a launcher stops the others when one has failed.
 
@@ -177,7 +177,7 @@ def is_first(text: str, *, ends: bool = True, of_all: bool = False) -> bool:
 def end_interrupted(text: str = "interrupted", code: int = INTERRUPTED) -> NoReturn:
     """Ends the process at once with one line, without an exception: a library could lose it, or abort on it."""
     cursor = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # a live line hides it
-    line = f"handgrad: {text}\n" if is_first(f"handgrad: {text}", of_all=True) else ""
+    line = f"handgrad: {text}\n" if is_first_to_print(f"handgrad: {text}", of_all=True) else ""
     with contextlib.suppress(OSError):
         os.write(2, (cursor + line).encode())
     os._exit(code)

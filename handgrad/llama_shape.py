@@ -17,7 +17,7 @@ WIDEST_HEAD = 1024
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """A member of the family. 0 stands for what follows from the model's sizes (`settled`)."""
+    """A member of the family. 0 stands for what follows from the model's sizes (`resolved`)."""
 
     kv_heads: int = 0  # heads of keys and values, each read by num_heads / kv_heads queries' heads; 0: num_heads
     head_width: int = 0  # D; 0: channels / num_heads
@@ -42,7 +42,7 @@ class LlamaShape:
                 parts.append(f.name if value is True else f"{f.name}={value}")
         return ",".join(parts)
 
-    def settled(self, num_heads: int, channels: int) -> "LlamaShape":
+    def resolved(self, num_heads: int, channels: int) -> "LlamaShape":
         """With sizes in the place of zeros."""
         widest = -(-8 * channels // 3)
         return replace(
@@ -89,7 +89,7 @@ class LlamaShape:
                 f" or give heads a width of their own, like --llama head_width=64"
             )
         check_choice("rope of llama", self.rope, ROPES)
-        made = self.settled(num_heads, channels)
+        made = self.resolved(num_heads, channels)
         rules: tuple[tuple[bool, str], ...] = (
             (made.kv_heads > 0 and num_heads % made.kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
             (0 < made.head_width <= WIDEST_HEAD and made.head_width % 2 == 0, "an even head_width"),
@@ -114,7 +114,7 @@ def parse_llama(text: str) -> LlamaShape:
 
 def settled_llama(text: str, num_heads: int, channels: int) -> str:
     """The text with every size in it."""
-    return str(parse_llama(text).settled(num_heads, channels))
+    return str(parse_llama(text).resolved(num_heads, channels))
 
 
 def check_llama(architecture: str, text: str, num_heads: int, channels: int) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from handgrad.llama_shape import LlamaShape, parse_llama, settled_llama
-from handgrad.techniques import difference, names_of, settled
+from handgrad.techniques import difference, names_of, resolve_techniques
 
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this: GEMMs run on full tiles
 NETWORKS = {"gpt2": "GPT-2", "modern": "modern network", "llama": "Llama"}  # the name of each architecture in a sentence
@@ -24,7 +24,7 @@ class ModelShape:
     llama: str = ""  # what a Llama has beside, as the text of a `LlamaShape`
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "techniques", settled(self.architecture, self.techniques))
+        object.__setattr__(self, "techniques", resolve_techniques(self.architecture, self.techniques))
         if self.architecture == "llama":
             object.__setattr__(self, "llama", settled_llama(self.llama, self.num_heads, self.channels))
 

@@ -38,7 +38,7 @@ def listed(names: Iterable[str]) -> str:
     return ",".join(name for name in TECHNIQUES if name in names) or NONE
 
 
-def settled(architecture: str, techniques: str) -> str:
+def resolve_techniques(architecture: str, techniques: str) -> str:
     """A model's list: as given, in order, or the defaults if it is empty. Only the modern network has one."""
     if architecture != "modern":
         return ""

@@ -57,7 +57,7 @@ class Named(Protocol):
 Row = TypeVar("Row", bound=Named)
 
 
-def cut(tensors: list[Row], parts: int) -> list[list[Row]]:
+def split(tensors: list[Row], parts: int) -> list[list[Row]]:
     """At most so many groups of neighbours, about equally large: a tensor goes where its middle lies. At least one group,
     perhaps empty."""
     total, before = sum(tensor.size_bytes for tensor in tensors), 0
@@ -121,7 +121,7 @@ def first_damaged(path: Path, ends: list[list[Any]]) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
     """An open safetensors file; raises `DataError` for one that cannot be read."""
     try:
         with safetensors.safe_open(path, framework="pt") as stored:

@@ -21,7 +21,7 @@ from handgrad.errors import ConfigError, DataError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
 from handgrad.run.start import open_run, train
 from handgrad.run_files import AUDIT_FILE
-from handgrad.tensor_files import Stored, opened
+from handgrad.tensor_files import Stored, open_tensors
 from handgrad.training.schedule import Schedule
 from handgrad.training.spikes import SpikeWindow
 from handgrad.training.step import TrainStep
@@ -224,15 +224,15 @@ def flip(buffer: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Flips a bit of an element between the gradients and the update of a step."""
 
     def patch(patching: pytest.MonkeyPatch) -> None:
-        original = TrainStep.sum_up
+        original = TrainStep.launch_norm
 
-        def sum_up(training: TrainStep, step: int) -> None:
+        def launch_norm(training: TrainStep, step: int) -> None:
             flat = training.state.master if buffer == "weights" else training.state.optimizer[buffer]
             if step == FAULTY:
                 flat.view(torch.int32)[77] ^= 1 << 20
             original(training, step)
 
-        patching.setattr(TrainStep, "sum_up", sum_up)
+        patching.setattr(TrainStep, "launch_norm", launch_norm)
 
     return patch
 
@@ -323,7 +323,7 @@ def flip_in_checkpoint(folder: Path, name: str) -> None:
     tensors = []
     for file in (WEIGHTS_FILE, OPTIMIZER_FILE):
         for path in found.parts(file):
-            with opened(path) as stored:
+            with open_tensors(path) as stored:
                 tensors += [(key, stored.get_tensor(key)) for key in stored.keys()]  # noqa: SIM118
     for key, values in tensors:
         if key == name:

@@ -176,7 +176,7 @@ def test_speed_and_remaining_time_go_by_tokens(growing: RunConfig) -> None:
         run.begin()
         shown = []
         run.step_lines.log.display.update = lambda step, line: shown.append(line(200))  # type: ignore[method-assign]
-        result = run.training.step.step(0)
+        result = run.training.stepper.step(0)
         for step in range(1, 7):
             seconds = growing.batch.tokens(step - 1) / 1e3
             run.step_lines.show(step, dataclasses.replace(result, elapsed_seconds=seconds))

@@ -265,12 +265,12 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(
     prompts, answers = [], []
 
     def interrupted(
-        decoder: Decoder, tokenizer: Tokenizer, texts: Iterator[Continuation], stops: list[str], *, keeps: bool
+        decoder: Decoder, tokenizer: Tokenizer, texts: Iterator[Continuation], stops: list[str], *, reuse_cache: bool
     ) -> Iterator:
         text = next(texts)
         prompts.append(text.prompt)
         answers.append("")
-        for count, (_, piece) in enumerate(stream_text(decoder, tokenizer, iter([text]), stops, keeps=keeps)):
+        for count, (_, piece) in enumerate(stream_text(decoder, tokenizer, iter([text]), stops, reuse_cache=reuse_cache)):
             if count == 3:
                 signal.raise_signal(signal.SIGINT)
             answers[-1] += piece

@@ -26,7 +26,7 @@ def answered(model: Model, messages: list[dict[str, str]]) -> tuple[str, int, in
 
     def counted(self: Decoder, texts: dict[int, Continuation], most: int) -> None:
         prompt = texts[0].prompt
-        sizes.append((len(prompt), len(prompt) - 1 - self.kept(0, prompt[:-1])))
+        sizes.append((len(prompt), len(prompt) - 1 - self.cached_prefix(0, prompt[:-1])))
         enter(self, texts, most)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def test_only_conversations_keep_their_tokens(fresh: Callable[[], Model]) -> Non
     model = fresh()
     model.generate("Hello there", max_tokens=4, batch=1)
     decoder = model._writing.last
-    assert decoder.cached[0] is not None and decoder.kept(0, decoder.cached[0].tokens()) == 0
+    assert decoder.cached[0] is not None and decoder.cached_prefix(0, decoder.cached[0].tokens()) == 0
 
 
 def test_tokens_that_a_slot_holds() -> None:
@@ -67,14 +67,18 @@ def test_tokens_that_a_slot_holds() -> None:
     model = make_model(ModelShape(23, 64, 2, 2, 16), 1, 64, noise=0.8)
     decoder = make_decoder(model, 2)
     short, long = Continuation([5, 1, 2], 3, 0), Continuation([7, 8], 9, 0)
-    for _ in decoder.generate([short, long], keeps=True):
+    for _ in decoder.generate([short, long], reuse_cache=True):
         pass
     assert decoder.cached[0] is None
     held = decoder.cached[1].tokens()
     assert held == [7, 8, *long.tokens[:-1]] and len(held) == 10, "nothing took in the last token"
-    assert decoder.kept(1, [*held[:6], 22, 3]) == 6 and decoder.kept(1, held[:4]) == 4 and decoder.kept(0, held) == 0
+    assert (
+        decoder.cached_prefix(1, [*held[:6], 22, 3]) == 6
+        and decoder.cached_prefix(1, held[:4]) == 4
+        and decoder.cached_prefix(0, held) == 0
+    )
     again = Continuation([*held[:8], 3], 5, 0)
-    for _ in decoder.generate([again], keeps=True):
+    for _ in decoder.generate([again], reuse_cache=True):
         pass
     other = Continuation(list(again.prompt), 5, 0)
     for _ in make_decoder(model, 2).generate([other]):

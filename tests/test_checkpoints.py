@@ -253,9 +253,9 @@ def test_a_file_that_another_writer_has_not_finished(tmp_path: Path) -> None:
     final = checkpoint.folder_of(tmp_path, 1)
     rows = [Stored.of("w", torch.arange(5.0)), Stored.of("m.w", torch.zeros(5))]
     for lost, stands in ((0, True), (1, False)):
-        checkpoint.begin(final)
-        files = checkpoint.write_tensors(final, checkpoint.shares(rows, 1)[0])
-        cut = checkpoint.partial_of(final) / "optimizer.safetensors"
+        checkpoint.begin_partial(final)
+        files = checkpoint.write_tensors(final, checkpoint.split_among_writers(rows, 1)[0])
+        cut = checkpoint.partial_folder(final) / "optimizer.safetensors"
         os.truncate(cut, cut.stat().st_size - lost)
         if stands:
             assert checkpoint.commit(final, 1, files, {}, {}).is_dir()

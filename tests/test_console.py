@@ -14,7 +14,7 @@ from rich.console import Console
 
 import handgrad
 from handgrad.config import RunConfig
-from handgrad.errors import tell
+from handgrad.errors import print_message
 from handgrad.run import console
 from handgrad.run.progress import Cadence, StepFigures
 from handgrad.run.start import train
@@ -187,5 +187,5 @@ def test_a_line_that_nobody_reads_any_more_does_not_fail_at_the_end(monkeypatch:
     os.close(reading)
     with os.fdopen(writing, "w", encoding="utf-8") as out:
         monkeypatch.setattr("sys.stderr", out)
-        tell("stopped")
+        print_message("stopped")
         out.flush()

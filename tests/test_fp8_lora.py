@@ -15,7 +15,7 @@ from handgrad.arena import make_plan
 from handgrad.config import ModelShape, RunConfig, check
 from handgrad.fp8 import frozen, reference as fp8_reference, tables
 from handgrad.fp8.formats import AMAX, COUNTING, E4M3, GRADIENT_FORMATS, SCALE, Quantized
-from handgrad.fp8.frozen import AT_WORK, FrozenProducts, RoundedWeights, WithFp8Adapters
+from handgrad.fp8.frozen import WEIGHT_SCRATCH, WithDequantizedWeights, WithFp8Adapters, WithFp8FrozenProducts
 from handgrad.fp8.tables import Fp8Gemms, fp8_gemms
 from handgrad.generation.decode import prefill
 from handgrad.gpus import GPUS
@@ -80,9 +80,9 @@ class AdaptedInFp8(Adapted):
             *tables.weight_buffers(table, model.table, gemms),
             *tables.scaling_buffers(len(table), parts),
         ]
-        beside = [frozen.work_buffer(model.table, rounded, dtype)]
+        beside = [frozen.weight_scratch_buffer(model.table, rounded, dtype)]
         beside += adapter_buffers(SimpleNamespace(adapters=self.adapters), model.table, 3 * LENGTH, dtype)
-        self.plan = make_plan([*frozen.with_one_operand(buffers), *beside])
+        self.plan = make_plan([*frozen.with_shared_operand(buffers), *beside])
         views = self.memory = self.plan.allocate(torch.device(device))
         for name, view in views.items():
             if view.itemsize == 1:
@@ -93,22 +93,22 @@ class AdaptedInFp8(Adapted):
                 view.copy_(getattr(model.act, name))
         views["sorted_positions"].copy_(torch.argsort(model.act.tokens.view(-1), stable=True))
         set_scales(views["fp8.scaling"])
-        views |= frozen.operand_views(SimpleNamespace(table=table), views)
+        views |= frozen.shared_operand_views(SimpleNamespace(table=table), views)
         plain = {row.name: row.view(flat) for row in model.table if row.name not in rounded}
         self.forms = tables.quantized_tensors(table, views, plain, current=True)
         views["fp8.scaling"][:, COUNTING] = 0.0
         delayed: Any = SimpleNamespace(ops=ops, tensors={n: replace(form, current=False) for n, form in self.forms.items()})
         for row in model.table:
             if row.name in rounded:
-                frozen.take(delayed, views, row.name, row.view(flat))
+                frozen.quantize_frozen(delayed, views, row.name, row.view(flat))
         layers = shape.num_layers
         weights = plain | {name: self.forms[name] for name in rounded}
         model.weights = named(model.module.Weights, weights, layers)
         model.act = named(model.module.Activations, views | self.forms, layers)
         model.d = named(model.module.Gradients, views | self.forms, layers)
         bound = bind(self.adapters, model.weights, self.views, self.gradients)
-        model.ops = WithFp8Adapters(FrozenProducts(plain_ops, ops, views[AT_WORK]), bound, views)
-        self.text_ops = WithAdapters(RoundedWeights(plain_ops, views[AT_WORK]), bound, views)  # type: ignore[arg-type]
+        model.ops = WithFp8Adapters(WithFp8FrozenProducts(plain_ops, ops, views[WEIGHT_SCRATCH]), bound, views)
+        self.text_ops = WithAdapters(WithDequantizedWeights(plain_ops, views[WEIGHT_SCRATCH]), bound, views)  # type: ignore[arg-type]
 
 
 class RoundedBase(RoundedLlamaProducts):
@@ -137,7 +137,7 @@ class RoundedBase(RoundedLlamaProducts):
 def rounding_twin(shape: ModelShape, text: str, gemms: Fp8Gemms, dtype: torch.dtype = torch.bfloat16) -> Adapted:
     twin = Adapted(shape, text, reference, dtype=dtype, length=LENGTH)
     own = twin.model.ops
-    twin.model.ops = WithAdapters(RoundedBase(twin.model, gemms), own.bound, own.memory)  # type: ignore[arg-type]
+    twin.model.ops = WithAdapters(RoundedBase(twin.model, gemms), own.tensors, own.memory)  # type: ignore[arg-type]
     return twin
 
 
@@ -226,7 +226,7 @@ def test_a_frozen_weight_is_rounded_at_its_own_scale(name: str) -> None:
         assert form.statistics[AMAX].max() == weight.abs().max()
         assert 224 < weight.abs().max() * form.scaling[SCALE] <= 448
         assert form.scaling[COUNTING] == 1
-        text = RoundedWeights(reference, adapted.memory[AT_WORK]).in_16_bits(form)
+        text = WithDequantizedWeights(reference, adapted.memory[WEIGHT_SCRATCH]).in_16_bits(form)
         assert text.dtype == torch.bfloat16 and text.float().equal(form.rows.float() * form.inverse_scale)
         assert (text - weight).abs().max() <= 2**-4 * weight.abs().max()
 

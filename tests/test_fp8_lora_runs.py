@@ -215,7 +215,7 @@ def test_a_flipped_bit_of_a_rounded_weight_is_seen(bases: dict[str, RunConfig], 
     replicas, sums = Replicas(state, 0, 1), []
     for flips in range(3):
         state.views["blocks.1.proj_weight.rows"].view(torch.uint8)[7, 3] ^= 1 << 5 if flips else 0
-        replicas.take()
+        replicas.update_checksum()
         sums.append(int(replicas.mine))
     assert sums[0] == sums[2] != sums[1]
 

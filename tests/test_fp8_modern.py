@@ -196,7 +196,7 @@ def test_a_frozen_zero_is_waited_for_a_few_steps_only(fp8: RunConfig) -> None:
     assert training.scaling is not None
     for step in range(10):
         assert training.scaling.calibrates(step) == (step < MOST_CALIBRATIONS)
-        training.step.step(step)
+        training.stepper.step(step)
     assert training.scaling.calibrated_from == MOST_CALIBRATIONS - 1
     assert training.scaling.calibrates(MOST_CALIBRATIONS - 2), "if that step is begun again, behind the one launched ahead"
 
@@ -205,7 +205,7 @@ def test_a_step_before_all_scales_is_resumed_and_begun_again_with_the_same_bits(
     """From what a checkpoint holds of the scales; and where the third step has begun when the second is made again."""
     whole, resumed = assembly_of(fp8), assembly_of(fp8)
     for step in range(2):
-        whole.step.step(step)
+        whole.stepper.step(step)
     assert whole.scaling is not None and resumed.scaling is not None
     saved = whole.scaling.saved()
     assert saved[UNCALIBRATED] is True
@@ -213,18 +213,18 @@ def test_a_step_before_all_scales_is_resumed_and_begun_again_with_the_same_bits(
         resumed.state.views[name].copy_(whole.state.views[name])
     assert resumed.scaling.restore(saved) and not resumed.scaling.calibrated
     for training in (whole, resumed):
-        training.step.step(2)
+        training.stepper.step(2)
     assert UNCALIBRATED not in whole.scaling.saved() and whole.scaling.saved() == resumed.scaling.saved()
     assert torch.equal(whole.state.master, resumed.state.master)
 
     again = assembly_of(fp8)
-    again.step.step(0)
-    again.step.begin(1)
-    again.step.prepare(2)  # as a launch ahead does
-    again.step.begin_again(1)
-    again.step.finish(1)
-    again.step.result(1)
-    again.step.step(2)
+    again.stepper.step(0)
+    again.stepper.begin(1)
+    again.stepper.run_before_step(2)  # as a launch ahead does
+    again.stepper.relaunch(1)
+    again.stepper.finish(1)
+    again.stepper.result(1)
+    again.stepper.step(2)
     assert torch.equal(whole.state.master, again.state.master)
 
 

@@ -118,7 +118,7 @@ def scales_at_the_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, dic
     """Of each run that is started: whether it calibrates, and the scales (by name) of its first step."""
     found = []
     made: list[Scaling] = []
-    make, original = Scaling.__init__, TrainStep.prepare
+    make, original = Scaling.__init__, TrainStep.run_before_step
 
     def noting_scaling(scaling: Scaling, *rest: object) -> None:
         make(scaling, *rest)
@@ -131,7 +131,7 @@ def scales_at_the_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, dic
             found.append((calibrates, made[-1].saved()))
 
     monkeypatch.setattr(Scaling, "__init__", noting_scaling)
-    monkeypatch.setattr(TrainStep, "prepare", noting)
+    monkeypatch.setattr(TrainStep, "run_before_step", noting)
     return found
 
 

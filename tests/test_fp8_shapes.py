@@ -108,4 +108,4 @@ def test_micro_batches_that_are_found_are_some_that_train(config: RunConfig, mon
         checks.check_fits(leaving, resolve(leaving, 257), None)  # type: ignore[arg-type]
     assert list(forecast.micro_batches(dataclasses.replace(config, lanes=1))) == [2, 4, 8]
     with pytest.raises(UsageError, match="multiple of 16, found none that divides a lane's step: samples have 24 tokens"):
-        forecast.settled(dataclasses.replace(config, lanes=8), GPUS["h100"], 8)
+        forecast.resolved_on(dataclasses.replace(config, lanes=8), GPUS["h100"], 8)

@@ -28,7 +28,7 @@ Findings = tuple[Finding, ...]
 
 def found_in(training: Assembly, step: int) -> tuple[StepResult, Findings]:
     """A step, and its statistics of the quantised tensors."""
-    result, batch, scaling = training.step.step(step), training.design.batch, training.scaling
+    result, batch, scaling = training.stepper.step(step), training.design.batch, training.scaling
     if scaling is None:
         return result, ()
     micro_steps = batch.lanes * batch.micro_steps(step)
@@ -63,7 +63,7 @@ def test_the_largest_numbers_are_those_of_the_tensors(fp8: RunConfig) -> None:
     """With one micro-batch, what the step leaves in memory is what it has measured."""
     config = dataclasses.replace(fp8, micro_batch=8)
     training = assembly_of(config)
-    training.step.begin(0)
+    training.stepper.begin(0)
     state, scaling = training.state, training.scaling
     assert scaling is not None and config.micro_steps == 1
     found = {row.name: total[AMAX].item() for row, total in zip(scaling.fp8.table, scaling.totals, strict=True)}
@@ -84,7 +84,7 @@ def test_numbers_are_counted_in_every_micro_batch(fp8: RunConfig) -> None:
     training = assembly_of(config)
     scaling = training.scaling
     assert scaling is not None and config.micro_steps == 2
-    training.step.prepare(0)
+    training.stepper.run_before_step(0)
     vanished = {}
     for weight in weights_of(scaling.tensors):
         codes = nearest_codes(weight.plain.double() * weight.scaling[SCALE], E4M3)

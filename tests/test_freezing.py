@@ -83,13 +83,13 @@ def test_a_gradient_that_is_not_trained_may_be_anything(config: RunConfig) -> No
     """Not finite where it is frozen: no update is skipped for it. Where it is trained: the step is, and named."""
 
     def losing(patch: pytest.MonkeyPatch, name: str) -> None:
-        original = TrainStep.sum_up  # in each attempt at the step
+        original = TrainStep.launch_norm  # in each attempt at the step
 
-        def sum_up(training: TrainStep, step: int) -> None:
+        def launch_norm(training: TrainStep, step: int) -> None:
             getattr(training.state.weight_gradients, name).fill_(math.nan)
             original(training, step)
 
-        patch.setattr(TrainStep, "sum_up", sum_up)
+        patch.setattr(TrainStep, "launch_norm", launch_norm)
 
     with pytest.MonkeyPatch.context() as patch:
         losing(patch, "wpe")

@@ -93,7 +93,7 @@ def test_the_text_gives_the_numbers_back(text: str) -> None:
 
 
 def test_zeros_stand_for_what_follows_from_the_sizes() -> None:
-    assert parse_llama("").settled(6, 96) == LlamaShape(kv_heads=6, head_width=16, feed_forward=256)
+    assert parse_llama("").resolved(6, 96) == LlamaShape(kv_heads=6, head_width=16, feed_forward=256)
     named, shorter = (replace(RunConfig(), architecture="llama", llama=text).shape(300) for text in ("kv_heads=12", ""))
     assert named == shorter and named.head_width == 64 and named.feed_forward == 2048
 

@@ -242,7 +242,7 @@ def test_a_flipped_bit_of_the_base_is_seen(bases: dict[str, RunConfig], tmp_path
     replicas, sums = Replicas(state, 0, 1), []
     for flips in range(3):
         state.views["base"].view(torch.int32)[7] ^= 1 << 20 if flips else 0
-        replicas.take()
+        replicas.update_checksum()
         sums.append(int(replicas.mine))
     assert sums[0] == sums[2] != sums[1]
 

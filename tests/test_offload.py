@@ -75,11 +75,11 @@ def test_the_pieces_are_the_whole_state_once(config: RunConfig) -> None:
 
 def test_a_skipped_update_leaves_the_state(config: RunConfig) -> None:
     training = assembly_of(dataclasses.replace(config, precision="bf16", offload=True, skip_loss_z=3.0))
-    training.step.step(0)
+    training.stepper.step(0)
     before = [flat.clone() for flat in (training.state.master, *training.state.optimizer.values())]
-    training.step.begin(1)
+    training.stepper.begin(1)
     training.state.losses_of_step.fill_(float("nan"))
-    training.step.finish(1)
+    training.stepper.finish(1)
     assert training.state.results[RESULT_VERDICT] == LOSS_NOT_FINITE
     after = (training.state.master, *training.state.optimizer.values())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

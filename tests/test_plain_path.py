@@ -50,7 +50,7 @@ def test_a_command_is_few_frames_from_an_operation(
 
 def test_a_plain_step_runs_few_lines_and_no_room_beside_it(config: RunConfig) -> None:
     """From a micro-batch's tokens to the new weights: the functions that run, and the files that they are in."""
-    step = assembly_of(dataclasses.replace(config, precision="bf16")).step
+    step = assembly_of(dataclasses.replace(config, precision="bf16")).stepper
     step.step(0)  # which verifies the shards
     called = set[CodeType]()
     sys.setprofile(lambda frame, event, _: called.add(frame.f_code) if event == "call" else None)

@@ -22,7 +22,7 @@ from handgrad.run.resolve import resolve
 from handgrad.run.start import train
 from handgrad.tools import measured, roofline
 from handgrad.tools.absent import resolve_for
-from handgrad.tools.forecast import bytes_of, forecast, settled
+from handgrad.tools.forecast import bytes_of, forecast, resolved_on
 from handgrad.tools.measured import ROWS, Measured
 from handgrad.tools.plan import as_it_runs
 from handgrad.tools.plan_gpus import duration, energy
@@ -38,11 +38,11 @@ def record(name: str) -> dict:
 
 
 def run_of(row: Measured) -> RunConfig:
-    """The run that was measured, settled."""
+    """The run that was measured, resolved."""
     tokens = row.gpus * row.micro_steps * row.micro_batch * measured.LENGTH
     sizes = {"precision": row.precision, "micro_batch": row.micro_batch, "tokens_per_step": tokens}
     config = dataclasses.replace(preset(row.model), **sizes)
-    return settled(config, GPUS[row.gpu], row.gpus)
+    return resolved_on(config, GPUS[row.gpu], row.gpus)
 
 
 def modelled(row: Measured) -> tuple[float, float]:
@@ -160,7 +160,7 @@ def test_attention_is_counted_by_the_width_of_its_heads() -> None:
     gpu, seconds = GPUS["h200"], []
     for width in (64, 128):
         llama = dataclasses.replace(preset("d12"), architecture="llama", llama=f"head_width={width}")
-        config = settled(llama, gpu, 1)
+        config = resolved_on(llama, gpu, 1)
         seconds.append(roofline.step_time(gpu, config, resolve_for(gpu, config, 50257)).attention)
     assert seconds[1] == pytest.approx(2 * seconds[0])
 

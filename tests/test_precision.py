@@ -11,7 +11,7 @@ from handgrad.checkpoint import peek_config
 from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.presets import PRESETS
-from handgrad.run.folder import begun_settings
+from handgrad.run.folder import inherited_settings
 from handgrad.run.resolve import resolve, with_precision
 from handgrad.run.start import train
 
@@ -27,13 +27,13 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
 
 
 def test_the_choice_by_device(capability: dict[str, tuple[int, int]]) -> None:
-    assert devices.settled_precision("auto", CPU) == "fp32"
+    assert devices.resolve_precision("auto", CPU) == "fp32"
     chosen = {}
     for number in ((9, 0), (8, 0), (7, 5), (7, 0)):
         capability["is"] = number
-        chosen[number] = devices.settled_precision("auto", CUDA)
+        chosen[number] = devices.resolve_precision("auto", CUDA)
     assert chosen == {(9, 0): "bf16", (8, 0): "bf16", (7, 5): "fp16", (7, 0): "fp16"}
-    assert devices.settled_precision("tf32", CUDA) == "tf32", "a name stays"
+    assert devices.resolve_precision("tf32", CUDA) == "tf32", "a name stays"
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_run_goes_on_in_the_precision_that_it_began_with(
     """Also on a device for which auto would choose another one; a precision that is named counts."""
 
     def precision_of(config: RunConfig, device: torch.device) -> str:
-        return with_precision(dataclasses.replace(config, **begun_settings(config)), device).precision
+        return with_precision(dataclasses.replace(config, **inherited_settings(config)), device).precision
 
     begun = dataclasses.replace(config, precision="bf16")
     assert precision_of(config, CPU) == "fp32" and precision_of(config, CUDA) == "bf16", "no run yet"

@@ -191,9 +191,9 @@ def test_a_batch_that_fails_leaves_its_texts_aside(
     assert sorted(partial_numbers(tmp_path / "out.jsonl.partial")) == [0, 1, 2]
     begin = Decoder.generate
 
-    def overtaken(self: Decoder, texts: Any, *, keeps: bool) -> Any:
+    def overtaken(self: Decoder, texts: Any, *, reuse_cache: bool) -> Any:
         out.write_text("mine")
-        yield from begin(self, texts, keeps=keeps)
+        yield from begin(self, texts, reuse_cache=reuse_cache)
 
     with monkeypatch.context() as broken:
         broken.setattr(Decoder, "generate", overtaken)

@@ -66,7 +66,7 @@ def behind(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
         def synchronize(self) -> None: ...
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    decoder.arrivals = [torch.empty_like(decoder.buf.chosen) for _ in range(2)]
+    decoder.host_tokens = [torch.empty_like(decoder.buf.chosen) for _ in range(2)]
     return decoder
 
 

@@ -321,7 +321,7 @@ def stored(sizes: dict[str, int]) -> list[Stored]:
 def test_shares_are_whole_tensors_in_order_and_about_equal(writers: int) -> None:
     sizes = {"wte": 3000, "wpe": 600, **{f"blocks.{number}": 500 + 10 * number for number in range(12)}, "lnf": 2}
     state = stored(sizes | {f"m.{name}": size for name, size in sizes.items()})
-    shares = checkpoint.shares(state, writers)
+    shares = checkpoint.split_among_writers(state, writers)
     assert len(shares) == writers
     files = {file: [one.name for one in tensors] for share in shares for file, tensors in share.items()}
     for file, prefix in ((WEIGHTS_FILE, ""), (OPTIMIZER_FILE, "m.")):

@@ -142,7 +142,7 @@ def test_a_seed_gives_the_same_text_every_time(client: Client) -> None:
     turns = [*HELLO, {"role": "assistant", "content": client.text(messages=HELLO)}, *HELLO]
     for seed in (None, 3, 3):
         text = client.text(messages=turns, seed=seed)
-        kept.append(decoders[-1].keeps)
+        kept.append(decoders[-1].reuse_cache)
     assert kept == [True, False, False] and client.text(messages=turns, seed=3) == text
 
 

@@ -28,7 +28,7 @@ def test_outliers_are_judged_against_the_window_before_them() -> None:
 def test_a_spike_is_skipped_and_leaves_the_weights_alone(config: RunConfig) -> None:
     config = dataclasses.replace(config, skip_norm_z=3.0, steps=WINDOW + 8)
     training = assembly_of(config)
-    state, stepper = training.state, training.step
+    state, stepper = training.state, training.stepper
     stepper.norm_window = SpikeWindow([1e-6 * (i % 2) for i in range(WINDOW)])
     before = state.master.clone()
     result = stepper.step(0)
@@ -41,8 +41,11 @@ def test_a_spike_is_skipped_and_leaves_the_weights_alone(config: RunConfig) -> N
 
 def test_norms_that_have_risen_for_good_are_soon_no_spikes(config: RunConfig) -> None:
     """Each raises the limit by some 6 % here, where it is 20 % too low; one that is not finite raises nothing."""
-    norm = assembly_of(config).step.step(0).norm
-    step, before = assembly_of(dataclasses.replace(config, skip_norm_z=4.0)).step, [norm - 1.2, norm - 0.8] * (WINDOW // 2)
+    norm = assembly_of(config).stepper.step(0).norm
+    step, before = (
+        assembly_of(dataclasses.replace(config, skip_norm_z=4.0)).stepper,
+        [norm - 1.2, norm - 0.8] * (WINDOW // 2),
+    )
     step.norm_window = SpikeWindow(before)
     skips = 0
     while (result := step.step(0)).skipped and skips < 20:
@@ -77,8 +80,8 @@ def test_a_window_is_the_last_128_values() -> None:
 @pytest.mark.parametrize("series", ["loss", "norm"])
 def test_the_device_judges_by_that_limit(config: RunConfig, series: str, z: float, skipped: bool) -> None:
     """A loss or a norm four deviations above its window, under limits just above and just below."""
-    found = getattr(assembly_of(config).step.step(0), series)
-    step = assembly_of(dataclasses.replace(config, **{f"skip_{series}_z": z})).step
+    found = getattr(assembly_of(config).stepper.step(0), series)
+    step = assembly_of(dataclasses.replace(config, **{f"skip_{series}_z": z})).stepper
     window = SpikeWindow([found - 5, found - 3] * (WINDOW // 2))
     setattr(step, f"{series}_window", window)
     before = list(step.loss_window.values), list(step.norm_window.values)

@@ -17,8 +17,8 @@ from handgrad.config import RunConfig, to_toml
 from handgrad.errors import HardwareError
 from handgrad.run import loop
 from handgrad.run.loop import Run
+from handgrad.run.repeated_step import is_overflow
 from handgrad.run.start import open_run, train
-from handgrad.run.suspicion import is_overflow
 from handgrad.training.spikes import WINDOW, SpikeWindow
 from handgrad.training.step import StepResult, TrainStep
 from tests.test_runs import elsewhere, records, same_bits
@@ -30,9 +30,9 @@ EXPONENT = 1 << 30  # the highest bit of a float32's exponent
 def flip(patch: pytest.MonkeyPatch, attempts: dict[int, int], *, value: float | None = None) -> list[int]:
     """Flips a bit of a gradient in these attempts at the step, which makes its norm infinite, or gives it a `value`. Keys
     count attempts from 0; their values are elements. Returns the steps of all attempts, as they are made."""
-    original, made = TrainStep.make_gradients, list[int]()
+    original, made = TrainStep.accumulate_gradients, list[int]()
 
-    def make_gradients(training: TrainStep, step: int) -> None:
+    def accumulate_gradients(training: TrainStep, step: int) -> None:
         original(training, step)
         element = attempts.get(made.count(FAULTY)) if step == FAULTY else None
         made.append(step)
@@ -43,7 +43,7 @@ def flip(patch: pytest.MonkeyPatch, attempts: dict[int, int], *, value: float | 
             if value is not None:
                 gradients[place] = value
 
-    patch.setattr(TrainStep, "make_gradients", make_gradients)
+    patch.setattr(TrainStep, "accumulate_gradients", accumulate_gradients)
     return made
 
 
@@ -142,7 +142,7 @@ def outlier(config: RunConfig, before: Callable[[], object]) -> None:
     """A run whose detector has a full window when it begins, of the norms that it meets."""
     with open_run(config) as run:
         run.begin()
-        run.training.step.norm_window = SpikeWindow([1.0, 3.0] * (WINDOW // 2))
+        run.training.stepper.norm_window = SpikeWindow([1.0, 3.0] * (WINDOW // 2))
         before()
         run.advance(config.steps)
 
@@ -185,7 +185,7 @@ def test_norms_that_have_risen_for_good_do_not_end_a_run(config: RunConfig) -> N
     config = dataclasses.replace(config, skip_norm_z=5.0, max_skips=6)
     with open_run(config) as run:
         run.begin()
-        run.training.step.norm_window = SpikeWindow([1.38, 1.62] * (WINDOW // 2))
+        run.training.stepper.norm_window = SpikeWindow([1.38, 1.62] * (WINDOW // 2))
         run.advance(config.steps)
     skipped = [step["skipped"] is not None for step in records(config.out, ("step",))]
     assert skipped == [True] * 5 + [False] * (config.steps - 5)

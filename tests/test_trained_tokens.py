@@ -14,8 +14,8 @@ from benchmarks.twin import Twin
 from handgrad.config import RunConfig
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly, assemble
+from handgrad.run.repeated_step import checked_result
 from handgrad.run.resolve import resolve
-from handgrad.run.suspicion import checked_result
 from handgrad.training.step import NOTHING_TRAINED, TrainStep
 
 VOCABULARY = 61
@@ -77,7 +77,7 @@ def test_means_are_over_trained_tokens(packed: RunConfig, micro_batch: int, lane
     source = Answers(config.sequence_length)
     training = assembled(config, source)
     loss, norm = by_autograd(training, source, config.samples_per_step)
-    result = training.step.step(0)
+    result = training.stepper.step(0)
     assert result.trained_tokens == source.trained_tokens(0, 8) < config.tokens_per_step / 2
     assert result.loss == pytest.approx(loss, rel=1e-5) and result.norm == pytest.approx(norm, rel=1e-4)
 
@@ -89,15 +89,15 @@ def test_a_step_without_a_trained_token_changes_nothing(
     config = replace(packed, precision=precision, channels=64)
     source = Answers(config.sequence_length, silent=range(8, 16))  # the second step's
     training = assembled(config, source)
-    monkeypatch.setattr(TrainStep, "begin_again", lambda step, number: pytest.fail("it is no fault of the hardware"))
-    training.step.step(0)
+    monkeypatch.setattr(TrainStep, "relaunch", lambda step, number: pytest.fail("it is no fault of the hardware"))
+    training.stepper.step(0)
     before = [tensor.clone() for tensor in states(training)]
-    result, fault = checked_result(training, Ranks(), 1, training.step.step(1))
+    result, fault = checked_result(training, Ranks(), 1, training.stepper.step(1))
     assert (result.skipped, result.loss, result.norm, result.trained_tokens, fault) == (NOTHING_TRAINED, 0.0, 0.0, 0, "")
     assert all(torch.equal(a, b) for a, b in zip(before, states(training), strict=True))
-    after = training.step.step(2)
+    after = training.stepper.step(2)
     assert after.skipped is None and not torch.equal(before[0], training.state.master)
-    assert len(training.step.loss_window.values) == 2, "the window of losses has no zero"
+    assert len(training.stepper.loss_window.values) == 2, "the window of losses has no zero"
 
 
 def states(training: Assembly) -> Iterator[Tensor]:
@@ -109,13 +109,13 @@ def states(training: Assembly) -> Iterator[Tensor]:
 
 def test_a_run_that_trains_every_token_ends_at_a_target_below_zero(packed: RunConfig) -> None:
     with pytest.raises(AssertionError, match="a target is below 0"):
-        assemble(resolve(packed, VOCABULARY), Answers(packed.sequence_length)).step.step(0)
+        assemble(resolve(packed, VOCABULARY), Answers(packed.sequence_length)).stepper.step(0)
 
 
 def test_overfitting_reads_the_same_samples(packed: RunConfig) -> None:
     config = replace(packed, overfit_one_batch=True, learning_rate=2e-2, schedule="constant")
     source = Answers(config.sequence_length)
     training = assembled(config, source)
-    results = [training.step.step(step) for step in range(60)]
+    results = [training.stepper.step(step) for step in range(60)]
     assert {result.trained_tokens for result in results} == {source.trained_tokens(0, 8)}
     assert results[-1].loss < 0.1 < results[0].loss

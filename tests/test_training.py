@@ -35,7 +35,7 @@ def assembly_of(config: RunConfig) -> Assembly:
 
 def steps_of(config: RunConfig, count: int) -> tuple[TrainingState, list[StepResult]]:
     training = assembly_of(config)
-    return training.state, [training.step.step(step) for step in range(count)]
+    return training.state, [training.stepper.step(step) for step in range(count)]
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
@@ -128,7 +128,7 @@ def test_the_update_is_adamw_with_the_settings_of_the_configuration(config: RunC
     settings = {"beta1": 0.7, "beta2": 0.8, "adam_epsilon": 1e-3, "weight_decay": 0.6}
     config = dataclasses.replace(config, clip_norm=0.0, learning_rate=1e-2, **settings)
     training = assembly_of(config)
-    state, step = training.state, training.step
+    state, step = training.state, training.stepper
     decays = torch.zeros_like(state.master, dtype=torch.bool)
     for row in state.design.parameters:
         row.view(decays).fill_(len(row.shape) == 2)
@@ -148,7 +148,7 @@ def test_stochastic_rounding_takes_seed_step_and_place(config: RunConfig) -> Non
     """The bf16 weights are the float32 update rounded by (seed, step, place in the flat buffer), in every step anew."""
     settings = {"precision": "bf16", "master_weights": False, "clip_norm": 0.0, "weight_decay": 0.0, "warmup_steps": 0}
     training = assembly_of(dataclasses.replace(config, seed=77, **settings))
-    state, step = training.state, training.step
+    state, step = training.state, training.stepper
     for t in (1, 2):
         step.begin(t - 1)
         exact, g = state.master.float(), state.gradients.clone()
@@ -201,18 +201,18 @@ def test_no_buffer_is_made_after_the_first_step(config: RunConfig) -> None:
         gc.collect()
         return {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is torch.Tensor}
 
-    training.step.step(0)
+    training.stepper.step(0)
     before = living()
     assert before >= planned, "the search finds the planned allocations"
     for step in range(1, 5):
-        training.step.step(step)
+        training.stepper.step(step)
     assert living() <= before
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_a_step_on_a_cpu_frees_the_temporaries_of_its_operations(config: RunConfig, backend: str) -> None:
     """Torch allocates within its calls, beside the plan; a step ends with the bytes that it began with."""
-    step = assembly_of(dataclasses.replace(config, backend=backend)).step
+    step = assembly_of(dataclasses.replace(config, backend=backend)).stepper
     step.step(0)
     with torch.profiler.profile(profile_memory=True) as seen:
         step.step(1)
@@ -267,7 +267,7 @@ def test_a_step_launched_ahead_leaves_the_length_of_the_one_before(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that ticks once a reading: a step lasts from its own beginning to its own end."""
-    step, ticks = assembly_of(config).step, itertools.count(100)
+    step, ticks = assembly_of(config).stepper, itertools.count(100)
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     step.begin(0)
     step.finish(0)
@@ -280,7 +280,7 @@ def test_a_step_launched_ahead_leaves_the_length_of_the_one_before(
 def test_the_verdict_is_on_the_window_before_the_step(config: RunConfig) -> None:
     """Skipped steps do not enter the window: the third spike in a row stands out as much as the first."""
     config = dataclasses.replace(config, skip_loss_z=4.0)
-    stepper = assembly_of(config).step
+    stepper = assembly_of(config).stepper
     stepper.loss_window = SpikeWindow([0.1 * (i % 2) for i in range(WINDOW)])
     stepper.norm_window = SpikeWindow([2.0 + i % 2 for i in range(WINDOW)])
     for step in range(3):

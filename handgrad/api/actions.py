@@ -15,7 +15,7 @@ from handgrad.evaluation.loss import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model, export_peft
 from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
 from handgrad.names import check_choice
-from handgrad.run.packing import evaluated_packing
+from handgrad.run.packing import evaluation_packing
 
 
 def prepare(
@@ -86,7 +86,7 @@ def evaluate(
     dataset = open_held_out(folder, model.tokenizer)
     check_window(context, model.shape.sequence_length)
     stride = model.eval_stride if eval_stride is None else eval_stride
-    packing = evaluated_packing(model.packing, dataset, other_data=bool(data))
+    packing = evaluation_packing(model.packing, dataset, other_data=bool(data))
     act = model.forward_buffers(micro_batch, context or model.eval_context, packed=packing != STREAM)
     tokens: dict[str, Any] = {"eval_tokens": eval_tokens, "eval_stride": stride, "packing": packing}
     return held_out_loss(model.shape, model.ops, model.weights, act, dataset, **tokens)

@@ -296,7 +296,7 @@ class Model:
         if talk and self._writing.size[0] == batch:
             longest = max(longest, self._writing.size[1])
         decoder = self._writing.decoder(batch, longest, options, ends)
-        for text, piece in stream_text(decoder, self.tokenizer, iter(texts), texts_of(stop), keeps=talk is not None):
+        for text, piece in stream_text(decoder, self.tokenizer, iter(texts), texts_of(stop), reuse_cache=talk is not None):
             yield text, piece
             if self._writer is not mine:
                 raise UsageError("this stream ended when its model began another text; load the model twice to have both")

@@ -86,8 +86,8 @@ class Training:
         """
         resolved = configuration(preset, settings, config, model)
         with contextlib.ExitStack() as opening:
-            shows = "nothing" if quiet else "lines"
-            run = opening.enter_context(open_run(resolved, allow_changes=allow_changes, shows=shows))
+            console = "nothing" if quiet else "lines"
+            run = opening.enter_context(open_run(resolved, allow_changes=allow_changes, console=console))
             self.config: RunConfig = run.config
             run.begin()
             self._run: Run | None = run

@@ -92,6 +92,6 @@ def with_digest(program: Program, digest: StateDigest) -> Program:
         program,
         before_step=[*program.before_step, digest.begin],
         after_update=[*program.after_update, digest.after_update],
-        compiled=[*program.compiled, digest.add_now],
+        compiled_ahead=[*program.compiled_ahead, digest.add_now],
         reports=[*program.reports, digest.sums],
     )

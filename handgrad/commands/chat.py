@@ -12,7 +12,7 @@ from typing import Any
 
 from handgrad import devices
 from handgrad.arena import make_plan
-from handgrad.errors import DataError, tell
+from handgrad.errors import DataError, print_message
 from handgrad.evaluation.load import LoadedModel, Weights, from_elsewhere, load_model, machine
 from handgrad.evaluation.writing import Writing
 from handgrad.format import human_bytes
@@ -64,7 +64,7 @@ def opened(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
     talk = Talk(weights.tokenizer)
     model = load_model(weights, device, dtype, ops, fp8_buffers(weights.shape, ops, device) if parsed.fp8_weights else [])
     if talk.template.is_plain and from_elsewhere(weights):
-        tell(
+        print_message(
             f"{parsed.checkpoint} has no chat template, so this talks in the plain one; a base model continues text and"
             " seldom answers: finetune it on conversations, which `handgrad prepare --chat` takes",
             ends=False,
@@ -103,7 +103,7 @@ def converse(parsed: Namespace, talk: Talk, writing: Writing, options: SamplingO
         except DataError as error:
             if not terminal:
                 raise
-            tell(error, ends=False)
+            print_message(error, ends=False)
             continue
         if prompt.note:
             print(prompt.note, file=sys.stderr)
@@ -139,7 +139,7 @@ def answer(
     """Prints the answer while it is written, and returns it, or as much as there was when Ctrl-C came."""
     text, said = Continuation(prompt.tokens, prompt.max_tokens, seed), ""
     interrupts.answering = True
-    for _, piece in stream_text(decoder, model.tokenizer, iter([text]), stops, keeps=True):
+    for _, piece in stream_text(decoder, model.tokenizer, iter([text]), stops, reuse_cache=True):
         said += piece
         print(piece, end="", flush=True)
         if not interrupts.answering:

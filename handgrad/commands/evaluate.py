@@ -30,8 +30,8 @@ from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.rendezvous import Timeouts, joined
 from handgrad.run.fp8_forward import CheckpointForward
-from handgrad.run.packing import evaluated_packing
-from handgrad.run.start import opened_in_turn
+from handgrad.run.packing import evaluation_packing
+from handgrad.run.start import open_rank_0_first
 
 MEMORY = "evaluation.memory"  # of the loss, then of the tasks
 PROGRESS_SECONDS = 2.0
@@ -52,7 +52,7 @@ def run(parsed: Namespace) -> int:
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """The lines to print, computed by all `ranks` together."""
     _, parsed.precision, dtype, ops = machine(device, parsed.precision, parsed.backend)
-    source = opened_in_turn(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
+    source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     if parsed.fp8_weights:
         source = replace(source, weight=rounded(source.shape, source.weight))
     check_window(parsed.context, source.shape.sequence_length)
@@ -123,7 +123,7 @@ def validation_data(parsed: Namespace, source: Weights) -> Dataset:
 
 def packing_of(parsed: Namespace, source: Weights, dataset: Dataset) -> str:
     """The packing of the documents in a window."""
-    return evaluated_packing(source.config.packing, dataset, other_data=bool(parsed.data))
+    return evaluation_packing(source.config.packing, dataset, other_data=bool(parsed.data))
 
 
 def loss_lines(

@@ -88,8 +88,8 @@ class Parser(argparse.ArgumentParser):
                 raise UsageError(f"one argument too many: {unknown[0]!r}; {self.takes_one}")
             full = "--help-all" if self.left_out else "--help"
             known = [option for action in self._actions for option in action.option_strings]
-            told = ", ".join(f"{name!r}{nearest_name(name, known)}" for name in names or unknown[:1])
-            raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {told}; `{self.prog} {full}` lists all")
+            listed = ", ".join(f"{name!r}{nearest_name(name, known)}" for name in names or unknown[:1])
+            raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {listed}; `{self.prog} {full}` lists all")
         for name, rule in self.rules.items():
             if getattr(namespace, name) is not None:
                 rule.check(flag(name), getattr(namespace, name))

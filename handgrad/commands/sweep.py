@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from handgrad import devices
 from handgrad.commands.report import leave_out
-from handgrad.errors import INTERRUPTED, HandgradError, Preempted, tell
+from handgrad.errors import INTERRUPTED, HandgradError, Preempted, print_message
 from handgrad.reports.page import write_report
 from handgrad.run.header import warmup_lines
 from handgrad.run_files import REPORT_FILE
@@ -27,7 +27,7 @@ def run(parsed: Namespace) -> int:
     if runner.received:
         ended = sum(outcome.code == 0 for outcome in outcomes)
         name = signal.Signals(runner.received[0]).name
-        tell(f"stopped by {name} with {ended} of {len(outcomes)} runs finished; run the same command to resume")
+        print_message(f"stopped by {name} with {ended} of {len(outcomes)} runs finished; run the same command to resume")
         return INTERRUPTED if signal.SIGINT in runner.received else Preempted.exit_code
     if groups:
         print("\n".join(["", *table(groups), "", f"best       {groups[0].name}: validation loss {groups[0].text()}"]))
@@ -35,7 +35,7 @@ def run(parsed: Namespace) -> int:
         try:
             print(f"report     {write_report(finished, sweep.folder / REPORT_FILE, leave_out)}")
         except HandgradError as error:  # the runs count
-            tell(error)
+            print_message(error)
     print(f"results    {results}")
     for outcome in outcomes:
         if outcome.code:

@@ -24,12 +24,12 @@ def run(parsed: Namespace) -> int:
     with open_run(config, allow_changes=parsed.allow_changes, strict=parsed.strict) as run:
         run.begin()
         run.advance(config.steps)
-        tries = "chat" if run.dataset.is_chat else "sample"
+        next_command = "chat" if run.dataset.is_chat else "sample"
     if find_rank_info(os.environ).rank:
         return 0  # rank 0 logs
     print(f"report     {write_report([Path(config.out)], Path(config.out) / REPORT_FILE)}")
     run_folder = shlex.quote(config.out)
-    print(f"next       handgrad {tries} {run_folder}   or   handgrad evaluate {run_folder}")
+    print(f"next       handgrad {next_command} {run_folder}   or   handgrad evaluate {run_folder}")
     return 0
 
 

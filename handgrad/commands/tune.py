@@ -42,7 +42,7 @@ def run(parsed: Namespace) -> int:
     config = replace(config, backend="kernels")
     path = Path(parsed.table) if parsed.table else cublaslt.user_table()
     every = replace(config, fp8_keep_bf16="") if config.precision == "fp8" else config
-    step_of(every, parsed.vocab_size, graphs=False).begin(0)  # launches every GEMM of a step
+    stepper_of(every, parsed.vocab_size, graphs=False).begin(0)  # launches every GEMM of a step
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     for line in tune.tune(list(cublaslt.PLANS), path):
@@ -61,9 +61,9 @@ def run(parsed: Namespace) -> int:
     return 0
 
 
-def step_of(config: RunConfig, vocab_size: int, *, graphs: bool) -> TrainStep:
+def stepper_of(config: RunConfig, vocab_size: int, *, graphs: bool) -> TrainStep:
     state, scaling = allocate(set_up(config, vocab_size))
-    return bind(state, scaling, feed=NoFeed(), graphs=graphs).step
+    return bind(state, scaling, feed=NoFeed(), graphs=graphs).stepper
 
 
 def slower_in_fp8(config: RunConfig, vocab_size: int, kept: list[str]) -> Iterator[str]:
@@ -80,8 +80,8 @@ def slower_in_fp8(config: RunConfig, vocab_size: int, kept: list[str]) -> Iterat
 def micro_step_milliseconds(config: RunConfig, vocab_size: int) -> float:
     """The length of a micro-batch, forward and backward, under sustained load."""
     torch.cuda.empty_cache()
-    step = step_of(config, vocab_size, graphs=True)
-    step.step(0)
-    (micro_step,) = step.micro_step
+    stepper = stepper_of(config, vocab_size, graphs=True)
+    stepper.step(0)
+    (micro_step,) = stepper.micro_step
     micro_step()  # captured
     return 1e3 * seconds_of(torch.device("cuda"), micro_step, SUSTAINED_SECONDS, burst=20)

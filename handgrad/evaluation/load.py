@@ -113,7 +113,7 @@ class Machine(NamedTuple):
 def machine(device: torch.device, precision: str, backend: str) -> Machine:
     """The machine of a command that trains nothing; sets torch's global switches. Raises `UsageError` as
     `devices.use_precision` and `choose_backend` do."""
-    precision = devices.settled_precision(precision, device)
+    precision = devices.resolve_precision(precision, device)
     dtype = devices.use_precision(device, precision)
     return Machine(device, precision, dtype, choose_backend(backend, device, precision))
 

@@ -46,7 +46,7 @@ def with_fp8(
     def calibrate(step: int) -> None:
         if scaling.calibrates(step):
             feed.fill(design.batch.first_sample(step))
-            scaling.count(scaling.fp8.counts(step))
+            scaling.set_counting(scaling.fp8.counts(step))
             launch_calibration()
             scaling.conclude_calibration(step)
 
@@ -59,10 +59,10 @@ def with_fp8(
         before_step=[*program.before_step, calibrate],
         before_update=[*program.before_update, *([partial(gather_statistics, scaling, sync)] if between_ranks else [])],
         after_update=[*program.after_update, *([sync.await_all_weights] if sync and between_ranks else []), requantize],
-        compiled=[scaling.quantize_weights, *program.compiled, launch_calibration],
+        compiled_ahead=[scaling.quantize_weights, *program.compiled_ahead, launch_calibration],
         reports=[*program.reports, scaling.report],
-        kept=[*program.kept, scaling.scaling, scaling.history, scaling.totals],
-        restored=[*program.restored, scaling.requantize],
+        rolled_back=[*program.rolled_back, scaling.scaling, scaling.history, scaling.totals],
+        after_rollback=[*program.after_rollback, scaling.requantize],
     )
 
 

@@ -45,7 +45,7 @@ USED_SCALE, SATURATED = 3, 4
 REPORT_PLACES = 5
 
 
-def largest(kind: torch.dtype) -> float:
+def largest_number(kind: torch.dtype) -> float:
     """The largest number of an fp8 format."""
     return LARGEST_MANTISSA * 2.0 ** LARGEST_EXPONENT[kind]
 
@@ -116,7 +116,7 @@ def plain(form: Form) -> Tensor:
     return form.plain
 
 
-def of_plain(operation: Callable[..., Any], in_16_bits: Callable[[Form], Tensor] = plain) -> Callable[..., Any]:
+def on_plain(operation: Callable[..., Any], in_16_bits: Callable[[Form], Tensor] = plain) -> Callable[..., Any]:
     """The operation with the 16-bit form of every tensor that it is given."""
 
     @wraps(operation)

@@ -1,9 +1,12 @@
-"""Frozen weights in fp8 beside adapters: their products, forward and input gradient, run on 8-bit numbers.
+"""Frozen weights in fp8 beside adapters: their forward and input-gradient products run in fp8.
 
-A frozen weight is rounded once, at a current scale (a delayed one of numbers that stay is the same), and then exists as fp8
-`rows` alone, a byte a number. An input gradient reads columns: before its product a transpose makes them of the rows, in
-memory that all weights share. Text reads 16 bits, made in the same memory. Without weight gradients no activation and no
-gradient has columns. Adapters read both in 16 bits, so every operation writes those, and a product rounds its operand.
+A frozen weight is quantised once, at a current scale (a delayed one would be the same: the numbers stay), and kept as fp8
+`rows` alone, one byte per number. Everything else follows:
+
+- An input gradient reads columns. Before its product, a transpose writes them into memory that all weights share.
+- Text reads 16 bits, which dequantising writes into the same memory.
+- No weight has a gradient, so no activation and no gradient has columns.
+- Adapters read activations and gradients in 16 bits. So operations write 16 bits, and a product quantises its operand.
 """
 
 import math
@@ -16,17 +19,17 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import Buffer
-from handgrad.fp8.formats import COUNTING, E4M3, Form, Quantized, of_plain, plain
+from handgrad.fp8.formats import COUNTING, E4M3, Form, Quantized, on_plain, plain
 from handgrad.fp8.scaling import Fp8Design, Scaling
 from handgrad.fp8.tables import WEIGHT, without_columns
 from handgrad.lora.bind import WithAdapters
-from handgrad.lora.tables import BESIDE
+from handgrad.lora.tables import KIND as ADAPTER_KIND
 from handgrad.models.activations import ActivationRow
 from handgrad.models.overlay import Overlay
-from handgrad.models.rows import KIND, Table, laid_out
+from handgrad.models.rows import KIND, Table, lay_out
 
 OPERAND = "fp8.operand"
-AT_WORK = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits
+WEIGHT_SCRATCH = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits
 
 
 def with_16_bits(rows: Iterable[ActivationRow]) -> tuple[ActivationRow, ...]:
@@ -35,7 +38,7 @@ def with_16_bits(rows: Iterable[ActivationRow]) -> tuple[ActivationRow, ...]:
     return tuple(replace(row, fp8=replace(row.fp8, **form)) if row.fp8 else row for row in rows)
 
 
-def with_one_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
+def with_shared_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
     """The buffers of an fp8 run without columns, and with one that the rows of activations and gradients share: a product
     makes its operand and reads it."""
     shared, others = list[Buffer](), list[Buffer]()
@@ -46,7 +49,7 @@ def with_one_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
     return [*others, Buffer(OPERAND, (elements,), E4M3, KIND, tuple((tick, tick) for tick in ticks))]
 
 
-def operand_views(fp8: Fp8Design, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def shared_operand_views(fp8: Fp8Design, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rows of every activation and gradient, by name."""
     found = {}
     for row in fp8.table:
@@ -61,47 +64,47 @@ def rounded_weights(fp8: Fp8Design) -> frozenset[str]:
     return frozenset(row.name for row in fp8.table if row.kind == WEIGHT)
 
 
-def laid_apart(base: Table, rounded: frozenset[str]) -> tuple[Table, Table]:
+def split_by_precision(base: Table, rounded: frozenset[str]) -> tuple[Table, Table]:
     """(the rows of all frozen weights in their order, those of them that a flat buffer of 16 bits holds)."""
-    kept = {row.name: row for row in laid_out(row for row in base if row.name not in rounded)}
+    kept = {row.name: row for row in lay_out(row for row in base if row.name not in rounded)}
     return tuple(kept.get(row.name, row) for row in base), tuple(kept.values())
 
 
-def work_buffer(base: Table, rounded: frozenset[str], dtype: torch.dtype) -> Buffer:
-    return Buffer(AT_WORK, (max(row.elements for row in base if row.name in rounded),), dtype, BESIDE)
+def weight_scratch_buffer(base: Table, rounded: frozenset[str], dtype: torch.dtype) -> Buffer:
+    return Buffer(WEIGHT_SCRATCH, (max(row.elements for row in base if row.name in rounded),), dtype, ADAPTER_KIND)
 
 
-def take(scaling: Scaling, views: Mapping[str, Tensor], name: str, values: Tensor) -> None:
-    """Rounds a frozen weight (O, I), for good. Its numbers are counted, whatever the step."""
+def quantize_frozen(scaling: Scaling, views: Mapping[str, Tensor], name: str, values: Tensor) -> None:
+    """Quantises a frozen weight (O, I), once for the run, and counts its clipped and vanished numbers."""
     weight = scaling.tensors[name]
-    wide = at_work(views[AT_WORK], weight)
+    wide = scratch_view(views[WEIGHT_SCRATCH], weight)
     wide.copy_(values)
     weight.scaling[COUNTING] = 1.0
     scaling.ops.quantize(replace(weight, current=True), wide)
 
 
-def at_work(memory: Tensor, weight: Quantized) -> Tensor:
-    """Memory for a weight (O, I) in 16 bits."""
+def scratch_view(memory: Tensor, weight: Quantized) -> Tensor:
+    """The scratch of a weight (O, I) in 16 bits."""
     return memory[: weight.shape.numel()].view(weight.shape)
 
 
-class FrozenProducts(Overlay):
+class WithFp8FrozenProducts(Overlay):
     """The plain operations `ops`, which read the 16-bit forms, with the products of quantised weights, which run in fp8."""
 
     def __init__(self, ops: ModuleType, fp8: Any, memory: Tensor):
-        """`fp8`: the operations on quantised tensors; `memory`: the view of `work_buffer`."""
+        """`fp8`: the operations on quantised tensors; `memory`: the view of `weight_scratch_buffer`."""
         super().__init__(ops)
         self.fp8, self.memory = fp8, memory
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.ops, name)
-        return of_plain(found) if callable(found) else found
+        return on_plain(found) if callable(found) else found
 
     def linear_forward(self, out: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor) -> None:
         if isinstance(weight, Tensor):
             self.ops.linear_forward(out, plain(inp), weight, bias, scratch=scratch)
         else:
-            self.fp8.linear_forward(out, self.rounded(inp), weight, bias, scratch=scratch)
+            self.fp8.linear_forward(out, self.quantize_operand(inp), weight, bias, scratch=scratch)
 
     def linear_residual_forward(
         self, out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor
@@ -109,7 +112,7 @@ class FrozenProducts(Overlay):
         if isinstance(weight, Tensor):
             self.ops.linear_residual_forward(out, residual, plain(inp), weight, bias, scratch=scratch)
         else:
-            self.fp8.linear_residual_forward(out, residual, self.rounded(inp), weight, bias, scratch=scratch)
+            self.fp8.linear_residual_forward(out, residual, self.quantize_operand(inp), weight, bias, scratch=scratch)
 
     def linear_backward(
         self,
@@ -129,10 +132,10 @@ class FrozenProducts(Overlay):
         columns = self.memory.view(E4M3)[: weight.shape.numel()].view(weight.shape[::-1])
         self.fp8.transpose(columns, weight.rows)
         frozen = replace(weight, columns=columns)
-        self.fp8.linear_backward(plain(dinp), None, None, self.rounded(dout), inp, frozen, scratch=scratch)
+        self.fp8.linear_backward(plain(dinp), None, None, self.quantize_operand(dout), inp, frozen, scratch=scratch)
 
-    def rounded(self, tensor: Form) -> Quantized:
-        """An activation or a gradient with its fp8 form made from the 16-bit one."""
+    def quantize_operand(self, tensor: Form) -> Quantized:
+        """Makes the fp8 rows of an activation or a gradient from its 16 bits, and returns it."""
         assert isinstance(tensor, Quantized)
         self.fp8.quantize(tensor, plain(tensor))
         return tensor
@@ -147,26 +150,26 @@ class WithFp8Adapters(WithAdapters):
     def add_backward(self, dinp: Form, dout: Form, inp: Form, weight: Any, scratch: Tensor) -> None:
         super().add_backward(plain(dinp), plain(dout), plain(inp), weight, scratch)
 
-    def in_one_or_two(self, name: str, *tensors: Form | None, **options: Any) -> None:
-        """In two: no norm has a product in fp8 in it."""
-        self.in_two[name](*tensors, **options)
+    def composed_or_fused(self, name: str, *tensors: Form | None, **options: Any) -> None:
+        """Composed: no fused operation has a product in fp8."""
+        self.composed[name](*tensors, **options)
 
 
-class RoundedWeights(Overlay):
+class WithDequantizedWeights(Overlay):
     """The plain operations `ops` of text and tasks: a frozen weight in fp8 is read in 16 bits."""
 
     def __init__(self, ops: ModuleType, memory: Tensor):
-        """`memory`: the view of `work_buffer`."""
+        """`memory`: the view of `weight_scratch_buffer`."""
         super().__init__(ops)
         self.memory = memory
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.ops, name)
         if name == "decode":
-            return RoundedWeights(found, self.memory)
-        return of_plain(found, self.in_16_bits) if callable(found) else found
+            return WithDequantizedWeights(found, self.memory)
+        return on_plain(found, self.in_16_bits) if callable(found) else found
 
     def in_16_bits(self, weight: Form) -> Tensor:
         """Exact: the scale is a power of two."""
         assert isinstance(weight, Quantized) and weight.rows is not None
-        return at_work(self.memory, weight).copy_(weight.rows).mul_(weight.inverse_scale)
+        return scratch_view(self.memory, weight).copy_(weight.rows).mul_(weight.inverse_scale)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.fp8.formats import AMAX, CLIPPED, SATURATED, USED_SCALE, VANISHED, largest
+from handgrad.fp8.formats import AMAX, CLIPPED, SATURATED, USED_SCALE, VANISHED, largest_number
 from handgrad.fp8.scaling import Scaling
 from handgrad.fp8.tables import HEAD, WEIGHT
 
@@ -30,7 +30,7 @@ def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: boo
     found = []
     for row, elements, numbers in zip(scaling.fp8.table, scaling.numbers, report.tolist(), strict=True):
         scale = numbers[USED_SCALE]
-        limit = largest(row.format) / scale
+        limit = largest_number(row.format) / scale
         seen = elements * (1 if row.kind == WEIGHT else micro_steps)
         clipped, vanished = (numbers[place] / seen if counted else None for place in (CLIPPED, VANISHED))
         found.append(Finding(row.name, row.part, numbers[AMAX], limit, scale, int(numbers[SATURATED]), clipped, vanished))

@@ -155,7 +155,7 @@ class Scaling:
         exponent = LARGEST_EXPONENT[E5M2] - math.ceil(math.log2(gradient_scale))
         self.scaling[-1, SCALE], self.scaling[-1, INVERSE] = 2.0**exponent, 2.0**-exponent
 
-    def count(self, counted: bool) -> None:
+    def set_counting(self, counted: bool) -> None:
         """Makes the next step count its clipped and vanished numbers, or not."""
         self.scaling[:, COUNTING] = float(counted)
 

@@ -47,7 +47,7 @@ class Fp8Gemms:
 def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> Fp8Gemms:
     """All GEMMs of the blocks but those of `keep_bf16`, and those of `head`; raises `UsageError` for an unknown name."""
     kept = set()
-    for name in split(keep_bf16):
+    for name in names_in(keep_bf16):
         layer, _, part = name.rpartition(".")
         if part not in parts or (layer and not (layer.isdecimal() and int(layer) < layers)):
             raise UsageError(
@@ -55,7 +55,7 @@ def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> F
                 f" {name!r}"
             )
         kept |= {(int(layer), part)} if layer else {(n, part) for n in range(layers)}
-    chosen = split(head)
+    chosen = names_in(head)
     unknown = [name for name in chosen if name not in HEAD_GEMMS]
     if unknown:
         raise UsageError(f"fp8_head takes {', '.join(HEAD_GEMMS)}, found {unknown[0]!r}")
@@ -65,7 +65,7 @@ def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> F
     return Fp8Gemms(frozenset(every - kept), frozenset(chosen))
 
 
-def split(text: str) -> list[str]:
+def names_in(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -172,8 +172,8 @@ def block_buffers(row: ActivationRow, tag: Fp8, recompute: int) -> Iterator[Buff
         yield row.buffer(recompute)
     ((first, last),) = row.ticks
     lifetimes = row.lifetimes(recompute)
-    redone = tag.redone_from <= recompute < row.remade_from
-    in_forward = lifetimes if redone or recompute >= row.remade_from else ((first, first),)
+    redone = tag.rerun_from <= recompute < row.recomputed_from
+    in_forward = lifetimes if redone or recompute >= row.recomputed_from else ((first, first),)
     if recompute >= WHOLE_BLOCKS:
         in_forward = (first, first), (lifetimes[-1][0],) * 2
     in_backward = ((last, last),) if tag.late_columns else lifetimes

@@ -1,4 +1,4 @@
-"""The memory of generation, and the intake of prompts."""
+"""The memory of generation, and the prefill of prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ def with_cache(shape: ModelShape, tokens: int) -> ModelShape:
 def decode_buffers(
     shape: ModelShape, batch: int, dtype: torch.dtype, ops: ModuleType, *, prefill_tokens: int = PREFILL_TOKENS
 ) -> list[Buffer]:
-    """The rows of the architecture's `Decoding`: `batch` sequences; prompts are taken in by at most `prefill_tokens` at a
+    """The rows of the architecture's `Decoding`: `batch` sequences; prompts are prefilled by at most `prefill_tokens` at a
     time, but at least by one whole context."""
     tokens = max(shape.sequence_length, min(prefill_tokens, batch * shape.sequence_length))
     rows = architecture(shape).decoding(shape, batch, tokens, dtype, ops)
@@ -55,25 +55,25 @@ def prefill(
     starts: Sequence[int] | None = None,
 ) -> None:
     """The keys and values of sequences (each of at most maxT tokens, or none) into their slots, from position 0 on, or from
-    `starts`, before which the slots hold those of earlier tokens. `launch(B', T)`, or `launch(B', T, begun=True)`, runs the
-    architecture's prefill over as many rows of the buffers of prompts.
+    `starts`, before which the slots hold those of earlier tokens. `launch(B', T)`, or `launch(B', T, append=True)`, runs
+    the architecture's prefill over as many rows of the buffers of prompts.
 
-    Logits come from the step that takes in the token after them. Longest first: those of about one length are padded
+    Logits come from the step that reads the token after them. Longest first: those of about one length are padded
     together.
     """
     rows, longest = buf.prompt_tokens.shape[0], buf.keys.shape[3]
     everything = list(zip(sequences, slots, starts or [0] * len(slots), strict=True))
-    for begun in (False, True):
-        waiting = sorted((one for one in everything if one[0] and bool(one[2]) == begun), key=lambda one: -len(one[0]))
+    for append in (False, True):
+        waiting = sorted((one for one in everything if one[0] and bool(one[2]) == append), key=lambda one: -len(one[0]))
         while waiting:
             length = padded_length(len(waiting[0][0]), longest)
             group, waiting = waiting[: rows // length], waiting[rows // length :]
             padded = torch.tensor([[*sequence, *[0] * (length - len(sequence))] for sequence, _, _ in group])
             buf.prompt_tokens[: padded.numel()].view(padded.shape).copy_(padded)
             buf.prompt_slots[: len(group)].copy_(torch.tensor([slot for _, slot, _ in group]))
-            if begun:
+            if append:
                 positions = torch.tensor([start for _, _, start in group]).unsqueeze(1) + torch.arange(length)
                 buf.prompt_positions[: padded.numel()].copy_(positions.clamp_(max=longest - 1).view(-1))
-                launch(len(group), length, begun=True)
+                launch(len(group), length, append=True)
             else:
                 launch(len(group), length)

@@ -70,7 +70,7 @@ class Slot:
 
     text: Continuation
     position: int  # in the context, of the next step's input token
-    left: int  # steps until max_tokens
+    steps_left: int  # until max_tokens
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Cached:
 
 
 @dataclass
-class Launched:
+class DecodeInFlight:
     """A step in flight: its texts and the buffer for their tokens."""
 
     texts: list[Continuation | None]
@@ -115,7 +115,7 @@ class Decoder:
         """`weights` and `buf`: of the architecture of `shape`; `end_of_text`: the token that ends a text, or None; `ends`:
         others that end one. They are exempt from the repetition penalty."""
         self.model, self.shape, self.ops, self.weights, self.buf = architecture(shape), shape, ops, weights, buf
-        self.options, self.keeps = options, False
+        self.options, self.reuse_cache = options, False
         self.vocab_size = shape.vocab_size
         self.ends = frozenset(ends) if end_of_text is None else frozenset((end_of_text, *ends))
         self.longest = buf.keys.shape[3]
@@ -124,9 +124,9 @@ class Decoder:
         self.graphs = cuda and ops.CAPTURABLE
         self.step = Replayed([self.launch_step]) if self.graphs else self.launch_step
         self.cached: list[Cached | None] = [None] * len(self.slots)
-        self.prefills: dict[tuple[int, int, bool], Callable[[], None]] = {}  # by sequences, padded length, whether begun
+        self.prefills: dict[tuple[int, int, bool], Callable[[], None]] = {}  # by sequences, padded length, append
         # Tokens arrive on the host in two buffers by turns; a CPU's are there already.
-        self.arrivals = [torch.empty_like(buf.chosen, device="cpu", pin_memory=True) for _ in range(2)] if cuda else []
+        self.host_tokens = [torch.empty_like(buf.chosen, device="cpu", pin_memory=True) for _ in range(2)] if cuda else []
 
     def launch_step(self) -> None:
         """Chooses the next token of every sequence from its last one, without the host."""
@@ -144,26 +144,26 @@ class Decoder:
         )
         self.ops.decode.advance(buf.tokens, buf.positions, buf.places, buf.chosen, buf.active)
 
-    def prefill(self, batch: int, length: int, *, begun: bool = False) -> None:
+    def prefill(self, batch: int, length: int, *, append: bool = False) -> None:
         """Runs the model's prefill; on a GPU its ~80 launches are captured once per size, and replayed."""
-        size = batch, length, begun
+        size = batch, length, append
         if size not in self.prefills:
             tensors = self.ops, self.weights, self.buf, self.shape
-            launch = partial(self.model.prefill, *tensors, batch, length, begun=begun)
+            launch = partial(self.model.prefill, *tensors, batch, length, append=append)
             self.prefills[size] = Replayed([launch]) if self.graphs else launch
         self.prefills[size]()
 
-    def generate(self, texts: Iterable[Continuation], *, keeps: bool = False) -> Iterator[Continuation]:
+    def generate(self, texts: Iterable[Continuation], *, reuse_cache: bool = False) -> Iterator[Continuation]:
         """Yields a text whenever it has a new token or ends, until all have ended; reads `texts` as slots become free.
 
-        When a context is full, this drops its older half and prefills the rest at its new positions. With `keeps`, a prompt
-        that begins with the tokens of the last text in its slot keeps their keys and values, those of an earlier call as
-        well; its logits then depend, in their rounding, on the texts before it. Raises `NumericsError` when the model's
-        logits are not finite.
+        When a context is full, this drops its older half and prefills the rest at its new positions. With `reuse_cache`, a
+        prompt that begins with the tokens of the last text in its slot reuses their keys and values, those of an earlier
+        call as well; its logits then depend, in their rounding, on the texts before it. Raises `NumericsError` when the
+        model's logits are not finite.
         """
-        self.keeps = keeps
+        self.reuse_cache = reuse_cache
         waiting = iter(texts)
-        in_flight: Launched | None = None
+        in_flight: DecodeInFlight | None = None
         self.slots = [None] * len(self.slots)  # the reader of an earlier call may have stopped halfway
         self.buf.active.zero_()
         self.buf.positions.zero_()
@@ -180,7 +180,7 @@ class Decoder:
             if full:
                 self.enter({index: slot.text for index in full if (slot := self.slots[index])}, self.longest // 2)
             launched = self.launch()
-            if self.arrivals:
+            if self.host_tokens:
                 launched, in_flight = in_flight, launched
             if launched:
                 yield from self.deliver(launched)
@@ -189,7 +189,7 @@ class Decoder:
         """Frees the slots of texts that have ended, or will with the steps in flight, and fills them with waiting ones."""
         entering: dict[int, Continuation] = {}
         for index, slot in enumerate(self.slots):
-            if slot is None or slot.text.stopped or not slot.left:
+            if slot is None or slot.text.stopped or not slot.steps_left:
                 text = next(waiting, None)
                 if text is not None:
                     assert text.prompt and text.max_tokens > 0
@@ -206,9 +206,9 @@ class Decoder:
         """Prefills the last tokens of these texts, at most `most` (and at least one), each at its slot's beginning."""
         buf = self.buf
         contexts = {index: (text.prompt + text.tokens)[-max(1, most) :] for index, text in texts.items()}
-        kept = [self.kept(index, context[:-1]) for index, context in contexts.items()]
-        new = [context[start:-1] for context, start in zip(contexts.values(), kept, strict=True)]
-        prefill(self.prefill, buf, new, list(contexts), kept)
+        prefixes = [self.cached_prefix(index, context[:-1]) for index, context in contexts.items()]
+        new = [context[start:-1] for context, start in zip(contexts.values(), prefixes, strict=True)]
+        prefill(self.prefill, buf, new, list(contexts), prefixes)
         for index, context in contexts.items():
             slot, text = self.slots[index], texts[index]
             assert slot is not None
@@ -225,14 +225,14 @@ class Decoder:
                 seen[list(self.ends)] = False  # end-of-text began the document, which is no reason not to end it
                 buf.seen[index].copy_(seen)
 
-    def kept(self, index: int, tokens: Sequence[int]) -> int:
-        """The number of tokens at the beginning whose keys and values the slot holds already, and may keep."""
+    def cached_prefix(self, index: int, tokens: Sequence[int]) -> int:
+        """The number of first tokens whose keys and values the slot holds already, and may reuse."""
         cached = self.cached[index]
-        held = cached.tokens() if self.keeps and cached else []
+        held = cached.tokens() if self.reuse_cache and cached else []
         differing = (n for n, (token, its) in enumerate(zip(tokens, held, strict=False)) if token != its)
         return next(differing, min(len(tokens), len(held)))
 
-    def launch(self) -> Launched:
+    def launch(self) -> DecodeInFlight:
         self.step()
         texts = []
         for index, slot in enumerate(self.slots):
@@ -241,16 +241,16 @@ class Decoder:
                 self.cached[index] = None  # the step writes at the beginning of a free slot
             else:
                 slot.position += 1
-                slot.left -= 1
-        if not self.arrivals:
-            return Launched(texts, self.buf.chosen, None)
-        self.arrivals.reverse()
-        self.arrivals[0].copy_(self.buf.chosen, non_blocking=True)
+                slot.steps_left -= 1
+        if not self.host_tokens:
+            return DecodeInFlight(texts, self.buf.chosen, None)
+        self.host_tokens.reverse()
+        self.host_tokens[0].copy_(self.buf.chosen, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return Launched(texts, self.arrivals[0], ready)
+        return DecodeInFlight(texts, self.host_tokens[0], ready)
 
-    def deliver(self, launched: Launched) -> Iterator[Continuation]:
+    def deliver(self, launched: DecodeInFlight) -> Iterator[Continuation]:
         """Appends to each text the token that the step chose for it."""
         if launched.ready:
             launched.ready.synchronize()

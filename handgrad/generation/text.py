@@ -59,11 +59,16 @@ def beginning(stop: str, text: str) -> int:
 
 
 def stream_text(
-    decoder: Decoder, tokenizer: Tokenizer, texts: Iterator[Continuation], stops: Sequence[str] = (), *, keeps: bool = False
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    texts: Iterator[Continuation],
+    stops: Sequence[str] = (),
+    *,
+    reuse_cache: bool = False,
 ) -> Iterator[tuple[Continuation, str]]:
     """`Decoder.generate` with the new piece of each text, possibly empty."""
     streams: dict[Continuation, TextStream] = {}
-    for text in decoder.generate(texts, keeps=keeps):
+    for text in decoder.generate(texts, reuse_cache=reuse_cache):
         stream = streams.setdefault(text, TextStream(tokenizer, stops))
         piece = stream.read(text)
         if text.stopped:

@@ -25,7 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint, Stored, opened, safetensors_bytes, write_file
+from handgrad.checkpoint import (
+    OPTIMIZER_FILE,
+    WEIGHTS_FILE,
+    Checkpoint,
+    Stored,
+    open_tensors,
+    safetensors_bytes,
+    write_file,
+)
 from handgrad.config import WHOLE, ModelShape
 from handgrad.data.chat_template import CHAT_TEMPLATE_FILE, plain_template, template_text
 from handgrad.data.hub import hub_failures
@@ -157,10 +165,10 @@ def export_llmc(
             raise UsageError(f"llm.c's state is AdamW's, found a run of {optimizer}; export the weights alone")
         if checkpoint.manifest["config"].get("lora"):
             raise UsageError(f"{checkpoint.folder} has moments of adapters alone; export the weights alone")
-        if "m.wte" not in checkpoint.places:
+        if "m.wte" not in checkpoint.file_of_tensor:
             raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
         tensors |= {"m": stored(OPTIMIZER_FILE, "m."), "v": stored(OPTIMIZER_FILE, "v.")}
-        with opened(checkpoint.places["wte"]) as weights:
+        with open_tensors(checkpoint.file_of_tensor["wte"]) as weights:
             if weights.get_slice("wte").get_dtype() != "BF16":  # a run without master weights stores bf16
                 tensors["master"] = stored(WEIGHTS_FILE, "")
 

@@ -85,7 +85,7 @@ def read_sizes(source: str) -> dict[str, Any]:
     if is_llmc(path):
         shape = read_model(path).shape
     elif is_ours(path):
-        run = path.parent if checkpoint.means_best(path) else path
+        run = path.parent if checkpoint.is_best_alias(path) else path
         config = checkpoint.peek_config(run)
         if config is None or not all(type(config.get(name)) is int for name in SIZES):
             raise DataError(f"{source} holds no checkpoint; give a run folder or RUN/checkpoints/step_00001000")
@@ -108,7 +108,7 @@ def is_llmc(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    return (path / MANIFEST).exists() or (path / CHECKPOINTS).is_dir() or checkpoint.means_best(path)
+    return (path / MANIFEST).exists() or (path / CHECKPOINTS).is_dir() or checkpoint.is_best_alias(path)
 
 
 def folder_of(source: str, files: tuple[str, ...]) -> Path:

@@ -2,6 +2,7 @@
 
 tables     the products that have adapters, the adapters' rows, the memory beside them
 reference  the operations that add into a product, in plain torch; `cuda`: on NVIDIA GPUs
+products   the adapters' products, added to those of their weights
 bind       the operations of a model whose weights have adapters
 merge      weights with their adapters added
 """

@@ -17,11 +17,11 @@ from handgrad.dtypes import accumulation_dtype
 from handgrad.errors import UsageError
 from handgrad.lora_shape import LoraShape
 from handgrad.models import architecture
-from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, laid_out
+from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, lay_out
 from handgrad.training.state import BASE
 
 RANK_MULTIPLE = 8
-BESIDE = "adapters at work"  # the arena's allocation of their activations
+KIND = "adapters at work"  # the arena's allocation of their activations
 
 # The products that a matrix holds, by architecture.
 MATRICES = {
@@ -93,7 +93,7 @@ class LoraDesign:
 
     def table(self, lanes: int) -> Table:
         """The rows that train, laid out."""
-        return laid_out((row for adapter in self.adapters for row in adapter.rows()), lanes)
+        return lay_out((row for adapter in self.adapters for row in adapter.rows()), lanes)
 
     def flops_per_token(self, flops: float, base: Table, shape: ModelShape) -> float:
         """Forward and backward, of a model that takes `flops` when all of it trains: without the gradients of the blocks'
@@ -149,9 +149,9 @@ def adapter_buffers(design: LoraDesign, base: Table, tokens: int, dtype: torch.d
     wide = max(adapter.outputs * adapter.ranks for adapter in design.adapters)
     vector = max(row.elements for row in base if len(row.shape) == 1)
     return [
-        Buffer("lora.u", (tokens * ranks,), dtype, BESIDE),
-        Buffer("lora.du", (tokens * ranks,), dtype, BESIDE),
-        Buffer("lora.wide", (wide,), dtype, BESIDE),
-        Buffer("lora.dwide", (wide,), exact, BESIDE),
-        Buffer("lora.unread", (2, vector), exact, BESIDE),
+        Buffer("lora.u", (tokens * ranks,), dtype, KIND),
+        Buffer("lora.du", (tokens * ranks,), dtype, KIND),
+        Buffer("lora.wide", (wide,), dtype, KIND),
+        Buffer("lora.dwide", (wide,), exact, KIND),
+        Buffer("lora.unread", (2, vector), exact, KIND),
     ]

@@ -29,7 +29,7 @@ from handgrad.config import ModelShape
 from handgrad.models.activations import ActivationRow
 from handgrad.models.documents import document_buffers
 from handgrad.models.passes import head_losses, run
-from handgrad.models.rows import ParameterRow, Table, laid_out, named
+from handgrad.models.rows import ParameterRow, Table, lay_out, named
 
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
 
@@ -41,7 +41,7 @@ def architecture(shape: ModelShape) -> ModuleType:
 
 def parameter_table(shape: ModelShape, lanes: int = 1, whole: Callable[[ParameterRow], bool] = lambda row: False) -> Table:
     """The parameters with their places in the flat buffers; `whole`: those that the optimizer updates in one call."""
-    return laid_out(architecture(shape).parameters(shape), lanes, whole)
+    return lay_out(architecture(shape).parameters(shape), lanes, whole)
 
 
 def named_weights(shape: ModelShape, flat: Tensor, table: Table) -> Any:

@@ -1,8 +1,8 @@
 """The rows of a model's activations, and of their gradients: the fields of dataclasses, as the parameters' are.
 
-activation  shape, dtype, the stages it lives through, the recompute level from which it is made again; the gradients of
-            activations are such rows as well, each a buffer that all blocks use in turn
-given       an input that only some runs have
+activation      shape, dtype, the stages it lives through, the recompute level from which it is recomputed; the gradients of
+                activations are such rows as well, each a buffer that all blocks use in turn
+optional_input  an input that only some runs have
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from handgrad.arena import ALWAYS, Buffer, Interval
 from handgrad.dtypes import accumulation_dtype
-from handgrad.models.lifetimes import NEVER, WHOLE_BLOCKS, Clock, Lives, lived_again
+from handgrad.models.lifetimes import NEVER, WHOLE_BLOCKS, Clock, Lives, recomputed_lifetimes
 from handgrad.models.rows import KIND, Dims, Fp8, sizes
 
 
@@ -24,20 +24,20 @@ def activation(
     dtype: torch.dtype | Literal["16-bit", "statistics"] = "16-bit",
     *,
     lives: Lives | None = None,
-    remade_from: int = NEVER,
+    recomputed_from: int = NEVER,
     fp8: Fp8 | None = None,
     of: str = "",
     optional: bool = False,
 ) -> Any:
     """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for that of sums. `lives`:
-    the ticks it lives through (all by default); `remade_from`: the recompute level from which it lives at the first and the
-    last of them only (but see `lived_again`). `of`: it is another name of that tensor; only its fp8 forms have
+    the ticks it lives through (all by default); `recomputed_from`: the recompute level from which it lives at the first and
+    the last of them only (but see `recomputed_lifetimes`). `of`: it is another name of that tensor; only its fp8 forms have
     memory of their own. `optional`: a model may be without it."""
-    row = {"shape": shape, "dtype": dtype, "lives": lives, "remade_from": remade_from, "fp8": fp8, "of": of}
+    row = {"shape": shape, "dtype": dtype, "lives": lives, "recomputed_from": recomputed_from, "fp8": fp8, "of": of}
     return field(metadata=row | {"optional": optional})
 
 
-def given() -> Any:
+def optional_input() -> Any:
     """An input that only some runs have: their view of this name, else None (`models.documents`)."""
     return field(metadata={"optional": True})
 
@@ -49,7 +49,7 @@ class PassTensors:
     tokens: Tensor = activation("B T", torch.int64)
     targets: Tensor = activation("B T", torch.int64)
     sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
-    document_starts: Tensor | None = given()  # where a row holds several documents
+    document_starts: Tensor | None = optional_input()  # where a row holds several documents
     losses: Tensor = activation("N", "statistics")
     scratch: Tensor = activation("scratch", torch.uint8)
 
@@ -62,15 +62,15 @@ class ActivationRow:
     shape: tuple[int, ...]
     dtype: torch.dtype
     ticks: tuple[Interval, ...]
-    remade_from: int = NEVER
+    recomputed_from: int = NEVER
     fp8: Fp8 | None = None
     of: str = ""  # another name of that tensor: no memory of its own
-    again: tuple[Interval, ...] = ()  # the lifetimes of a block's tensor at `WHOLE_BLOCKS`
+    whole_blocks: tuple[Interval, ...] = ()  # the lifetimes of a block's tensor at the recompute level `WHOLE_BLOCKS`
 
     def lifetimes(self, recompute: int) -> tuple[Interval, ...]:
-        if recompute >= WHOLE_BLOCKS and self.again:
-            return self.again
-        if recompute < self.remade_from:
+        if recompute >= WHOLE_BLOCKS and self.whole_blocks:
+            return self.whole_blocks
+        if recompute < self.recomputed_from:
             return self.ticks
         ((first, last),) = self.ticks
         return ((first, first), (last, last))
@@ -92,8 +92,8 @@ def activation_rows(
             ticks = row["lives"](clock) if row["lives"] else ALWAYS
             dtype = dtypes.get(row["dtype"], row["dtype"])
             shape = sizes(row["shape"], dims)
-            again = lived_again(clock, ticks) if prefix and clock.training else ()
-            yield ActivationRow(prefix + f.name, shape, dtype, ticks, row["remade_from"], row["fp8"], row["of"], again)
+            whole = recomputed_lifetimes(clock, ticks) if prefix and clock.training else ()
+            yield ActivationRow(prefix + f.name, shape, dtype, ticks, row["recomputed_from"], row["fp8"], row["of"], whole)
 
 
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:

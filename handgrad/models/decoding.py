@@ -25,9 +25,9 @@ Block = TypeVar("Block")
 
 @dataclass
 class Sequences:
-    """The state of B sequences, and the buffers that take in R tokens of prompts or one token per sequence."""
+    """The state of B sequences, and the buffers for R tokens of prompts or one token per sequence."""
 
-    tokens: Tensor = activation("B", torch.int64)  # the last token of each, not yet taken in
+    tokens: Tensor = activation("B", torch.int64)  # the last token of each, which the next step reads
     chosen: Tensor = activation("B", torch.int64)  # the step's choice, or -1
     positions: Tensor = activation("B", torch.int64)  # of `tokens` in the context, from 0
     places: Tensor = activation("B", torch.int64)  # of the token to be chosen in the whole text
@@ -38,7 +38,7 @@ class Sequences:
     values: Tensor = activation("L B K maxT D")
     scratch: Tensor = activation("scratch", torch.uint8)
     prompt_tokens: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)
-    prompt_positions: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)  # where the caches have begun them
+    prompt_positions: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)  # of an append
     prompt_slots: Tensor = activation("B", torch.int64, lives=lambda _: PROMPTS)  # the sequences that they belong to
     logits: Tensor = activation("B Vp", lives=lambda _: STEP)
 
@@ -55,7 +55,7 @@ def decoding_rows(
     widest: int = 0,
 ) -> Iterator[ActivationRow]:
     """The rows of `Sequences` and of two of `block`, the prefill's and the step's, for `batch` sequences, and for prompts
-    that are taken in by `prompt_tokens` at a time. `widest`: columns of the widest product, by default of F."""
+    that are prefilled by `prompt_tokens` at a time. `widest`: columns of the widest product, by default of F."""
     tokens, C = max(batch, prompt_tokens), shape.channels
     sizes = {**dims, "B": batch, "R": prompt_tokens}
     choosing = ops.decode.choosing_scratch_bytes(batch=batch, vocab_size=shape.vocab_size)
@@ -79,11 +79,11 @@ def step_attention(ops: ModuleType, block: Any, sequences: Sequences, layer: int
     return attention
 
 
-def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, begun: bool) -> None:
-    """The keys and values of `batch` prompts into the layer's cache: from position 0 on, or where the caches have `begun`
-    them, at `prompt_positions`."""
+def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool) -> None:
+    """The keys and values of `batch` prompts into the layer's cache: from position 0 on, or, with `append`, at
+    `prompt_positions`."""
     cache, slots = (sequences.keys[layer], sequences.values[layer]), sequences.prompt_slots[:batch]
-    if begun:
+    if append:
         positions = sequences.prompt_positions[: block.qkv.shape[0]]
         ops.decode.store_keys_values_at(*cache, block.qkv, slots, positions)
     else:
@@ -91,14 +91,14 @@ def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int,
 
 
 def prompt_attention(
-    ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, begun: bool
+    ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool
 ) -> Attention:
-    """Stores the keys and values of prompts, whose tokens attend to each other, or over the layer's cache where that has
-    `begun` them."""
+    """Stores the keys and values of prompts, whose tokens attend to each other, or, with `append`, over the layer's
+    cache."""
 
     def attend() -> None:
-        store_prompts(ops, block, sequences, layer, batch, begun=begun)
-        if begun:
+        store_prompts(ops, block, sequences, layer, batch, append=append)
+        if append:
             cache = sequences.keys[layer], sequences.values[layer]
             places = sequences.prompt_slots[:batch], sequences.prompt_positions[: block.qkv.shape[0]]
             ops.decode.attention_append(block.atty, *cache, block.qkv, *places, scratch=sequences.scratch)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.activations import ActivationRow, PassTensors, activation, given, rows_of_pass
+from handgrad.models.activations import ActivationRow, PassTensors, activation, optional_input, rows_of_pass
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
@@ -101,25 +101,25 @@ def flops_per_token(shape: ModelShape) -> float:
 
 @dataclass
 class BlockActivations:
-    ln1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2, fp8=Fp8("qkv"))
+    ln1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2, fp8=Fp8("qkv"))
     ln1_mean: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     ln1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     qkv: Tensor = activation("N 3C", lives=kept(ATTENTION))
     atty: Tensor = activation("N C", lives=kept(ATTENTION), fp8=Fp8("proj", keeps_16bit=True))  # attention's output
     lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
     residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
-    ln2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2, fp8=Fp8("mlp", redone_from=1))
+    ln2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2, fp8=Fp8("mlp", rerun_from=1))
     ln2_mean: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
     ln2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
-    fc: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1)  # before GELU
-    gelu: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1, fp8=Fp8("mlp", late_columns=True))
+    fc: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)  # before GELU
+    gelu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1, fp8=Fp8("mlp", late_columns=True))
     residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
 
 
 @dataclass
 class Activations(PassTensors):
-    positions: Tensor | None = given()  # of each token in its document, where a row holds several
-    sorted_by_position: Tensor | None = given()
+    positions: Tensor | None = optional_input()  # of each token in its document, where a row holds several
+    sorted_by_position: Tensor | None = optional_input()
     embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
@@ -185,9 +185,9 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
 
 
 def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Attention, s: Tensor, *, again: bool = False
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Attention, s: Tensor, *, rerun: bool = False
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `attend` reads act.qkv, and in generation the cache. `again`: in the
+    """x (N, C) -> act.residual_out (N, C). `attend` reads act.qkv, and in generation the cache. `rerun`: in the
     backward, which does not read the last product."""
     ln1, ln2 = (act.ln1, act.ln1_mean, act.ln1_rstd), (act.ln2, act.ln2_mean, act.ln2_rstd)
     qkv, proj = (w.qkv_weight, w.qkv_bias), (w.proj_weight, w.proj_bias)
@@ -197,7 +197,7 @@ def block_forward(
     ops.layernorm_linear_gelu_forward(  # h = GELU(LN(a) W^T + b)
         act.gelu, act.fc, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias, *fc, scratch=s
     )
-    if not again:
+    if not rerun:
         ops.linear_residual_forward(act.residual_out, act.residual_mid, act.gelu, *fcproj, scratch=s)  # a + h W^T + b
 
 
@@ -258,7 +258,7 @@ def block_backward(
     """
     s, ln1, ln2 = whole.scratch, (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
     if recompute == WHOLE_BLOCKS:
-        block_forward(ops, w, act, x, training_attention(ops, act, whole), s, again=True)
+        block_forward(ops, w, act, x, training_attention(ops, act, whole), s, rerun=True)
     elif recompute:
         if recompute == 2:
             ops.layernorm_forward(act.ln2, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias)
@@ -288,13 +288,13 @@ class Decoding(Sequences):
 def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
-    """The rows of `Decoding` for `batch` sequences, and for prompts that are taken in by `prompt_tokens` at a time."""
+    """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
     return decoding_rows(BlockActivations, dims(shape), shape, batch, prompt_tokens, dtype, ops)
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """Takes in b.tokens at b.positions (the earlier tokens of a sequence were taken in before) -> b.logits (B, Vp) for the
-    tokens that follow. `ops`: those of generation, one row per sequence."""
+    """b.tokens (B) at b.positions, over the cached keys and values of the tokens before them -> b.logits (B, Vp) for those
+    that follow. `ops`: those of generation, one row per sequence."""
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     ops.embedding_decode(x, b.tokens, b.positions, w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks):
@@ -304,23 +304,23 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
 
 
 def prefill(
-    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, begun: bool = False
+    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
     """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
-    or, where the caches have `begun` these prompts, at b.prompt_positions (N).
+    or, with `append`, at b.prompt_positions (N), behind the prompts' earlier tokens.
 
     Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
     before it reads it."""
     N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out, b.prompt_tokens[:N]
-    if begun:
+    if append:
         ops.decode.embedding_decode(x, tokens, b.prompt_positions[:N], w.wte, w.wpe)
     else:
         ops.embedding_forward(x, tokens.view(batch, length), w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks[:-1]):
-        block_forward(ops, weights, act, x, prompt_attention(ops, act, b, layer, batch, begun=begun), s)
+        block_forward(ops, weights, act, x, prompt_attention(ops, act, b, layer, batch, append=append), s)
     last = w.blocks[-1]  # of which the keys and values alone are read
     norm = act.ln1, act.ln1_mean, act.ln1_rstd, x, last.ln1_weight, last.ln1_bias
     ops.layernorm_linear_forward(act.qkv, *norm, last.qkv_weight, last.qkv_bias, scratch=s)
-    store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)
+    store_prompts(ops, act, b, len(w.blocks) - 1, batch, append=append)

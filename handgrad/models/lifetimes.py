@@ -42,7 +42,7 @@ def kept(stage: int, until: int | None = None) -> Lives:
     return lambda clock: ((clock.tick(stage), clock.mirrored(clock.tick(stage if until is None else until))),)
 
 
-def lived_again(clock: Clock, ticks: tuple[Interval, ...]) -> tuple[Interval, ...]:
+def recomputed_lifetimes(clock: Clock, ticks: tuple[Interval, ...]) -> tuple[Interval, ...]:
     """The ticks of a block's tensor at `WHOLE_BLOCKS`: those of its readers in the forward; then, made again as the block's
     backward begins, to its last reader there. Tensors that the blocks above alone read are kept."""
     ((first, last),) = ticks

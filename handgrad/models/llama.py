@@ -88,17 +88,17 @@ def block_forward(
     s: Tensor,
     epsilon: float,
     *,
-    again: bool = False,
+    rerun: bool = False,
 ) -> None:
     """x (N, C) -> act.residual_out (N, C). `before_attention` changes act.qkv, and `attend` reads it, in generation the
-    cache as well. `again`: in the backward, which does not read the last product."""
+    cache as well. `rerun`: in the backward, which does not read the last product."""
     queries_keys_values(ops, w, act, x, s, epsilon)
     before_attention()  # q, k = R(q), R(k)
     attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
     outs, norm = (act.swiglu, act.hidden), (act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain)
     # [g u] = RMS(a) W^T, h = silu(g) u
     ops.gained_rmsnorm_linear_swiglu_forward(*outs, *norm, w.gate_up_weight, epsilon=epsilon, scratch=s)
-    if not again:
+    if not rerun:
         down = act.residual_mid, act.swiglu, w.down_weight, None
         ops.linear_residual_forward(act.residual_out, *down, scratch=s)  # a + h W^T
 
@@ -160,7 +160,7 @@ def block_backward(
     s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
     if recompute == WHOLE_BLOCKS:
         rotated = norm_and_rotate(ops, w, act, shape, length=length)
-        block_forward(ops, w, act, x, rotated, training_attention(ops, act, whole), s, epsilon, again=True)
+        block_forward(ops, w, act, x, rotated, training_attention(ops, act, whole), s, epsilon, rerun=True)
     elif recompute:
         if recompute == 2:
             ops.gained_rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
@@ -204,7 +204,7 @@ class Decoding(Sequences):
 def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
-    """The rows of `Decoding` for `batch` sequences, and for prompts that are taken in by `prompt_tokens` at a time."""
+    """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
     sizes = dims(shape)
     widest = max(sizes["2F"], sizes["QKV"])
     rows = decoding_rows(BlockActivations, sizes, shape, batch, prompt_tokens, dtype, ops, widest=widest)
@@ -212,8 +212,8 @@ def decoding(
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """Takes in b.tokens at b.positions (the earlier tokens of a sequence were taken in before) -> b.logits (B, Vp) for the
-    tokens that follow. `ops`: those of generation, one row per sequence."""
+    """b.tokens (B) at b.positions, over the cached keys and values of the tokens before them -> b.logits (B, Vp) for those
+    that follow. `ops`: those of generation, one row per sequence."""
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     epsilon = shape.family.norm_epsilon
     ops.token_embedding_decode(x, b.tokens, w.wte)
@@ -225,24 +225,24 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
 
 
 def prefill(
-    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, begun: bool = False
+    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
     """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
-    or, where the caches have `begun` these prompts, at b.prompt_positions (N).
+    or, with `append`, at b.prompt_positions (N), behind the prompts' earlier tokens.
 
     Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
     before it reads it."""
     N, s, epsilon = batch * length, b.scratch, shape.family.norm_epsilon
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
-    at_places = ops.decode if begun else ops
-    place: dict[str, Any] = {"positions": b.prompt_positions[:N]} if begun else {"length": length}
+    at_places = ops.decode if append else ops
+    place: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}
     ops.token_embedding_forward(x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks[:-1]):
         rotated = norm_and_rotate(at_places, weights, act, shape, **place)
-        attention = prompt_attention(ops, act, b, layer, batch, begun=begun)
+        attention = prompt_attention(ops, act, b, layer, batch, append=append)
         block_forward(ops, weights, act, x, rotated, attention, s, epsilon)
     last = w.blocks[-1]  # of which the keys and values alone are read
     queries_keys_values(ops, last, act, x, s, epsilon)
     norm_and_rotate(at_places, last, act, shape, **place)()
-    store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)
+    store_prompts(ops, act, b, len(w.blocks) - 1, batch, append=append)

@@ -73,7 +73,7 @@ class Weights:
 
     wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V", fp8=Fp8("head"))
     blocks: list[BlockWeights] = repeated(BlockWeights)
-    head: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="head", stored_rows="V", fp8=Fp8("head"), otherwise="wte")
+    head: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="head", stored_rows="V", fp8=Fp8("head"), fallback="wte")
     lnf_gain: Tensor = parameter("C", ONES, "vector", bucket="head")
 
 
@@ -96,18 +96,20 @@ def flops_per_token(shape: ModelShape) -> float:
 
 @dataclass
 class BlockActivations:
-    norm1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2, fp8=Fp8("qkv"))
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2, fp8=Fp8("qkv"))
     norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     heads: Tensor = activation("N QKV", lives=kept(ATTENTION), optional=True)  # before the norm of queries and keys
     heads_rstd: Tensor = activation("N H+K", "statistics", lives=kept(ATTENTION), optional=True)
-    qkv: Tensor = activation("N QKV", lives=kept(ATTENTION), remade_from=2)  # queries and keys rotated; see `activations`
+    qkv: Tensor = activation(
+        "N QKV", lives=kept(ATTENTION), recomputed_from=2
+    )  # queries and keys rotated; see `activations`
     atty: Tensor = activation("N HD", lives=kept(ATTENTION), fp8=Fp8("proj", keeps_16bit=True))  # attention's output
     lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
     residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
-    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2, fp8=Fp8("mlp", redone_from=1))
+    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2, fp8=Fp8("mlp", rerun_from=1))
     norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
-    hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), remade_from=1)  # gates g, then the numbers u
-    swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1, fp8=Fp8("mlp", late_columns=True))
+    hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), recomputed_from=1)  # gates g, then the numbers u
+    swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1, fp8=Fp8("mlp", late_columns=True))
     residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
 
 
@@ -164,4 +166,4 @@ def activations(
     for row in rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=widest):
         if has(shape, row.name):
             is_kept = row.name.endswith(".qkv") and not shape.family.qk_norm
-            yield replace(row, remade_from=NEVER) if is_kept else row
+            yield replace(row, recomputed_from=NEVER) if is_kept else row

@@ -46,7 +46,7 @@ from handgrad.models.modern_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Attention, Launch, Stage, head_backward, nothing, training_attention
+from handgrad.models.passes import Attention, Launch, Stage, head_backward, no_launch, training_attention
 from handgrad.models.rows import repeated
 
 # Queries and keys before attention, and back: normalised and rotated, one of the two, or as they are.
@@ -55,7 +55,7 @@ from handgrad.models.rows import repeated
 def norm_and_rotate(ops: ModuleType, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
     """`place`: the `length` of the samples at hand, or the `positions` of one token per sequence."""
     if not shape.has("rotary"):
-        return nothing if act.qk_rstd is None else partial(ops.qk_norm_forward, act.qkv, act.qk_rstd)
+        return no_launch if act.qk_rstd is None else partial(ops.qk_norm_forward, act.qkv, act.qk_rstd)
     if act.qk_rstd is None:
         return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **place)
     return partial(ops.qk_norm_rotary_forward, act.qkv, act.qk_rstd, **place)
@@ -140,7 +140,7 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     stages = [Stage("embedding", partial(embedding_forward, ops, w, act))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         if weights.value_embedding is not None:
-            stages.append(Stage(f"values.{layer}", nothing))
+            stages.append(Stage(f"values.{layer}", no_launch))
         before = before_attention_of(ops, weights, block, act, shape)
         run = partial(block_forward, ops, weights, block, x, act.first, before, training_attention(ops, block, act), s)
         stages.append(Stage(f"blocks.{layer}", run))
@@ -172,16 +172,16 @@ def block_forward(
     attend: Attention,
     s: Tensor,
     *,
-    again: bool = False,
+    rerun: bool = False,
 ) -> None:
     """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `before_attention` changes act.qkv, and `attend`
-    reads it, in generation the cache as well. `again`: in the backward, which does not read the last product."""
+    reads it, in generation the cache as well. `rerun`: in the backward, which does not read the last product."""
     x = queries_keys_values(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
     before_attention()  # q, k = R(RMS(q)), R(RMS(k)), v = v + g ve[token]
     attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
     norm = act.norm2, act.norm2_rstd, act.residual_mid
     ops.rmsnorm_linear_relu2_forward(act.hidden, *norm, w.fc_weight, scratch=s)  # h = max(RMS(a) W^T, 0)^2
-    if not again:
+    if not rerun:
         fcproj = act.residual_mid, act.hidden, w.fcproj_weight, None
         ops.linear_residual_forward(act.residual_out, *fcproj, scratch=s)  # a + h W^T
 
@@ -241,7 +241,7 @@ def block_backward(
     s = whole.scratch
     if recompute == WHOLE_BLOCKS:
         before = before_attention_of(ops, w, act, whole, shape)
-        block_forward(ops, w, act, x, whole.first, before, training_attention(ops, act, whole), s, again=True)
+        block_forward(ops, w, act, x, whole.first, before, training_attention(ops, act, whole), s, rerun=True)
     elif recompute:
         if recompute == 2:
             ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid)
@@ -283,14 +283,14 @@ class Decoding(Sequences):
 def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
-    """The rows of `Decoding` for `batch` sequences, and for prompts that are taken in by `prompt_tokens` at a time."""
+    """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
     rows = decoding_rows(DecodingBlock, dims(shape), shape, batch, prompt_tokens, dtype, ops)
     return (row for row in rows if has(shape, row.name))
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """Takes in b.tokens at b.positions (the earlier tokens of a sequence were taken in before) -> b.logits (B, Vp) for the
-    tokens that follow. `ops`: those of generation, one row per sequence."""
+    """b.tokens (B) at b.positions, over the cached keys and values of the tokens before them -> b.logits (B, Vp) for those
+    that follow. `ops`: those of generation, one row per sequence."""
     s, act = b.scratch, b.blocks[1]
     x = act.residual_out if act.first is None else act.first
     rotated = norm_and_rotate(ops, act, shape, positions=b.positions)
@@ -322,17 +322,17 @@ def values_of_step(
 
 
 def prefill(
-    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, begun: bool = False
+    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
     """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
-    or, where the caches have `begun` these prompts, at b.prompt_positions (N).
+    or, with `append`, at b.prompt_positions (N), behind the prompts' earlier tokens.
 
     Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
     before it reads it."""
     N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out if act.first is None else act.first, b.prompt_tokens[:N].view(batch, length)
-    if begun:
+    if append:
         rotated = norm_and_rotate(ops.decode, act, shape, positions=b.prompt_positions[:N])
     else:
         rotated = norm_and_rotate(ops, act, shape, length=length)
@@ -341,10 +341,10 @@ def prefill(
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
     for layer, weights in enumerate(w.blocks[:-1]):
         before = with_values(ops, rotated, weights, act, tokens)
-        attention = prompt_attention(ops, act, b, layer, batch, begun=begun)
+        attention = prompt_attention(ops, act, b, layer, batch, append=append)
         block_forward(ops, weights, act, x, act.first, before, attention, s)
         x = act.residual_out
     last = w.blocks[-1]  # of which the keys and values alone are read
     queries_keys_values(ops, last, act, x, act.first, s)
     with_values(ops, rotated, last, act, tokens)()
-    store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)
+    store_prompts(ops, act, b, len(w.blocks) - 1, batch, append=append)

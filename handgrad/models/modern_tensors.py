@@ -89,7 +89,7 @@ class Weights:
 
     wte: Tensor = parameter("Vp C", EMBEDDING, "embedding", bucket="embedding", stored_rows="V", fp8=Fp8("head"))
     blocks: list[BlockWeights] = repeated(BlockWeights)
-    head: Tensor = parameter("Vp C", ZEROS, "embedding", bucket="head", stored_rows="V", fp8=Fp8("head"), otherwise="wte")
+    head: Tensor = parameter("Vp C", ZEROS, "embedding", bucket="head", stored_rows="V", fp8=Fp8("head"), fallback="wte")
 
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
@@ -125,7 +125,7 @@ HIDDEN = Fp8("mlp", keeps_16bit=True, late_columns=True)  # the squared ReLU's b
 class BlockActivations:
     # The stream as the scalars change it: attention's product adds to it, the backward makes it again.
     mixed: Tensor = activation("N C", lives=lambda clock: ((clock.tick(ATTENTION), clock.tick(ATTENTION)),), optional=True)
-    norm1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2, fp8=NORM1)
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2, fp8=NORM1)
     norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     qkv: Tensor = activation("N 3C", lives=kept(ATTENTION))  # queries and keys normalised and rotated
     qk_rstd: Tensor = activation("N 2H", "statistics", lives=kept(ATTENTION), optional=True)
@@ -133,9 +133,9 @@ class BlockActivations:
     atty: Tensor = activation("N C", lives=kept(ATTENTION), fp8=Fp8("proj", keeps_16bit=True))  # attention's output
     lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
     residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
-    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2, fp8=Fp8("mlp", redone_from=1))
+    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2, fp8=Fp8("mlp", rerun_from=1))
     norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
-    hidden: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1, fp8=HIDDEN)  # after the squared ReLU
+    hidden: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1, fp8=HIDDEN)  # after the squared ReLU
     residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
 
 

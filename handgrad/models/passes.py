@@ -14,7 +14,7 @@ from handgrad.config import ModelShape
 Launch = Callable[[], None]
 
 
-def nothing() -> None:
+def no_launch() -> None:
     """Launches nothing, in the place of an operation that a model lacks, or in a stage that only marks where its bucket's
     weights are needed."""
 

@@ -58,7 +58,7 @@ class Fp8:
     part: str
     gradient: bool = False  # of an activation; the blocks make theirs one after another in the same memory
     keeps_16bit: bool = False  # another reader wants it in 16 bits as well
-    redone_from: int = NEVER  # recompute level from which the GEMM that reads `rows` runs again in the backward
+    rerun_from: int = NEVER  # recompute level from which the GEMM that reads `rows` runs again in the backward
     late_columns: bool = False  # `columns` are made in the backward
     wide: bool = False  # a gradient whose parts differ in size by more than e4m3's range
     workspace: str = ""  # a 16-bit tensor that its producer passes through
@@ -75,16 +75,16 @@ def parameter(
     bucket: str = "",
     stored_rows: str = "",
     fp8: Fp8 | None = None,
-    otherwise: str = "",
+    fallback: str = "",
     optional: bool = False,
     rate: float = 1.0,
 ) -> Any:
     """A parameter. `bucket`: the parameters whose gradients are complete at the same moment (a block's have its name);
     `stored_rows`: the letter of the rows that are saved, where padding rows follow them. A model may be without it, if it
-    is `optional` or has an `otherwise`: the tensor that serves in its place. `rate`: its learning rate over the
+    is `optional` or has a `fallback`: the tensor that serves in its place. `rate`: its learning rate over the
     step's, with AdamW."""
     row = {"shape": shape, "init": init, "group": group, "bucket": bucket, "stored": stored_rows, "fp8": fp8}
-    return field(metadata=row | {"of": otherwise, "optional": optional, "rate": rate})
+    return field(metadata=row | {"of": fallback, "optional": optional, "rate": rate})
 
 
 def shared(of: str = "") -> Any:
@@ -161,7 +161,7 @@ def parameter_rows(tensors: type, dims: Dims, layers: int, prefix: str = "") -> 
             yield ParameterRow(name, shape, stored, row["init"], std, row["group"], bucket, row["fp8"], **more)
 
 
-def laid_out(
+def lay_out(
     rows: Iterable[ParameterRow], lanes: int = 1, whole: Callable[[ParameterRow], bool] = lambda row: False
 ) -> Table:
     """The rows with their offsets. With several `lanes` each bucket can be cut into as many aligned parts: equal ones, or,

@@ -29,7 +29,7 @@ class GradientSync:
         self.buckets = design.buckets
         self.by_name = {bucket.name: bucket for bucket in self.buckets}
         ring = gradient_ring(self.buckets) if self.sharding.shards_gradients else {}
-        self.places = ring or {bucket.name: bucket.flat for bucket in self.buckets}  # of the gradients
+        self.gradient_ranges = ring or {bucket.name: bucket.flat for bucket in self.buckets}  # of the gradients
         self.lane_sums = state.views["gradients"]  # (levels, elements): the lane at work, and partial sums that wait
         self.gradients = self.lane_sums[0]
         self.own_norms = state.views["own_norms"] if ranks.size > 1 else None  # (2, blocks) of this rank's own lanes
@@ -38,10 +38,10 @@ class GradientSync:
         self.step = 0
         cuda = design.device.type == "cuda" and ranks.size > 1
         self.stream = torch.cuda.Stream() if cuda else None
-        self.published = {bucket.name: torch.cuda.Event() for bucket in self.buckets} if cuda else {}
+        self.weights_ready = {bucket.name: torch.cuda.Event() for bucket in self.buckets} if cuda else {}
         self.received = torch.cuda.Event() if cuda else None
-        self.sending: list[tuple[Bucket, dist.Work]] = []
-        self.publishing: dict[str, dist.Work] = {}  # on a CPU: the buckets whose weights are in flight
+        self.gradients_in_flight: list[tuple[Bucket, dist.Work]] = []
+        self.weight_gathers: dict[str, dist.Work] = {}  # on a CPU: the buckets whose weights are in flight
 
     # A rank's own lanes.
 
@@ -61,40 +61,40 @@ class GradientSync:
             self.stack_lane(1, slice(None), last=True)
         if self.ranks.size > 1:
             for bucket in self.buckets:  # whose sums begin at any multiple of four bytes
-                self.take_own_norms(bucket)
-            self.sum_received(self.buckets[0])
+                self.sum_own_squares(bucket)
+            self.reduce_bucket(self.buckets[0])
 
     # Between ranks.
 
-    def send(self, name: str) -> None:
+    def send_gradients(self, name: str) -> None:
         """In the last micro-step of the last lane: sends a bucket that is complete."""
         bucket = self.by_name[name]
         with self.on_side_stream():
-            if self.overlaps(bucket):
-                self.receive()  # before its buffer is used again; the first bucket in memory has another
+            if self.overlaps_kernels(bucket):
+                self.reduce_received()  # before its buffer is used again; the first bucket in memory has another
             if self.received is not None:
                 self.received.record()
             if self.sharding.lanes_per_rank > 1:
                 self.stack_lane(self.sharding.lanes_per_rank - 1, bucket.flat, last=True)
-            self.take_own_norms(bucket)
-            sent, received = self.wire(bucket)
+            self.sum_own_squares(bucket)
+            sent, received = self.wire_buffers(bucket)
             if self.sharding.rounded:
-                sent.copy_(self.gradients[self.places[name]])
-            shares, overlapped = bucket.shares(self.ranks.size), self.overlaps(bucket)
+                sent.copy_(self.gradients[self.gradient_ranges[name]])
+            shares, overlapped = bucket.shares(self.ranks.size), self.overlaps_kernels(bucket)
             work = self.ranks.all_to_all(received, sent, f"gradients of {name}", shares, overlapped=overlapped)
-            self.sending.append((bucket, work))
+            self.gradients_in_flight.append((bucket, work))
         if self.sharding.shards_gradients:
             self.clear_ring(bucket)
 
-    def take_own_norms(self, bucket: Bucket) -> None:
+    def sum_own_squares(self, bucket: Bucket) -> None:
         """Sums the squares of this rank's own gradients of a bucket: they show whose lanes differ when a step is
         repeated."""
         assert self.own_norms is not None
         first = self.own_blocks[bucket.name]
         sums = self.own_norms[self.step % 2, first : first + norm_blocks_of(bucket)]
-        self.ops.squared_norms(sums, self.gradients[self.places[bucket.name]], block_elements=BLOCK_ELEMENTS)
+        self.ops.squared_norms(sums, self.gradients[self.gradient_ranges[bucket.name]], block_elements=BLOCK_ELEMENTS)
 
-    def overlaps(self, bucket: Bucket) -> bool:
+    def overlaps_kernels(self, bucket: Bucket) -> bool:
         """True if kernels run while this bucket travels: not with the first in memory, the last of a backward and the one
         that the next forward begins with."""
         return bucket is not self.buckets[0]
@@ -107,46 +107,46 @@ class GradientSync:
         if sent in blocks and (below := blocks.index(sent) - RING + 1) >= 0:
             if self.received is not None:
                 torch.cuda.current_stream().wait_event(self.received)
-            self.gradients[self.places[blocks[below].name]].zero_()
+            self.gradients[self.gradient_ranges[blocks[below].name]].zero_()
 
-    def receive(self) -> None:
+    def reduce_received(self) -> None:
         """Sums the buckets in flight over the ranks, where this rank owns them."""
-        while self.sending:
-            bucket, work = self.sending.pop(0)
+        while self.gradients_in_flight:
+            bucket, work = self.gradients_in_flight.pop(0)
             self.ranks.wait(work, f"gradients of {bucket.name}")
-            owned = self.sum_received(bucket)
+            owned = self.reduce_bucket(bucket)
             if not self.sharding.zero:
                 operation = f"gradients of {bucket.name} to all"
                 whole, shares = self.gradients[bucket.flat], bucket.shares(self.ranks.size)
-                work = self.ranks.all_gather(whole, owned, operation, shares, overlapped=self.overlaps(bucket))
+                work = self.ranks.all_gather(whole, owned, operation, shares, overlapped=self.overlaps_kernels(bucket))
                 self.ranks.wait(work, operation)
 
-    def sum_received(self, bucket: Bucket) -> Tensor:
+    def reduce_bucket(self, bucket: Bucket) -> Tensor:
         """Adds the ranks' sums of this rank's share of a bucket; returns that share of the step's gradient."""
         shard = self.state.views.get("gradient_shard")
         rank, ranks = self.ranks.rank, self.ranks.size
         owned = self.gradients[bucket.owned(rank, ranks)] if shard is None else shard[bucket.local(rank, ranks)]
-        _, received = self.wire(bucket)
+        _, received = self.wire_buffers(bucket)
         if owned.numel():
             self.ops.tree_sum(owned, received.view(ranks, -1), rounded=self.sharding.rounded)
         return owned
 
-    def wire(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    def wire_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """(the buffer that a rank sends of a bucket, the one it receives): the gradients as they are, or rounded."""
-        gradients = self.gradients[self.places[bucket.name]]
+        gradients = self.gradients[self.gradient_ranges[bucket.name]]
         exchange = self.state.views["exchange"].view(gradients.dtype)
         ranks, others = self.ranks.size, self.buckets[0].wire_elements(self.ranks.size)
-        exchange = exchange[others:] if self.overlaps(bucket) else exchange[:others]
+        exchange = exchange[others:] if self.overlaps_kernels(bucket) else exchange[:others]
         elements = ranks * bucket.shares(ranks)[self.ranks.rank]
         if not self.sharding.rounded:
             return gradients, exchange[:elements]
         halves = exchange.view(torch.bfloat16)
         return halves[: bucket.elements], halves[bucket.elements : bucket.elements + elements]
 
-    def all_received(self) -> None:
+    def await_gradients(self) -> None:
         """Ends a step's gradients: the current stream waits until the last bucket is summed."""
         with self.on_side_stream():
-            self.receive()
+            self.reduce_received()
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
@@ -166,7 +166,7 @@ class GradientSync:
 
     # The new weights.
 
-    def publish(self) -> None:
+    def gather_weights(self) -> None:
         """Starts to all-gather the new weights, in the order in which the next forward reads them."""
         if self.sharding.shards == 1:
             return
@@ -175,19 +175,19 @@ class GradientSync:
                 weights, operation = self.state.parameters, f"weights of {bucket.name}"
                 mine = weights[bucket.owned(self.ranks.rank, self.ranks.size)]
                 whole, shares = weights[bucket.flat], bucket.shares(self.ranks.size)
-                work = self.ranks.all_gather(whole, mine, operation, shares, overlapped=self.overlaps(bucket))
+                work = self.ranks.all_gather(whole, mine, operation, shares, overlapped=self.overlaps_kernels(bucket))
                 if self.stream is None:
-                    self.publishing[bucket.name] = work
+                    self.weight_gathers[bucket.name] = work
                 else:
                     self.ranks.wait(work, operation)
-                    self.published[bucket.name].record()
+                    self.weights_ready[bucket.name].record()
 
     def await_weights(self, name: str) -> None:
         """Makes the current stream (on a CPU the host) wait for this bucket's new weights."""
         if self.stream is not None:
-            torch.cuda.current_stream().wait_event(self.published[name])
-        elif name in self.publishing:
-            self.ranks.wait(self.publishing.pop(name), f"weights of {name}")
+            torch.cuda.current_stream().wait_event(self.weights_ready[name])
+        elif name in self.weight_gathers:
+            self.ranks.wait(self.weight_gathers.pop(name), f"weights of {name}")
 
     def await_all_weights(self) -> None:
         for bucket in self.buckets:

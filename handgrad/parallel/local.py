@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from handgrad.errors import INTERRUPTED, STOPPING, tell
+from handgrad.errors import INTERRUPTED, STOPPING, print_message
 
 LAUNCHER = "HANDGRAD_LAUNCHER"  # the launcher's process id, in the environment of its ranks
 FORWARDED = (signal.SIGINT, *(number for number in STOPPING if number != signal.SIGXCPU))  # a rank has its own CPU time
@@ -53,7 +53,7 @@ def run_ranks(
             for rank in range(size):
                 (Path(folder) / str(rank)).mkdir()
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-                place["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}/error.json"  # `errors.is_first`
+                place["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}/error.json"  # `errors.is_first_to_print`
                 start = subprocess.Popen
                 if not received:
                     processes.append(start(command, env=shared | place, stdin=subprocess.DEVNULL, process_group=0))
@@ -63,9 +63,9 @@ def run_ranks(
     codes = [process.wait() for process in processes]
     for rank, code in enumerate(codes):
         if code < 0 and not received and code != -signal.SIGTERM:
-            tell(f"{f'rank {rank}' if size > 1 else 'the run'} was ended by {signal.Signals(-code).name}")
+            print_message(f"{f'rank {rank}' if size > 1 else 'the run'} was ended by {signal.Signals(-code).name}")
     if received and all(code < 0 for code in codes):  # before they could say anything
-        tell("interrupted")
+        print_message("interrupted")
     return worst_code(codes) if codes else INTERRUPTED
 
 

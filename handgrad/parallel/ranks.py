@@ -243,15 +243,15 @@ def is_network_error(error: RuntimeError) -> bool:
 
 def error_text(error: BaseException) -> str:
     """One line, never empty, which would be an orderly end: the error's own for a user, else its type and text."""
-    if (told := user_error(error)) is not None and (text := " ".join(str(told).split())):
+    if (message := user_error(error)) is not None and (text := " ".join(str(message).split())):
         return text
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def exit_code(error: BaseException) -> int:
-    if (told := user_error(error)) is not None:
-        return told.exit_code
+    if (message := user_error(error)) is not None:
+        return message.exit_code
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 

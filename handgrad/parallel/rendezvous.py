@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from handgrad.errors import LostRank, UsageError, end_interrupted, is_first, tell, user_error
+from handgrad.errors import LostRank, UsageError, end_interrupted, is_first_to_print, print_message, user_error
 from handgrad.parallel.heartbeat import WORK_FACTOR, Heartbeat
 from handgrad.parallel.launchers import RankInfo
 from handgrad.parallel.order import Order
@@ -106,11 +106,13 @@ def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
     collectives which another rank will never join."""
     if isinstance(error, KeyboardInterrupt):
         end_interrupted()
-    told = user_error(error)
-    if told is not None:
-        if prints or not told.shared:
-            tell(told)
-    elif not isinstance(error, SystemExit) and is_first("".join(traceback.format_exception(error))):  # a bug in all ranks
+    message = user_error(error)
+    if message is not None:
+        if prints or not message.shared:
+            print_message(message)
+    elif not isinstance(error, SystemExit) and is_first_to_print(
+        "".join(traceback.format_exception(error))
+    ):  # a bug in all ranks
         traceback.print_exception(error)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -152,7 +154,7 @@ def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True
 
     connecting = threading.Thread(target=make, daemon=True)  # for a program that takes the call and never answers
     connecting.start()
-    connecting.join(limit_seconds + 5)  # torch may try a little longer than it is told
+    connecting.join(limit_seconds + 5)  # torch may try a little longer than its limit
     store = made[0] if made else None
     if not isinstance(store, dist.Store):
         reason = " ".join(str(store).split())

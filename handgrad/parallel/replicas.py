@@ -38,12 +38,12 @@ class Replicas:
     def begin(self, step: int) -> None:
         self.checks = self.due(step)
 
-    def add(self) -> None:
+    def update_if_due(self) -> None:
         """Before the losses are gathered, which is before the update."""
         if self.checks:
-            self.take()
+            self.update_checksum()
 
-    def take(self) -> None:
+    def update_checksum(self) -> None:
         checksum(self.mine, self.weights, self.ops)
         for flat in self.base:
             checksum(self.base_sum, flat, self.ops)
@@ -83,7 +83,7 @@ def with_replicas(program: Program, replicas: Replicas) -> Program:
     return replace(
         program,
         before_step=[*program.before_step, replicas.begin],
-        before_update=[replicas.add, *program.before_update],
-        compiled=[*program.compiled, replicas.take],
+        before_update=[replicas.update_if_due, *program.before_update],
+        compiled_ahead=[*program.compiled_ahead, replicas.update_checksum],
         reports=[*program.reports, replicas.sent],
     )

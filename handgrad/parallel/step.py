@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from handgrad.graphs import Replayed, capture
-from handgrad.models.passes import Stage, nothing
+from handgrad.models.passes import Stage, no_launch
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.replicas import Replicas
@@ -21,12 +21,12 @@ from handgrad.training.step import IN_FLIGHT, Feed, Program, StepResult, TrainSt
 def with_sync(program: Program, sync: GradientSync) -> Program:
     """The program with the ranks' sums before the update and their weights after it."""
     if sync.ranks.size == 1:
-        return replace(program, compiled=[*program.compiled, sync.launch_sums])
+        return replace(program, compiled_ahead=[*program.compiled_ahead, sync.launch_sums])
     return replace(
         program,
         before_update=[sync.gather_sums, *program.before_update],
-        after_update=[sync.publish, *program.after_update],
-        compiled=[*program.compiled, sync.launch_sums],
+        after_update=[sync.gather_weights, *program.after_update],
+        compiled_ahead=[*program.compiled_ahead, sync.launch_sums],
     )
 
 
@@ -51,23 +51,21 @@ class ParallelStep(TrainStep):
         kinds = ((True, False), (False, True), (True, True)) if ranks.size > 1 else ()  # (waits, sends)
         self.paused = {kind: PausedStages(program.micro_step, *kind, graphs=self.graphs) for kind in kinds}
         self.captures_ahead = self.graphs and bool(kinds) and len(self.design.batch.schedule.stages) > 1
-        cuda = self.design.device.type == "cuda"
-        events = range(IN_FLIGHT if cuda else 0)
-        self.computing, self.computed = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
-        self.compute_clock = [0.0] * IN_FLIGHT  # on a CPU: the beginning of a rank's own work, then its length
+        events = range(IN_FLIGHT if self.design.device.type == "cuda" else 0)
+        self.compute_start, self.compute_end = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
+        self.compute_clock = [0.0] * IN_FLIGHT  # on a CPU: the start of a rank's own work, then its length
         self.compute_seconds = 0.0  # this rank's own work on micro-batches in the last step that was read
 
-    def make_gradients(self, step: int) -> None:
-        slot = step % IN_FLIGHT
+    def accumulate_gradients(self, step: int) -> None:
         self.sync.step = step
         if self.captures_ahead and any(stages.launched for stages in self.paused.values()):
             self.capture_ahead()
         self.sync.await_weights(self.sync.buckets[0].name)
-        self.clock_compute(slot, begins=True)
+        self.time_compute(step, begins=True)
         for lane in range(self.sync.sharding.lanes_per_rank):
             self.run_lane(step, lane)
-        self.clock_compute(slot, begins=False)
-        self.sync.all_received()
+        self.time_compute(step, begins=False)
+        self.sync.await_gradients()
 
     def capture_ahead(self) -> None:
         """Captures the kinds of micro-steps that later stages of the batch have: no step in the middle of a run waits for a
@@ -103,27 +101,28 @@ class ParallelStep(TrainStep):
 
     def at_pause(self, stage: Stage) -> None:
         if stage.done:
-            self.sync.send(stage.bucket)
+            self.sync.send_gradients(stage.bucket)
         else:
             self.sync.await_weights(stage.bucket)
 
-    def clock_compute(self, slot: int, *, begins: bool) -> None:
+    def time_compute(self, step: int, *, begins: bool) -> None:
         """Notes when this rank's own work begins or ends; on a CPU the time it waited for others does not count."""
-        if self.done:
-            (self.computing if begins else self.computed)[slot].record()
+        index = step % IN_FLIGHT
+        if self.compute_end:
+            (self.compute_start if begins else self.compute_end)[index].record()
             return
         own = self.ranks.clock() - self.ranks.waited_seconds
-        self.compute_clock[slot] = own if begins else own - self.compute_clock[slot]
+        self.compute_clock[index] = own if begins else own - self.compute_clock[index]
 
     def result(self, step: int) -> StepResult:
-        slot = step % IN_FLIGHT
         with self.ranks.waiting("the result of the step"):
             result = super().result(step)
         if self.replicas is not None:
             self.replicas.compare(step, result.reports[-1])
-        self.compute_seconds = self.compute_clock[slot]
-        if self.done:
-            self.compute_seconds = self.computing[slot].elapsed_time(self.computed[slot]) / 1e3
+        index = step % IN_FLIGHT
+        self.compute_seconds = self.compute_clock[index]
+        if self.compute_end:
+            self.compute_seconds = self.compute_start[index].elapsed_time(self.compute_end[index]) / 1e3
         return result
 
 
@@ -138,7 +137,7 @@ class PausedStages:
             pauses = bool(stage.bucket) and (sends if stage.done else waits)
             if pauses and not stage.done:
                 self.end_stretch(stage)
-            if stage.run is not nothing:
+            if stage.run is not no_launch:
                 self.stretches[-1][0].append(stage.run)
             if pauses and stage.done:
                 self.end_stretch(stage)

@@ -16,7 +16,7 @@ from handgrad.errors import (
     MemoryShort,
     Preempted,
     UsageError,
-    tell,
+    print_message,
 )
 from handgrad.parallel.local import POLL_SECONDS, noted_signals
 
@@ -44,19 +44,19 @@ def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], 
                 return code
             idle = 0 if saved_step() > before else idle + 1
             if idle == IDLE_STARTS:
-                tell(f"gave up: {idle} starts without a new checkpoint, the last with exit code {code}")
+                print_message(f"gave up: {idle} starts without a new checkpoint, the last with exit code {code}")
                 return code
             if restart > restarts:
                 if restarts:
-                    tell(f"gave up after {restarts} restart{'s' * (restarts > 1)}, the last with exit code {code}")
+                    print_message(f"gave up after {restarts} restart{'s' * (restarts > 1)}, the last with exit code {code}")
                 return code
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (restart - 1), LONGEST_PAUSE_SECONDS)
             where = f"step {saved_step()}" if saved_step() >= 0 else "its first step"
-            tell(f"exit code {code}: restart {restart} of {restarts} in {pause:.0f} s, from {where}")
+            print_message(f"exit code {code}: restart {restart} of {restarts} in {pause:.0f} s, from {where}")
             until = time.monotonic() + pause
             while time.monotonic() < until and not received:
                 time.sleep(POLL_SECONDS)
             if received:
-                tell(f"stopped by {signal.Signals(received[0]).name} before restart {restart}")
+                print_message(f"stopped by {signal.Signals(received[0]).name} before restart {restart}")
                 return INTERRUPTED if received[0] == signal.SIGINT else Preempted.exit_code
         raise AssertionError("the loop returns")

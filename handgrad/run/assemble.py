@@ -13,10 +13,17 @@ from handgrad.audit.digest import StateDigest, with_digest
 from handgrad.dropout.bind import WithDropout
 from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.dropout import WithFp8Dropout
-from handgrad.fp8.frozen import AT_WORK, FrozenProducts, RoundedWeights, WithFp8Adapters, operand_views, take
+from handgrad.fp8.frozen import (
+    WEIGHT_SCRATCH,
+    WithDequantizedWeights,
+    WithFp8Adapters,
+    WithFp8FrozenProducts,
+    quantize_frozen,
+    shared_operand_views,
+)
 from handgrad.fp8.scaling import Scaling
 from handgrad.layout import gradient_ring, moved
-from handgrad.lora.bind import WithAdapters, bound_adapters, with_adapters
+from handgrad.lora.bind import WithAdapters, adapters_by_weight, with_adapters
 from handgrad.models.documents import within_documents
 from handgrad.models.rows import ParameterRow
 from handgrad.models.untrained import WithUntrained
@@ -41,18 +48,18 @@ class Assembly:
     design: Design
     state: TrainingState
     feed: Feed
-    step: TrainStep
+    stepper: TrainStep
     scaling: Scaling | None  # of fp8
     sync: GradientSync | None  # of several lanes or ranks
-    ops: Any  # of validation, which reads `state.weights`
-    plain_ops: Any  # of text and tasks, which read `state.plain_weights`
+    validation_ops: Any  # which read `state.weights`
+    plain_ops: Any  # of text and tasks: they read `state.plain_weights`
     digest: StateDigest | None = None  # of an audited run
 
-    def take_base(self, row: ParameterRow, values: Tensor) -> None:
-        """Takes the stored part of a frozen weight beside the parameters."""
+    def load_base_weight(self, row: ParameterRow, values: Tensor) -> None:
+        """Loads the stored part of a frozen weight that is no parameter."""
         if row.name in self.design.rounded:
             assert self.scaling is not None
-            take(self.scaling, self.state.views, row.name, values)
+            quantize_frozen(self.scaling, self.state.views, row.name, values)
         else:
             row.stored(self.state.views[BASE]).copy_(values)
 
@@ -75,7 +82,7 @@ def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
         views |= host_state(design)
     scaling = None
     if design.rounded:
-        views |= operand_views(design.fp8, views)
+        views |= shared_operand_views(design.fp8, views)
     if design.fp8 is not None and design.fp8.table:  # none if all GEMMs have left fp8
         scaling = Scaling(design.fp8, design.ops, views, model_weights(design, views))
         scaling.reset(1.0 / design.batch.gradient_tokens)
@@ -100,22 +107,46 @@ def assemble(
     return bind(state, scaling, source, ranks, graphs=graphs, trained_tokens=trained_tokens)
 
 
-def pass_operations(state: TrainingState, scaling: Scaling | None, ops: Any, *tensors: Any) -> Any:
-    """The operations of passes over weights, their gradients, activations and theirs (`tensors`)."""
-    weights, _, act, _ = tensors
-    design, samples = state.design, state.views.get(SAMPLE_NUMBERS)
-    within = within_documents(ops, act)
+def model_operations(state: TrainingState, *, untrained: bool) -> Any:
+    """The operations of the model's passes, before `pass_operations` binds those of single tensors. `untrained`: some
+    targets are below 0."""
+    design = state.design
+    ops: Any = design.ops
+    if design.rounded:
+        ops = WithFp8FrozenProducts(design.plain_ops, design.ops, state.views[WEIGHT_SCRATCH])
+    return WithUntrained(ops) if untrained else ops
+
+
+def pass_operations(state: TrainingState, scaling: Scaling | None, model_ops: Any, w: Any, g: Any, act: Any, d: Any) -> Any:
+    """`model_ops` for passes over weights, their gradients, activations and their gradients: with documents, adapters and
+    dropout bound to these tensors."""
+    design = state.design
+    ops = within_documents(model_ops, act)
     if design.lora is not None:
-        return adapted(state, within, weights)
-    if samples is None:
-        return within
-    dropping = WithDropout if scaling is None else WithFp8Dropout
-    return dropping(within, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+        return with_adapters_of(state, ops, w)
+    if not design.dropout:
+        return ops
+    dropping, samples = WithDropout if scaling is None else WithFp8Dropout, state.views[SAMPLE_NUMBERS]
+    return dropping(ops, w, g, act, d, samples=samples, probability=design.dropout, seed=design.seed)
 
 
-def adapted(state: TrainingState, ops: Any, weights: Any) -> WithAdapters:
-    adapting = WithFp8Adapters if state.design.rounded else WithAdapters
-    return adapting(ops, bound_adapters(state, weights), state.views)
+def with_adapters_of(state: TrainingState, ops: Any, weights: Any) -> WithAdapters:
+    """`ops` with the adapters of the run. `weights`: those that the model passes to them."""
+    overlay = WithFp8Adapters if state.design.rounded else WithAdapters
+    return overlay(ops, adapters_by_weight(state, weights), state.views)
+
+
+def evaluation_operations(state: TrainingState, model_ops: Any) -> tuple[Any, Any]:
+    """(the operations of validation, which reads `state.weights`; those of text and tasks, which read
+    `state.plain_weights`)."""
+    design = state.design
+    if design.lora is None:
+        return design.ops, design.plain_ops
+    validation = with_adapters_of(state, model_ops, state.weights)  # `mean_loss` binds documents to its own
+    if not design.rounded:
+        return validation, validation
+    plain_ops: Any = WithDequantizedWeights(design.plain_ops, state.views[WEIGHT_SCRATCH])
+    return validation, WithAdapters(plain_ops, adapters_by_weight(state, state.plain_weights), state.views)
 
 
 def bind(
@@ -128,48 +159,46 @@ def bind(
     graphs: bool | None = None,
     trained_tokens: TrainedTokens | None = None,
 ) -> Assembly:
-    """The step over a state. `feed`: in the place of one that reads `source`. `trained_tokens`: of a source that does not
+    """The step over a state: the plain program, and what each room beside it adds. `feed`: in the place of one that reads
+    `source`. `graphs`: captures CUDA graphs, by default where the backend can. `trained_tokens`: of a source that does not
     train all of them."""
-    ranks, design, ops = ranks or Ranks(), state.design, state.design.ops
+    design, ranks = state.design, ranks or Ranks()
+    ops, batch, guards = design.ops, design.batch, design.guards
     devices.keep_freed_memory(design.device)
+    if graphs is None:
+        graphs = design.device.type == "cuda" and ops.CAPTURABLE
     if feed is None:
         assert source is not None
         feed = BatchFeed(source, state.activations, state.views.get(SAMPLE_NUMBERS))
-    sync = None if design.sharding.lanes == 1 else GradientSync(state, ranks)
-    graphs = design.device.type == "cuda" and ops.CAPTURABLE if graphs is None else graphs
-    model_ops: Any = FrozenProducts(design.plain_ops, ops, state.views[AT_WORK]) if design.rounded else ops
-    model_ops = model_ops if trained_tokens is None else WithUntrained(model_ops)
-    passes_over = partial(pass_operations, state, scaling, model_ops)
-    passes = passes_over(state.weights, state.weight_gradients, state.activations, state.activation_gradients)
-    program, batch = plain_program(state, ops, passes), design.batch
+
+    model_ops = model_operations(state, untrained=trained_tokens is not None)
+    passes = partial(pass_operations, state, scaling, model_ops)
+    own_tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
+    program = plain_program(state, ops, passes(*own_tensors))
     if design.host_plan.buffers:
         program = offload.with_offload(program, state, ops)
     if trained_tokens is not None:
         count = trained_tokens
         program.trained_tokens = lambda step: count(batch.first_sample(step), batch.samples(step))
-    reads = ops, design.plain_ops
     if design.lora is not None:
-        validation = adapted(state, model_ops, state.weights)  # `mean_loss` binds documents to its own
-        reads = validation, validation
-        if design.rounded:  # text and tasks read weights in 16 bits
-            plain_ops: Any = RoundedWeights(design.plain_ops, state.views[AT_WORK])
-            reads = validation, WithAdapters(plain_ops, bound_adapters(state, state.plain_weights), state.views)
         program = with_adapters(program, {bucket.name for bucket in design.buckets})
+    sync = None if design.sharding.lanes == 1 else GradientSync(state, ranks)
     if sync is not None:
         program = with_sync(program, sync)
     if scaling is not None:
-        program = with_fp8(program, state, scaling, feed, sync, passes_over, graphs=graphs)
-    digest = None
-    if design.guards.audit_every:
-        digest = StateDigest(state, ranks, design.guards.audit_every, graphs=graphs)
+        program = with_fp8(program, state, scaling, feed, sync, passes, graphs=graphs)
+    digest = StateDigest(state, ranks, guards.audit_every, graphs=graphs) if guards.audit_every else None
+    if digest is not None:
         program = with_digest(program, digest)
-    replicas = Replicas(state, ranks.rank, design.guards.replicas_every) if sync is not None and ranks.size > 1 else None
+    replicas = Replicas(state, ranks.rank, guards.replicas_every) if sync is not None and ranks.size > 1 else None
     if replicas is not None:
         program = with_replicas(program, replicas)
+
     if sync is None:
-        step = TrainStep(state, feed, program, graphs=graphs)
+        stepper = TrainStep(state, feed, program, graphs=graphs)
     else:
-        step = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
-    made = Assembly(design, state, feed, step, scaling, sync, *reads, digest)
+        stepper = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
+    validation_ops, plain_ops = evaluation_operations(state, model_ops)
+    made = Assembly(design, state, feed, stepper, scaling, sync, validation_ops, plain_ops, digest)
     made.await_state()  # compiling ahead has copied it; now the host may write it
     return made

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from handgrad import errors
 
-Shows = Literal["live", "lines", "nothing"]  # on the console: a live line where there is a terminal, plain lines, nothing
+ConsoleMode = Literal["live", "lines", "nothing"]  # a live line where there is a terminal, plain lines, nothing
 NOTEBOOK_WIDTH = 100  # characters; a cell's output shows some more
 
 
@@ -24,10 +24,10 @@ def in_notebook() -> bool:
 class Display:
     """A live line with a bar on a terminal, one without a bar in a notebook; nothing but the plain lines otherwise."""
 
-    def __init__(self, steps: int, completed: int, shows: Shows):
+    def __init__(self, steps: int, completed: int, mode: ConsoleMode):
         self.console = Console(highlight=False)
-        self.live = shows == "live" and sys.stdout.isatty()
-        self.closed = shows == "nothing"
+        self.live = mode == "live" and sys.stdout.isatty()
+        self.closed = mode == "nothing"
         self.redraws = not self.closed and in_notebook()
         self.drawn = 0  # characters of the line that a notebook redraws
         self.bar = BarColumn()
@@ -65,12 +65,12 @@ class Display:
         try:
             self.console.print(text, markup=False, soft_wrap=True)
         except (OSError, SystemExit):  # rich turns a broken pipe into the second
-            self.leave()
+            self.stop_printing()
 
-    def leave(self) -> None:
+    def stop_printing(self) -> None:
         """Nobody reads the output any more."""
         self.closed = True
-        errors.leave(sys.stdout)
+        errors.send_to_devnull(sys.stdout)
 
     def keep_line(self) -> None:
         """Ends the line that a notebook redraws; the next output begins another one."""
@@ -85,4 +85,4 @@ class Display:
                 self.progress.stop()
             sys.stdout.flush()
         except OSError:  # the terminal is gone
-            self.leave()
+            self.stop_printing()

@@ -55,7 +55,7 @@ class RunFolder:
         try:
             self.resumed, self.passed_over = checkpoint.newest(self.checkpoints, moves=not strict)
             if strict and self.resumed is not None and self.passed_over:
-                raise DataError(checkpoint.refused_strictly(self.resumed, self.passed_over))
+                raise DataError(checkpoint.strict_message(self.resumed, self.passed_over))
             records = records_of(self.path)
             failed_at = last_failure(records)
             self.failure = {} if failed_at is None else {"failed_at": failed_at}
@@ -72,7 +72,7 @@ class RunFolder:
                 )
             if self.resumed is not None:
                 with storage_errors(f"reading {self.checkpoints}"):
-                    names = checkpoint.ignored(self.resumed)
+                    names = checkpoint.unknown_names(self.resumed)
                 self.passed_over += [f"ignored in {self.checkpoints}: {', '.join(names)}"] if names else []
                 self.changes = differences(self.resumed.manifest["config"], to_dict(self.config))
             if self.changes and not allow_changes:
@@ -91,7 +91,7 @@ class RunFolder:
         failing = self.resumed
         if failing is None or not failed_twice(records, failing.step):
             return
-        if checkpoint.was_failing(failing.folder) or differences(failing.manifest["config"], to_dict(self.config)):
+        if checkpoint.has_failed_before(failing.folder) or differences(failing.manifest["config"], to_dict(self.config)):
             return  # going back has not helped, or something else is tried now
         older, lines = checkpoint.newest(self.checkpoints, moves=True, before=failing.step)
         if older is not None:
@@ -132,7 +132,7 @@ class RunFolder:
         self._lock.close()
 
 
-def begun_settings(config: RunConfig) -> dict[str, Any]:
+def inherited_settings(config: RunConfig) -> dict[str, Any]:
     """Precision, packing and lanes of the run in `config.out`, where `config` leaves them open."""
     begun = checkpoint.peek_config(Path(config.out))
     if begun is None:
@@ -141,12 +141,12 @@ def begun_settings(config: RunConfig) -> dict[str, Any]:
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
 
 
-def settled_lanes(config: RunConfig, ranks: int) -> int:
+def resolve_lanes(config: RunConfig, ranks: int) -> int:
     """The run's lanes: as the configuration says, or those of the run that `config.out` holds, or one for each rank.
 
     Raises `ConfigError` when the ranks cannot share them equally.
     """
-    lanes = config.lanes or begun_settings(config).get("lanes") or ranks
+    lanes = config.lanes or inherited_settings(config).get("lanes") or ranks
     if lanes & (lanes - 1):
         raise ConfigError(f"expected a power of two of ranks, found {lanes}; start {1 << lanes.bit_length() - 1} processes")
     if lanes % ranks:

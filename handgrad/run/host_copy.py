@@ -35,7 +35,7 @@ def checkpoint_rows(design: Design) -> list[Buffer]:
 
 def copy_plans(design: Design, ranks: int) -> list[Plan]:
     """The memory for the tensors that each rank writes."""
-    shares = checkpoint.shares(checkpoint_rows(design), ranks)
+    shares = checkpoint.split_among_writers(checkpoint_rows(design), ranks)
     return [make_plan(buffer for buffers in files.values() for buffer in buffers) for files in shares]
 
 
@@ -61,12 +61,12 @@ class HostCopy:
         self.views = plan.lay_over(self.storage)
         self.files = {
             file: [Stored.of(row.name, self.views[row.name]) for row in rows]
-            for file, rows in checkpoint.shares(checkpoint_rows(design), ranks.size)[ranks.rank].items()
+            for file, rows in checkpoint.split_among_writers(checkpoint_rows(design), ranks.size)[ranks.rank].items()
         }
         for memory in self.storage.values() if self.pinned else ():
             pin(memory, "the copy from which saves are written", "--async-save false")
 
-    def take(self, tensors: list[Stored]) -> None:
+    def copy_state(self, tensors: list[Stored]) -> None:
         """Copies the rank's share. All ranks fetch all tensors: their shards are gathered."""
         for tensor in tensors:
             value = tensor.fetch()

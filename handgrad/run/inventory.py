@@ -34,7 +34,7 @@ class Kept:
 
 def kept_checkpoints(run: Path) -> list[Kept]:
     """The checkpoints of a run, newest first, then those that were moved aside. Raises `DataError` if there are none."""
-    folders, aside = checkpoint.folders(run / CHECKPOINTS), checkpoint.moved_aside(run / CHECKPOINTS)
+    folders, aside = checkpoint.folders(run / CHECKPOINTS), checkpoint.unused_checkpoints(run / CHECKPOINTS)
     if not folders and not aside:
         raise DataError(f"{run} holds no checkpoint; give a run folder, the --out of `handgrad train`")
     losses, best, every = checkpoint.validated(run), checkpoint.best_validated(run), keep_every(run)

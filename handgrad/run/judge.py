@@ -66,7 +66,7 @@ def tensor_norms(state: TrainingState, ranks: Ranks) -> dict[str, float]:
     for prefix, flat in {"": state.master, **{f"{name}.": flat for name, flat in state.optimizer.items()}}.items():
         whole, pieces = flat.numel() == state.parameters.numel(), list[tuple[int, Tensor]]()
         for row in state.design.parameters:
-            mine = [row.stored(flat)] if whole else [piece for piece, _ in state.pieces(flat, row)]
+            mine = [row.stored(flat)] if whole else [piece for piece, _ in state.shard_pieces(flat, row)]
             pieces += [(len(names), piece) for piece in mine]
             names.append(prefix + row.name)
             sharded.append(not whole)

@@ -21,7 +21,7 @@ from handgrad.evaluation.loss import perplexity
 from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_durably
 from handgrad.parallel.ranks import Ranks
-from handgrad.run.console import Display, Shows
+from handgrad.run.console import ConsoleMode, Display
 from handgrad.run.kept_lines import keep_lines, main_log_line, metrics_line, set_aside
 from handgrad.run.sinks import Sinks, trackers
 from handgrad.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
@@ -35,7 +35,14 @@ class RunLog:
     other ranks than 0 it has no files and a silent console."""
 
     def __init__(
-        self, folder: Path, steps: int, completed: int, ranks: Ranks, shows: Shows = "live", *, audited: bool = False
+        self,
+        folder: Path,
+        steps: int,
+        completed: int,
+        ranks: Ranks,
+        console: ConsoleMode = "live",
+        *,
+        audited: bool = False,
     ):
         """Keeps the lines of the first `completed` steps and drops the rest. `audited`: opens audit.jsonl."""
         self.folder, self.audited = folder, audited
@@ -45,7 +52,7 @@ class RunLog:
         self.notes: list[str] = []  # about damaged lines of the files
         # (kind, step) of the records that exist: a resumed run makes only those that are missing.
         self.recorded: set[tuple[str, int]] = ranks.from_rank_0(lambda: self._open_all(completed), "the run's records")
-        self.display = Display(steps, completed, shows if ranks.is_rank_0 else "nothing")
+        self.display = Display(steps, completed, console if ranks.is_rank_0 else "nothing")
         self.sinks = Sinks({}, self.line)
 
     def _open_all(self, completed: int) -> set[tuple[str, int]]:

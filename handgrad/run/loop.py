@@ -23,7 +23,8 @@ from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
 from handgrad.run import audit
 from handgrad.run.assemble import Assembly, assemble
-from handgrad.run.console import Shows
+from handgrad.run.checkpointing import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
+from handgrad.run.console import ConsoleMode
 from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.host_copy import host_copy
@@ -32,13 +33,12 @@ from handgrad.run.log import RunLog
 from handgrad.run.memory import generation_plan
 from handgrad.run.packing import trained_tokens, training_batches
 from handgrad.run.progress import StepLines
+from handgrad.run.repeated_step import checked_result, is_overflow
 from handgrad.run.resolve import resolve
-from handgrad.run.saturation import record_fp8, watch_saturation
+from handgrad.run.saturation import handle_saturation, record_fp8
 from handgrad.run.saves import Saves
-from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
 from handgrad.run.signals import OnStep, StopSignals, preempted
-from handgrad.run.suspicion import checked_result, is_overflow
-from handgrad.run.tasks import TaskWatch
+from handgrad.run.tasks import TaskEvaluation
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
 
@@ -54,17 +54,17 @@ class Run:
         folder: RunFolder,
         ranks: Ranks,
         weights: Weights | None = None,
-        tasks: TaskWatch | None = None,
+        tasks: TaskEvaluation | None = None,
         *,
         allow_changes: bool,
-        shows: Shows,
+        console: ConsoleMode,
     ):
         """`weights`: the initial ones, unless the run is resumed or draws them; those that adapters adapt."""
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.tasks, self.tokenizer, self.batch = tasks, dataset.tokenizer, config.batch
         self.train_batches = training_batches(config, dataset)
-        validated = config.sequence_length, config.eval_stride, config.packing
-        self.validation_batches = validation_batches(dataset, *validated)
+        windows = config.sequence_length, config.eval_stride, config.packing
+        self.validation_batches = validation_batches(dataset, *windows)
         self.versions = versions_of(design.device, design.plain_ops)
         self.identity = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
         ranks.check_equal("versions and data", {**self.versions, **self.identity})
@@ -73,17 +73,17 @@ class Run:
         resumed = folder.resumed
         self.left_fp8 = LeftFp8(**({} if resumed is None else resumed.manifest.get("left_fp8", {})))
         if self.left_fp8.left:
-            self.design = self.design_now()
+            self.design = self.current_design()
         generation = generation_plan(design)
         self.decode = decode_tensors(design.shape, generation.allocate(design.device))
         self.completed, self.skips_in_a_row = 0, 0
         copy, self.save_lines = host_copy(config, self.design, ranks)  # before the rest takes its memory
-        self.training = self.assembled()
+        self.training = self.assemble_training()
         self.origin = origin_of(resumed) if resumed else weights.origin if weights else None
         if weights is not None:
-            self.take_weights(weights)
+            self.load_initial_weights(weights)
         self.restore(resumed)
-        self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows, audited=bool(config.audit_every))
+        self.log = RunLog(folder.path, config.steps, self.completed, ranks, console, audited=bool(config.audit_every))
         self.audit = audit.Audit(config.audit_every, ranks, self.log)
         facts = audit.facts(config, self.versions, self.identity, self.origin)
         self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
@@ -102,24 +102,24 @@ class Run:
             tasks.allocate(self.training.plain_ops)
             self.memory_bytes |= tasks.plan.size_bytes
 
-    def design_now(self) -> Design:
+    def current_design(self) -> Design:
         """The design with the GEMMs in bf16 that have left fp8."""
         place = {"rank": self.ranks.rank, "ranks": self.ranks.size, "device": self.design.device}
         return resolve(self.config, self.design.shape.vocab_size, **place, left_fp8=tuple(self.left_fp8.left))
 
-    def assembled(self) -> Assembly:
+    def assemble_training(self) -> Assembly:
         """The training of the design at hand, with initial weights."""
         count = trained_tokens(self.train_batches)
         return assemble(self.design, self.train_batches, self.ranks, trained_tokens=count)
 
-    def take_weights(self, weights: Weights) -> None:
+    def load_initial_weights(self, weights: Weights) -> None:
         """Initial weights from elsewhere, of a run of adapters those that they adapt. A run with fewer positions has the
         first of theirs."""
         state = self.training.state
-        take = self.training.take_base if self.design.base else state.take_weight
+        load = self.training.load_base_weight if self.design.base else state.load_weight
         for theirs, row in zip(parameter_table(weights.shape), self.design.base or self.design.parameters, strict=True):
             assert theirs.name == row.name
-            take(row, weights.weight(theirs)[: row.stored_rows])
+            load(row, weights.weight(theirs)[: row.stored_rows])
 
     def restore(self, resumed: checkpoint.Checkpoint | None) -> None:
         """Resumes from a checkpoint, if there is one."""
@@ -132,20 +132,20 @@ class Run:
         """Logs the header, and makes the validation and the sample that were due when the last process ended."""
         source = f"weights of {self.config.init_from}, " if self.config.init_from else ""
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"{source}seed {self.config.seed}"
-        given = self.config, self.design, self.dataset, self.memory_bytes
-        header = header_lines(*given, started, self.ranks, self.origin)
+        described = self.config, self.design, self.dataset, self.memory_bytes
+        header = header_lines(*described, started, self.ranks, self.origin)
         for line in (*header, *self.save_lines, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
             self.log.line(line)
         for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
             self.event(text)
-        record = run_record(*given, self.origin)
+        record = run_record(*described, self.origin)
         record["host_bytes"] = 0 if self.saves.copy is None else self.saves.copy.size_bytes
         if not self.log.has_end(self.config.steps):
             self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
         self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)
-        self.training.step.prepare(self.completed)
+        self.training.stepper.run_before_step(self.completed)
         if self.folder.resumed:
-            self.watch()
+            self.evaluate_and_sample()
         elif self.origin:
             self.log.record("event", step=0, text=f"starts from the weights of {origin_text(self.origin)}")
             if self.config.eval_every:
@@ -192,11 +192,11 @@ class Run:
         """
         self.ranks.begin_step(step)
         self.ranks.set_status("its micro-batches")
-        self.training.step.begin(step)
+        self.training.stepper.begin(step)
         if self.completed < step:
             self.read_result(step - 1)
-        self.training.step.finish(step)
-        self.end_together()
+        self.training.stepper.finish(step)
+        self.sync_with_ranks()
         if self.pauses_after(step):
             self.read_result(step)
             return True
@@ -222,7 +222,7 @@ class Run:
             self.save()  # before anything that could fail
         if self.completed == self.until:
             self.saves.wait()  # no step follows to be written behind
-        self.watch()
+        self.evaluate_and_sample()
         if self.callback_error is not None:
             if self.ranks.size == 1:  # of several, one may be alone with it
                 self.saves.wait()
@@ -234,7 +234,7 @@ class Run:
             self.saves.wait()
             raise preempted(self.stop_signal, self.completed, self.saves.last_saved)
 
-    def watch(self) -> None:
+    def evaluate_and_sample(self) -> None:
         """The evaluation and the sample that are due after the completed step and not yet in the record."""
         if self.due(self.config.eval_every):
             self.evaluate()
@@ -257,7 +257,7 @@ class Run:
                 self.saves.prune()  # the best one before
         if self.tasks is not None:
             self.training.await_weights()
-            self.tasks.watch(self.completed, self.training.state, self.log)
+            self.tasks.run_missing(self.completed, self.training.state, self.log)
 
     def is_best(self, loss: float) -> bool:
         """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint is complete before
@@ -276,23 +276,36 @@ class Run:
         completed = self.completed if completed is None else completed
         return completed == self.config.steps or bool(every and completed % every == 0)
 
-    def end_together(self) -> None:
+    def sync_with_ranks(self) -> None:
         """Makes sure that all ranks are at the same step, and shares a signal that one of them has received and how far
         their writers are."""
-        step = self.training.step
-        seconds = step.compute_seconds if isinstance(step, ParallelStep) else 0.0
+        stepper = self.training.stepper
+        seconds = stepper.compute_seconds if isinstance(stepper, ParallelStep) else 0.0
         mine = self.signals.received or 0, seconds, self.saves.progress()
         received, computing, writing = zip(*self.ranks.all_gather_checked(mine, "the end of the step"), strict=True)
         self.stop_signal = int(max(received)) or None
         if self.ranks.size > 1:
             self.stragglers.add(computing)
-        self.saves.advance_together(writing)
+        self.saves.advance_if_all_ready(writing)
 
     def read_result(self, step: int) -> None:
-        """Waits for the result of `step`, records and shows it; makes the step again if it looks wrong."""
-        result, fault = checked_result(self.training, self.ranks, step, self.training.step.result(step))
+        """Waits for the result of `step`, makes the step again if it looks wrong, records what holds, calls `on_step`."""
+        result, fault = checked_result(self.training, self.ranks, step, self.training.stepper.result(step))
         self.completed, self.step_seconds = step + 1, result.elapsed_seconds
-        self.log.step(self.completed, result, self.batch.tokens(step), self.batch.tokens_before(self.completed))
+        self.record_result(result)
+        if fault:
+            self.event(fault)
+        self.judge_update(result)
+        if self.on_step is not None and self.callback_error is None:
+            try:
+                self.on_step(self.completed, result)
+            except BaseException as error:
+                self.callback_error = error
+
+    def record_result(self, result: StepResult) -> None:
+        """The records and lines of the completed step."""
+        tokens, tokens_seen = self.batch.tokens(self.completed - 1), self.batch.tokens_before(self.completed)
+        self.log.step(self.completed, result, tokens, tokens_seen)
         self.audit.add(self.training, self.completed, result)
         found = record_fp8(self.design, self.training.scaling, result, self.completed, self.log)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
@@ -303,9 +316,11 @@ class Run:
             self.log.record("ranks", step=self.completed, **figures)
             if line:
                 self.event(f"step {self.completed}: {line}")
-        watch_saturation(found, self.config, self.completed, self.left_fp8, self.log)
-        if fault:
-            self.event(fault)
+        handle_saturation(found, self.config, self.completed, self.left_fp8, self.log)
+
+    def judge_update(self, result: StepResult) -> None:
+        """Says why the completed step made no update, if it made none, and ends the run after too many of them. Numbers
+        that are not finite are not saved, unless fp16's loss scaling looks for its limit."""
         regular = is_overflow(result)
         self.saves.poisoned = not regular and not (math.isfinite(result.loss) and math.isfinite(result.norm))
         if result.skipped == NOTHING_TRAINED:
@@ -316,11 +331,6 @@ class Run:
             self.on_skip(result)
         else:
             self.skips_in_a_row = 0
-        if self.on_step is not None and self.callback_error is None:
-            try:
-                self.on_step(self.completed, result)
-            except BaseException as error:
-                self.callback_error = error
 
     def leave_fp8(self) -> None:
         """Continues with more GEMMs in bf16. That takes another plan, so the run saves and resumes from there."""
@@ -330,17 +340,17 @@ class Run:
         self.save()
         self.saves.wait()
         del self.training
-        self.design = self.design_now()
-        self.training = self.assembled()
+        self.design = self.current_design()
+        self.training = self.assemble_training()
         resumed = checkpoint.open_checkpoint(checkpoint.folder_of(self.folder.checkpoints, self.completed))
         if self.design.base:
-            self.take_weights(base_of(resumed, open_weights, self.config.init_from))
+            self.load_initial_weights(base_of(resumed, open_weights, self.config.init_from))
         self.restore(resumed)
         self.event(f"step {self.completed}: {', '.join(parts)} goes on in bf16")
 
     def on_skip(self, result: StepResult) -> None:
         self.skips_in_a_row += 1
-        self.training.step.raise_norm_limit(result.norm)
+        self.training.stepper.raise_norm_limit(result.norm)
         named = ", ".join(self.training.state.non_finite_parameters()[:4])
         where = f"; non-finite gradients at {named}" if named else ""
         self.event(f"step {self.completed} made no update: {result.skipped}{where}")
@@ -357,7 +367,7 @@ class Run:
         assert self.validation_batches is not None
         self.training.await_weights()
         state, samples = self.training.state, self.validation_batches.samples_of(self.config.eval_tokens)
-        model = self.design.shape, self.training.ops, state.weights, state.activations
+        model = self.design.shape, self.training.validation_ops, state.weights, state.activations
         return mean_loss(*model, self.validation_batches, samples=samples, ranks=self.ranks)
 
     def sample(self) -> None:

@@ -16,16 +16,16 @@ PACKING_TEXT = {
 }
 
 
-def settled_packing(packing: str, dataset: Dataset) -> str:
+def resolve_packing(packing: str, dataset: Dataset) -> str:
     """`packing` with that which suits the data in the place of "auto"."""
     if packing == AUTO:
         return WHOLE if dataset.is_chat else STREAM
     return packing
 
 
-def evaluated_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
+def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
     """The packing in which a model is evaluated: its run's `own`, or on other data than the run's that which suits them."""
-    return settled_packing(AUTO if other_data and own == STREAM else own, dataset)
+    return resolve_packing(AUTO if other_data and own == STREAM else own, dataset)
 
 
 def training_batches(config: RunConfig, dataset: Dataset) -> Batches:

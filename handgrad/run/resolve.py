@@ -9,17 +9,18 @@ from typing import Any
 import torch
 
 from handgrad import devices, models
-from handgrad.arena import make_plan
+from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend, plain_backend
 from handgrad.config import TUNED, ModelShape, RunConfig
 from handgrad.dropout.bind import dropout_buffers, sizing
+from handgrad.dtypes import accumulation_dtype
 from handgrad.fp8 import frozen, tables
 from handgrad.fp8.bind import fp8_operations
 from handgrad.fp8.dropout import with_workspace
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
 from handgrad.fp8_shape import takes_micro_batch
-from handgrad.layout import Sharding, buckets_of, norm_blocks
+from handgrad.layout import Buckets, Sharding, buckets_of, norm_blocks
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
 from handgrad.lora_shape import parse_lora
 from handgrad.models import documents
@@ -59,74 +60,37 @@ def resolve(
     dtype = devices.use_precision(device, config.precision)
     devices.check_optimizer(device, config.optimizer)
     plain_ops = sizes or ops or plain_backend(config.backend, device, config.precision)
-    shape = config.shape(vocab_size)
+    shape, optimizer = config.shape(vocab_size), optimizer_of(config)
     model = models.architecture(shape)
-    lanes = max(1, config.lanes)
-    sharding = Sharding(lanes, rank, ranks, config.zero, config.reduce_precision == "bf16")
-    optimizer = optimizer_of(config)
-    skips, loss_scaling = (config.skip_loss_z, config.skip_norm_z), config.precision == "fp16"
-    guards = Guards(config.clip_norm, *skips, loss_scaling, config.check_ranks_every, config.audit_every)
-    parameters = freeze(models.parameter_table(shape, lanes, optimizer.whole), config.freeze)
-    base, lora = (), None
-    if config.lora:
-        asked = parse_lora(config.lora)
-        check_rank(asked, getattr(plain_ops, "__name__", ""))
-        lora = LoraDesign(tuple(adapters_of(shape, asked)))
-        base, parameters = models.parameter_table(shape), lora.table(lanes)
-    buckets = buckets_of(parameters, lanes)
-    tokens = config.micro_batch * shape.sequence_length
-    chunk = models.head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype)
-    sized = plain_ops
-    if config.packed:
-        sized = documents.sizing(plain_ops)
-    elif config.dropout and sizes is None:
-        sized = sizing(plain_ops)
-    rows = tuple(
-        model.activations(shape, config.micro_batch, shape.sequence_length, dtype, sized, chunk=chunk, training=True)
-    )
-    training_ops, fp8 = plain_ops, None
-    kept, rounded = base, frozenset[str]()  # of the frozen weights: in 16 bits, and in fp8 alone
-    if config.precision != "fp8":
-        activations = [row.buffer(config.recompute) for row in rows if not row.of]
-    else:
-        training_ops = fp8_operations(plain_ops) if sizes is None else sizes
-        if config.dropout:
-            rows = with_workspace(rows)
-        elif lora is not None:
-            rows = frozen.with_16_bits(rows)
-        fp8 = resolve_fp8(config, shape, model, base or parameters, rows, training_ops, left_fp8)
-        if lora is not None:
-            rounded = frozen.rounded_weights(fp8)
-            base, kept = frozen.laid_apart(base, rounded)
-        quantized = tables.activation_buffers(rows, fp8.gemms, GRADIENT_FORMATS[config.fp8_gradients], config.recompute)
-        activations = [*fp8.buffers(base or parameters, ranks), *quantized]
-    if rounded:
-        activations = frozen.with_one_operand(activations)
-    flat = flat_buffers(
-        flat_elements(parameters, lanes),
-        dtype,
-        device,
-        optimizer,
-        master_weights=config.master_weights,
-        rounded_moments=config.moments == "bf16",
-        blocks=norm_blocks(buckets, lanes),
-    )
-    if lanes > 1:
-        flat = with_sharding(flat, buckets, sharding, optimizer.state)
-    host = []
-    if config.offload:
-        flat, host = offload.divided(flat)
-    buffers = [*flat.values(), *activations]
+    sharding = Sharding(max(1, config.lanes), rank, ranks, config.zero, config.reduce_precision == "bf16")
+
+    parameters, base, lora = freeze(models.parameter_table(shape, sharding.lanes, optimizer.whole), config.freeze), (), None
+    if config.lora:  # the adapters train, beside the model's weights
+        lora = resolve_lora(config.lora, shape, plain_ops)
+        parameters, base = lora.table(sharding.lanes), models.parameter_table(shape)
+    buckets = buckets_of(parameters, sharding.lanes)
+
+    rows = activation_rows(config, shape, dtype, plain_ops, sizes)
+    training_ops, fp8, rounded = plain_ops, None, frozenset[str]()
+    if config.precision == "fp8":
+        training_ops = sizes or fp8_operations(plain_ops)
+        fp8 = resolve_fp8(config, shape, base or parameters, rows, training_ops, left_fp8)
+        rounded = frozen.rounded_weights(fp8) if base else rounded
+    base, frozen_rows = frozen.split_by_precision(base, rounded)
+
+    state, host_state = state_buffers(config, parameters, buckets, sharding, optimizer, dtype, device)
+    buffers = [*state, *activation_buffers(config, rows, fp8, base or parameters, ranks, rounded)]
     if config.packed:
         buffers += documents.document_buffers(model, config.micro_batch, shape.sequence_length)
     if config.dropout:
         buffers += dropout_buffers(config.micro_batch)
     if lora is not None:
-        buffers += [frozen_buffer(flat_elements(kept), dtype), *adapter_buffers(lora, base, tokens, dtype)]
+        tokens = config.micro_batch * shape.sequence_length
+        buffers += [frozen_buffer(flat_elements(frozen_rows), dtype), *adapter_buffers(lora, base, tokens, dtype)]
     if rounded:
-        buffers.append(frozen.work_buffer(base, rounded, dtype))
-    buffers += update_scratch(optimizer.scratch_bytes(plain_ops, parameters, flat["gradients"].dtype, device))
-    buffers += offload.slot_buffers(host)
+        buffers.append(frozen.weight_scratch_buffer(base, rounded, dtype))
+    buffers += update_scratch(optimizer.scratch_bytes(plain_ops, parameters, accumulation_dtype(dtype), device))
+    buffers += offload.slot_buffers(host_state)
     return Design(
         device=device,
         dtype=dtype,
@@ -137,21 +101,92 @@ def resolve(
         parameters=parameters,
         buckets=buckets,
         sharding=sharding,
-        batch=Batch(config.micro_batch, lanes, config.sequence_length, config.batch, config.overfit_one_batch),
+        batch=Batch(config.micro_batch, sharding.lanes, config.sequence_length, config.batch, config.overfit_one_batch),
         optimizer=optimizer,
         schedule=schedule_of(config),
-        guards=guards,
+        guards=guards_of(config),
         seed=config.seed,
         recompute=config.recompute,
         fp8=fp8,
         dropout=config.dropout,
         plan=make_plan(buffers),
-        host_plan=make_plan(host),
+        host_plan=make_plan(host_state),
         sample_tokens=config.sample_tokens,
         lora=lora,
         base=base,
         rounded=rounded,
     )
+
+
+# The memory of a run: rows of the activations, then the buffers of both kinds.
+
+
+def activation_rows(
+    config: RunConfig, shape: ModelShape, dtype: torch.dtype, plain_ops: Any, sizes: Any
+) -> tuple[ActivationRow, ...]:
+    """The model's activations and their gradients. `sizes`: as in `resolve`."""
+    scratch_sizes = plain_ops
+    if config.packed:
+        scratch_sizes = documents.sizing(plain_ops)
+    elif config.dropout and sizes is None:
+        scratch_sizes = sizing(plain_ops)
+    batch, length = config.micro_batch, shape.sequence_length
+    chunk = models.head_chunk_tokens(config.head_chunk_tokens, batch * length, shape.padded_vocab_size, dtype)
+    model = models.architecture(shape)
+    rows = tuple(model.activations(shape, batch, length, dtype, scratch_sizes, chunk=chunk, training=True))
+    if config.precision == "fp8" and config.dropout:
+        return with_workspace(rows)
+    if config.precision == "fp8" and config.lora:
+        return frozen.with_16_bits(rows)
+    return rows
+
+
+def activation_buffers(
+    config: RunConfig,
+    rows: tuple[ActivationRow, ...],
+    fp8: Fp8Design | None,
+    weights: Table,
+    ranks: int,
+    rounded: frozenset[str],
+) -> list[Buffer]:
+    """The buffers of the activations and, in fp8, of the quantised tensors and their scales. `weights`: the model's;
+    `rounded`: those of them that exist in fp8 alone."""
+    if fp8 is None:
+        return [row.buffer(config.recompute) for row in rows if not row.of]
+    gradients = GRADIENT_FORMATS[config.fp8_gradients]
+    quantized = tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute)
+    buffers = [*fp8.buffers(weights, ranks), *quantized]
+    return frozen.with_shared_operand(buffers) if rounded else buffers
+
+
+def state_buffers(
+    config: RunConfig,
+    parameters: Table,
+    buckets: Buckets,
+    sharding: Sharding,
+    optimizer: AdamW | Muon,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[list[Buffer], list[Buffer]]:
+    """(those of the device, those of the host): weights, gradients, the optimizer's state, the numbers of a step."""
+    flat = flat_buffers(
+        flat_elements(parameters, sharding.lanes),
+        dtype,
+        device,
+        optimizer,
+        master_weights=config.master_weights,
+        rounded_moments=config.moments == "bf16",
+        blocks=norm_blocks(buckets, sharding.lanes),
+    )
+    if sharding.lanes > 1:
+        flat = with_sharding(flat, buckets, sharding, optimizer.state)
+    if not config.offload:
+        return list(flat.values()), []
+    flat, host = offload.divided(flat)
+    return list(flat.values()), host
+
+
+# The parts of a design.
 
 
 def optimizer_of(config: RunConfig) -> AdamW | Muon:
@@ -162,18 +197,34 @@ def optimizer_of(config: RunConfig) -> AdamW | Muon:
     return Muon(adamw, momentum=0.95, beta2=config.beta2, weight_decay=config.weight_decay, rate=rate)
 
 
+def guards_of(config: RunConfig) -> Guards:
+    skips, loss_scaling = (config.skip_loss_z, config.skip_norm_z), config.precision == "fp16"
+    return Guards(config.clip_norm, *skips, loss_scaling, config.check_ranks_every, config.audit_every)
+
+
+def schedule_of(config: RunConfig) -> Schedule:
+    peak, final_fraction = config.learning_rate, config.final_learning_rate_fraction
+    return Schedule(config.schedule, peak, final_fraction, config.warmup_steps, config.steps, config.cooldown_fraction)
+
+
+def resolve_lora(text: str, shape: ModelShape, plain_ops: Any) -> LoraDesign:
+    lora = parse_lora(text)
+    check_rank(lora, getattr(plain_ops, "__name__", ""))
+    return LoraDesign(tuple(adapters_of(shape, lora)))
+
+
 def resolve_fp8(
     config: RunConfig,
     shape: ModelShape,
-    model: ModuleType,
-    parameters: Table,
+    weights: Table,
     rows: tuple[ActivationRow, ...],
     ops: ModuleType,
     left_fp8: tuple[str, ...],
 ) -> Fp8Design:
+    parts = models.architecture(shape).FP8_PARTS
     keep_bf16 = ",".join([config.fp8_keep_bf16.replace(TUNED, ""), *(part for part in left_fp8 if part != tables.HEAD)])
     head = "" if tables.HEAD in left_fp8 else config.fp8_head
-    gemms = tables.fp8_gemms(keep_bf16, head, shape.num_layers, model.FP8_PARTS)
+    gemms = tables.fp8_gemms(keep_bf16, head, shape.num_layers, parts)
     statistics_parts = ops.statistics_parts(
         batch=config.micro_batch,
         length=shape.sequence_length,
@@ -181,12 +232,12 @@ def resolve_fp8(
         head_width=shape.head_width,
         channels=shape.channels,
         feed_forward=shape.feed_forward,
-        widest=tables.longest_side(parameters),
+        widest=tables.longest_side(weights),
         padded_vocab_size=shape.padded_vocab_size,
     )
     return Fp8Design(
         gemms=gemms,
-        table=tables.quantized_table(parameters, rows, gemms, model.FP8_PARTS, GRADIENT_FORMATS[config.fp8_gradients]),
+        table=tables.quantized_table(weights, rows, gemms, parts, GRADIENT_FORMATS[config.fp8_gradients]),
         delayed=config.fp8_scaling == "delayed",
         window=config.fp8_window,
         margin=config.fp8_margin,
@@ -195,6 +246,9 @@ def resolve_fp8(
         widen=config.fp8_on_saturation == "widen",
         statistics_parts=statistics_parts,
     )
+
+
+# Before and around a design.
 
 
 def possible_configs(config: RunConfig) -> list[RunConfig]:
@@ -233,14 +287,9 @@ def largest_micro_batch(
     return choices[index - 1] if index else 0
 
 
-def schedule_of(config: RunConfig) -> Schedule:
-    peak, final_fraction = config.learning_rate, config.final_learning_rate_fraction
-    return Schedule(config.schedule, peak, final_fraction, config.warmup_steps, config.steps, config.cooldown_fraction)
-
-
 def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
     """`config` with the precision that suits the device in the place of "auto"."""
-    return replace(config, precision=devices.settled_precision(config.precision, device))
+    return replace(config, precision=devices.resolve_precision(config.precision, device))
 
 
 def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:

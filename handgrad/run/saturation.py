@@ -21,7 +21,7 @@ def record_fp8(design: Design, scaling: Any, result: StepResult, completed: int,
     return found
 
 
-def watch_saturation(found: tuple[Finding, ...], config: RunConfig, completed: int, left: LeftFp8, log: RunLog) -> None:
+def handle_saturation(found: tuple[Finding, ...], config: RunConfig, completed: int, left: LeftFp8, log: RunLog) -> None:
     """Names the tensors that saturate; their GEMMs leave fp8 where that is the policy, one step later: that step may be
     under way already."""
     for finding in found:

@@ -20,12 +20,12 @@ from handgrad.config import RunConfig
 from handgrad.errors import StorageError, storage_errors
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
+from handgrad.run.checkpointing import save_state, stored_tensors
 from handgrad.run.folder import RunFolder
 from handgrad.run.grace import too_slow
 from handgrad.run.host_copy import HostCopy
 from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
-from handgrad.run.saving import save_state, stored_tensors
 
 BUSY, DONE, FAILED = 0.0, 1.0, 2.0  # a rank's part of the save under way
 SHORT_SECONDS = 1.0  # a shorter wait for the save before is not worth a line
@@ -93,7 +93,7 @@ class Saves:
             save.pause_seconds = time.perf_counter() - save.begun
             self.log_saved(save, seconds, warnings)
             return
-        self.copy.take(list(stored_tensors(training.state, self.ranks)))
+        self.copy.copy_state(list(stored_tensors(training.state, self.ranks)))
         self.ranks.from_rank_0(lambda: begin(final), "a checkpoint's folder")
         self.pending = save
         self.work = self.thread.submit(self.write if self.ranks.size > 1 else self.write_and_commit, save)
@@ -146,7 +146,7 @@ class Saves:
             return BUSY
         return FAILED if self.work.exception() else DONE
 
-    def advance_together(self, everyone: Sequence[float]) -> None:
+    def advance_if_all_ready(self, everyone: Sequence[float]) -> None:
         """Advances the pending save once all ranks have done their part, by their `progress`."""
         if self.pending is not None and (FAILED in everyone or BUSY not in everyone):
             self.advance()
@@ -170,7 +170,7 @@ class Saves:
         if failed := [text for _, text in outcomes if text]:
             self.pending = None
             if self.ranks.is_rank_0:
-                checkpoint.discard(save.final)
+                checkpoint.discard_partial(save.final)
             failure = StorageError(failed[0])
             failure.shared = True
             raise failure
@@ -215,7 +215,7 @@ class Saves:
 
 def begin(final: Path) -> None:
     with storage_errors(f"saving {final}"):
-        checkpoint.begin(final)
+        checkpoint.begin_partial(final)
 
 
 def finished() -> Future[None]:

@@ -11,7 +11,7 @@ from handgrad.data.sources import holds_text, prepare_command
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
 from handgrad.run_files import CONFIG_FILE
-from handgrad.techniques import changed, settled
+from handgrad.techniques import changed, resolve_techniques
 
 # Other trainers' words in the place of weights.
 BEGINNINGS = {
@@ -53,7 +53,7 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         merged = {**chosen_settings(merged), **merged}
     architecture = merged.get("architecture", RunConfig.architecture)
     if architecture == "modern":
-        techniques = settled(architecture, merged.get("techniques", ""))
+        techniques = resolve_techniques(architecture, merged.get("techniques", ""))
         merged["techniques"] = changed(techniques, change[WITHOUT], change[WITH])
     for name, text in (change | {"techniques": listed}).items():
         if text and architecture != "modern":

@@ -30,17 +30,17 @@ from handgrad.run.checks import (
     other_tokenizer,
     tokenizer_flag,
 )
-from handgrad.run.console import Shows
-from handgrad.run.folder import RunFolder, begun_settings, settled_lanes
+from handgrad.run.console import ConsoleMode
+from handgrad.run.folder import RunFolder, inherited_settings, resolve_lanes
 from handgrad.run.loop import Run
-from handgrad.run.packing import settled_packing
+from handgrad.run.packing import resolve_packing
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
-from handgrad.run.tasks import task_watch
+from handgrad.run.tasks import make_task_evaluation
 
 
 @contextlib.contextmanager
 def open_run(
-    config: RunConfig, *, allow_changes: bool = False, strict: bool = False, shows: Shows = "live"
+    config: RunConfig, *, allow_changes: bool = False, strict: bool = False, console: ConsoleMode = "live"
 ) -> Iterator[Run]:
     """The run in `config.out`, ready to make steps; this process owns the folder until the end of the `with` block.
     `strict`: resumed from the newest checkpoint, or refused; the same for the weights of `init_from`.
@@ -53,38 +53,38 @@ def open_run(
     device = devices.resolve_device(config.device, info.local_rank)
     seconds = config.join_seconds, config.silence_seconds, config.stall_seconds
     with joined(info, device, Timeouts(*seconds, Path(config.out) / "stacks")) as ranks:
-        given = config
-        begun = ranks.from_rank_0(lambda: begun_settings(given), "the run so far")
-        config = check(with_precision(replace(config, **begun), device))
+        asked = config
+        inherited = ranks.from_rank_0(lambda: inherited_settings(asked), "the run so far")
+        config = check(with_precision(replace(config, **inherited), device))
         devices.use_precision(device, config.precision)  # refuses one that the device lacks, before any data is read
         tuned = with_tuned_gemms(config, device)
         ranks.check_equal("configuration", to_dict(tuned))
-        config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: settled_lanes(tuned, ranks.size), "lanes")))
+        config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")))
         check_shared_gradients(config, ranks.size)
         check_offload(config, device, ranks.size)
         ranks.from_rank_0(lambda: sinks.chosen(config.log_to), "log_to")  # refuses one that is not installed
         dataset = open_dataset(config.data)
-        config = check(replace(config, packing=settled_packing(config.packing, dataset)))
+        config = check(replace(config, packing=resolve_packing(config.packing, dataset)))
         ranks.from_rank_0(lambda: check_tokenizer(config, dataset, allow_changes=allow_changes), "the tokenizer")
         design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)
-        tasks = task_watch(config, design, dataset.tokenizer, ranks)
+        tasks = make_task_evaluation(config, design, dataset.tokenizer, ranks)
         check_fits(config, design, dataset, ranks.size, more_bytes=0 if tasks is None else tasks.plan.total_bytes)
         if ranks.is_rank_0:
             check_disk(config, design)
         with contextlib.closing(RunFolder(config, ranks, allow_changes=allow_changes, strict=strict)) as folder:
             weights = None
             if config.init_from and not folder.resumed:
-                weights = opened_in_turn(lambda: open_fitting(config, dataset, strict=strict), ranks)
+                weights = open_rank_0_first(lambda: open_initial_weights(config, dataset, strict=strict), ranks)
             elif config.lora and folder.resumed:
                 resumed = folder.resumed
-                weights = opened_in_turn(lambda: base_of(resumed, open_weights, config.init_from), ranks)
-            run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, shows=shows)
-            with contextlib.closing(run.log), contextlib.closing(run.saves), noting_the_end(run):
+                weights = open_rank_0_first(lambda: base_of(resumed, open_weights, config.init_from), ranks)
+            run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, console=console)
+            with contextlib.closing(run.log), contextlib.closing(run.saves), record_stop(run):
                 yield run
 
 
 @contextlib.contextmanager
-def noting_the_end(run: Run) -> Iterator[None]:
+def record_stop(run: Run) -> Iterator[None]:
     """Records why a run ends before its last step: `run.listing` reads it."""
     reason, code = "closed by its program", 0
     try:
@@ -100,14 +100,14 @@ def noting_the_end(run: Run) -> Iterator[None]:
                 run.log.record("stop", step=run.completed, code=code, reason=reason, **name)
 
 
-def opened_in_turn(opening: Callable[[], Weights], ranks: Ranks) -> Weights:
-    """Rank 0 opens the weights before the others do: a model of the Hub is downloaded once."""
-    found: list[Weights] = []
-    ranks.from_rank_0(lambda: found.append(opening()), "the weights")
-    return found[0] if found else opening()
+def open_rank_0_first(open_them: Callable[[], Weights], ranks: Ranks) -> Weights:
+    """Opens weights on rank 0 before the other ranks open them: a model of the Hub is downloaded once."""
+    opened: list[Weights] = []
+    ranks.from_rank_0(lambda: opened.append(open_them()), "the weights")
+    return opened[0] if opened else open_them()
 
 
-def open_fitting(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weights:
+def open_initial_weights(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weights:
     """The weights of `init_from`. Raises `UsageError`: the run has other sizes; `DataError`: another tokenizer, or an error
     of `open_weights`."""
     weights = open_weights(config.init_from, strict=strict)
@@ -116,16 +116,16 @@ def open_fitting(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weight
         raise DataError(other_tokenizer(config.init_from, record, tokenizer_flag(record, config.init_from), dataset))
     shape = config.shape(weights.shape.vocab_size)
     for name in SHAPE:
-        here, there = getattr(shape, name), getattr(weights.shape, name)
-        if name == "sequence_length" and here > there:
+        wanted, stored = getattr(shape, name), getattr(weights.shape, name)
+        if name == "sequence_length" and wanted > stored:
             raise UsageError(
-                f"expected a sequence_length of at most the {there} positions of {config.init_from}, found {here};"
-                f" try --sequence-length {there}"
+                f"expected a sequence_length of at most the {stored} positions of {config.init_from}, found {wanted};"
+                f" try --sequence-length {stored}"
             )
-        if name != "sequence_length" and here != there:
+        if name != "sequence_length" and wanted != stored:
             raise UsageError(
-                f"{name} is {there} in {config.init_from} and {here} in this run; give no preset, --model or sizes to take"
-                " those of the weights"
+                f"{name} is {stored} in {config.init_from} and {wanted} in this run; give no preset, --model or sizes to"
+                " take those of the weights"
             )
     if shape.architecture == "llama" and shape.sequence_length < weights.shape.sequence_length:
         weights = replace(weights, origin=weights.origin | {CONTEXT: weights.shape.sequence_length})

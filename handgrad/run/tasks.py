@@ -19,7 +19,7 @@ from handgrad.training.design import Design
 from handgrad.training.state import TrainingState
 
 
-class TaskWatch:
+class TaskEvaluation:
     """The tasks of one run. Their activations lie in the memory of the training's, which are idle meanwhile; only where
     those are too small do they have memory of their own."""
 
@@ -48,7 +48,7 @@ class TaskWatch:
             views = views | self.activations.lay_over({KIND: allocation_of(state.activations.tokens)})
         return results_of(self.tasks, self.requests, self.work.score(state.plain_weights, views))
 
-    def watch(self, step: int, state: TrainingState, log: RunLog) -> None:
+    def run_missing(self, step: int, state: TrainingState, log: RunLog) -> None:
         """Evaluates after `step`, unless the record has all the results already."""
         missing = [task.name for task in self.tasks if (f"{EVALUATION_OF} {task.name}", step) not in log.recorded]
         if not missing:
@@ -64,7 +64,7 @@ class TaskWatch:
             log.line(f"step {step}: {result.name} {figures} (n {result.examples})")
 
 
-def task_watch(config: RunConfig, design: Design, tokenizer: Tokenizer, ranks: Ranks) -> TaskWatch | None:
+def make_task_evaluation(config: RunConfig, design: Design, tokenizer: Tokenizer, ranks: Ranks) -> TaskEvaluation | None:
     """The tasks of `config.eval_tasks`, read by rank 0 for all; None if there are none.
 
     Raises the errors of `load_tasks` and `make_requests`.
@@ -76,4 +76,4 @@ def task_watch(config: RunConfig, design: Design, tokenizer: Tokenizer, ranks: R
         tasks = load_tasks(config.eval_tasks, config.eval_task_examples)
         return tasks, make_requests(tasks, tokenizer, config.sequence_length)
 
-    return TaskWatch(config, design, ranks, *ranks.from_rank_0(questions, "the tasks"))
+    return TaskEvaluation(config, design, ranks, *ranks.from_rank_0(questions, "the tasks"))

@@ -38,9 +38,9 @@ class Writer:
         Raises `UsageError`, `DataError` for a conversation that the template refuses or without memory for its cache,
         `NumericsError` when the logits are not finite.
         """
-        started, seed, keeps = time.perf_counter(), request.seed, False
+        started, seed, reuse_cache = time.perf_counter(), request.seed, False
         if seed is None:
-            seed, keeps, self.seed = self.seed, request.kind == "chat", (self.seed + 1) % (1 << 32)
+            seed, reuse_cache, self.seed = self.seed, request.kind == "chat", (self.seed + 1) % (1 << 32)
         tokenizer = self.writing.model.tokenizer
         if isinstance(request.prompt, str):
             ends = {tokenizer.end_of_text, *listed_ends(tokenizer)}
@@ -51,7 +51,7 @@ class Writer:
             text, note = Continuation(prompt.tokens, prompt.max_tokens, seed), prompt.note
         longest = min(max(self.writing.size[1], len(text.prompt) + text.max_tokens), self.context)
         decoder = self.writing.decoder(1, longest, request.options, frozenset(ends))
-        for _, piece in stream_text(decoder, tokenizer, iter([text]), request.stops, keeps=keeps):
+        for _, piece in stream_text(decoder, tokenizer, iter([text]), request.stops, reuse_cache=reuse_cache):
             if piece:
                 yield piece
         yield Written(text.stopped, len(text.prompt), len(text.tokens), time.perf_counter() - started, note)

@@ -16,7 +16,7 @@ from handgrad.config import differences
 from handgrad.errors import DataError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
 from handgrad.run_files import CHECKPOINTS
-from handgrad.tensor_files import opened
+from handgrad.tensor_files import open_tensors
 from handgrad.tools.record import Record
 
 
@@ -112,9 +112,9 @@ def checkpoint_lines(one: Path, other: Path, most: int) -> Iterator[str]:
 def tensor_differences(one: Checkpoint, other: Checkpoint) -> Iterator[TensorDifference]:
     """Raises `DataError` if the two hold tensors of other names or shapes."""
     for file in (WEIGHTS_FILE, OPTIMIZER_FILE):
-        names = [name for name, path in one.places.items() if path in one.parts(file)]
-        if absent := [name for name in names if name not in other.places] or [
-            n for n in other.places if n not in one.places
+        names = [name for name, path in one.file_of_tensor.items() if path in one.parts(file)]
+        if absent := [name for name in names if name not in other.file_of_tensor] or [
+            n for n in other.file_of_tensor if n not in one.file_of_tensor
         ]:
             raise DataError(f"{one.folder} and {other.folder} hold other tensors, the first is {absent[0]!r}")
         for name in names:
@@ -128,7 +128,7 @@ def tensor_differences(one: Checkpoint, other: Checkpoint) -> Iterator[TensorDif
 
 
 def read(source: Checkpoint, name: str) -> Tensor:
-    with opened(source.places[name]) as stored:
+    with open_tensors(source.file_of_tensor[name]) as stored:
         return stored.get_tensor(name)
 
 

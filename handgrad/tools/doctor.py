@@ -138,7 +138,7 @@ def check_operations() -> None:
         sizes = {"num_layers": 2, "num_heads": 2, "channels": 32, "sequence_length": 16}
         config = RunConfig(precision=precision, micro_batch=2, tokens_per_step=32, **sizes)
         training = assemble(resolve(config, 257, device=device, ops=reference), MadeUpTokens(257, seed=0))
-        training.step.make_gradients(0)
+        training.stepper.accumulate_gradients(0)
         state = training.state
         assert torch.isfinite(state.gradients).all(), f"non-finite gradients in {precision}"
         assert state.gradients.abs().max() > 0, f"no gradients in {precision}"

@@ -14,7 +14,7 @@ from handgrad.fp8_shape import FP8_MULTIPLE
 from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
-from handgrad.run.folder import settled_lanes
+from handgrad.run.folder import resolve_lanes
 from handgrad.run.memory import memory_bytes
 from handgrad.run.resolve import largest_micro_batch, micro_batches, possible_configs
 from handgrad.tools import measured
@@ -53,7 +53,7 @@ def forecast(
     Raises `UsageError`: an unknown GPU, a precision that it lacks, a run that does not fit.
     """
     name, spec = named_gpu(gpu)
-    config = settled(config, spec, ranks)
+    config = resolved_on(config, spec, ranks)
     available = fit or int(spec.memory_bytes - DRIVER_BYTES)
     there = partial(resolve_for, spec)
     fitting = largest_micro_batch(config, vocab_size, available, ranks, most=config.micro_batch, resolved=there)
@@ -101,13 +101,13 @@ def named_gpu(name: str) -> tuple[str, Gpu]:
     return key, GPUS[key]
 
 
-def settled(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
+def resolved_on(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
     """`config` as it would start on `ranks` such GPUs: its precision and its lanes."""
     precision = gpus.auto_precision(gpu.capability) if config.precision == AUTO else config.precision
     gpus.check_precision(gpu.title, gpu.capability, precision)
     gpus.check_optimizer(gpu.title, gpu.capability, config.optimizer)
     check_offload(config, torch.device("meta"), ranks)
-    config = replace(config, precision=precision, lanes=settled_lanes(config, ranks))
+    config = replace(config, precision=precision, lanes=resolve_lanes(config, ranks))
     if not micro_batches(config):
         counts = (stage.tokens_per_step // config.sequence_length for stage in config.batch.stages)
         samples = next((count for count in counts if not count or count % config.lanes), None)

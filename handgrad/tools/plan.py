@@ -10,11 +10,11 @@ from handgrad.errors import DataError
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.models.rows import count_parameters
 from handgrad.run.checks import check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
-from handgrad.run.folder import begun_settings, settled_lanes
+from handgrad.run.folder import inherited_settings, resolve_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.memory import memory_bytes
-from handgrad.run.packing import settled_packing
+from handgrad.run.packing import resolve_packing
 from handgrad.run.resolve import largest_micro_batch, resolve, with_precision, with_tuned_gemms
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, candidates, fitting_lines
 from handgrad.tools.rates import gemm_flops
@@ -28,12 +28,12 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
     stand for those of the data, or GPT-2's where there are no data yet. `given`: the user named the data, so that a folder
     without shards raises `DataError`, unless `vocab_size` is given as well.
     """
-    begun = begun_settings(config)
+    begun = inherited_settings(config)
     config, dataset, lines = check(replace(config, **begun)), None, list[str]()
     if Path(config.data).exists():
         try:
             dataset = open_dataset(config.data)
-            config = check(replace(config, packing=settled_packing(config.packing, dataset)))
+            config = check(replace(config, packing=resolve_packing(config.packing, dataset)))
         except DataError:
             if given and not vocab_size:
                 raise
@@ -52,7 +52,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     take, instead of those that are free. Raises `ConfigError` for lanes that the ranks cannot share."""
     device = devices.resolve_device(config.device)
     config = with_tuned_gemms(with_precision(config, device), device)
-    config = check(replace(config, lanes=settled_lanes(config, ranks)))
+    config = check(replace(config, lanes=resolve_lanes(config, ranks)))
     check_shared_gradients(config, ranks)
     check_offload(config, device, ranks)
     designs = [resolve(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]

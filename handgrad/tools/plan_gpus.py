@@ -12,7 +12,7 @@ from handgrad.gpus import GPUS, Gpu
 from handgrad.run.resolve import largest_micro_batch
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, Candidate, candidates, chosen_of, fitting_lines
-from handgrad.tools.forecast import Forecast, forecast, named_gpu, settled
+from handgrad.tools.forecast import Forecast, forecast, named_gpu, resolved_on
 from handgrad.tools.plan import fits_line, memory_lines, run_lines
 from handgrad.tools.roofline import step_time
 
@@ -32,7 +32,7 @@ def describe_gpu(
     if chosen := chosen_of(fitted, config, fit):
         config = chosen.config
     found = forecast(config, vocab_size, gpu, ranks=ranks, price=price, fit=fit)
-    config = replace(settled(config, spec, ranks), micro_batch=found.micro_batch)
+    config = replace(resolved_on(config, spec, ranks), micro_batch=found.micro_batch)
     levels = [replace(config, recompute=level) for level in RECOMPUTE_LEVELS]
     designs = [resolve_for(spec, level, vocab_size, ranks) for level in levels]
     available = found.available_bytes
@@ -60,7 +60,7 @@ def describe_gpu(
 def fitted_to(config: RunConfig, gpu: Gpu, vocab_size: int, ranks: int) -> list[Candidate]:
     """The run's settings on `ranks` of these GPUs, fastest first by the model of docs/planning.md."""
     return candidates(
-        settled(config, gpu, ranks),
+        resolved_on(config, gpu, ranks),
         torch.device("meta"),
         ranks,
         lambda other: resolve_for(gpu, other, vocab_size, ranks),

@@ -89,7 +89,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     if cuda:
         torch.cuda.empty_cache()
     training = assemble(set_up(config, vocab_size), source)
-    stepper, state = training.step, training.state
+    stepper, state = training.stepper, training.state
     results = make_steps(stepper, 0, WARMUP_STEPS)
     hot_steps = math.ceil(HOT_SECONDS / results[-1].elapsed_seconds) if cuda else 0
     done = WARMUP_STEPS
@@ -102,7 +102,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below, torch 2.13's profiler prints two lines of its own
     recorder = Recorder(training.design, state.plain_weights.head, torch.profiler.record_function)
-    stepper = bind(state, training.scaling, source, graphs=False).step
+    stepper = bind(state, training.scaling, source, graphs=False).stepper
     activity = torch.profiler.ProfilerActivity
     with recorder.recording(), tempfile.TemporaryDirectory() as folder:
         recorder.counting = True
@@ -146,7 +146,7 @@ def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:
     design = set_up(config, vocab_size)
     device, (state, scaling) = design.device, allocate(design)
     recorder = Recorder(design, state.plain_weights.head, torch.cuda.nvtx.range)
-    stepper = bind(state, scaling, source, graphs=False).step
+    stepper = bind(state, scaling, source, graphs=False).stepper
     with recorder.recording():
         stepper.step(0)
         devices.synchronize(device)

@@ -13,7 +13,7 @@ from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.files import file_sha256
 from handgrad.manifest import MANIFEST, read_manifest
-from handgrad.run.saving import versions_of
+from handgrad.run.checkpointing import versions_of
 from handgrad.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE
 from handgrad.tools.certificate import fingerprint, open_certificate
 

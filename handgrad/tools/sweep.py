@@ -159,8 +159,8 @@ def last_error(sweep: Sweep, run: SweepRun) -> str:
     path = sweep.folder / STARTS / f"{run.name}.err"
     with storage_errors(f"reading {path}"):
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    told = [line.removeprefix("handgrad: ") for line in lines if line.startswith("handgrad: ")]
-    return (told or lines or ["it printed nothing"])[-1]
+    messages = [line.removeprefix("handgrad: ") for line in lines if line.startswith("handgrad: ")]
+    return (messages or lines or ["it printed nothing"])[-1]
 
 
 def groups_of(outcomes: list[Outcome]) -> list[Group]:

@@ -17,8 +17,8 @@ from handgrad.audit.digest import buffers
 from handgrad.config import RunConfig, check
 from handgrad.errors import AuditError, ConfigError, UsageError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
+from handgrad.run.checkpointing import run_numbers
 from handgrad.run.loop import Run
-from handgrad.run.saving import run_numbers
 from handgrad.run.start import open_run
 from handgrad.run_files import CHECKPOINTS, LOCK_FILE
 from handgrad.tools.record import Record, check_data, check_initial, config_of, differences
@@ -92,7 +92,7 @@ def replay(record: Record, span: Span, elsewhere: dict[str, str], scratch: Path,
     config = quiet(config_of(record, span.first, elsewhere), scratch)
     if writes:
         prepare(record, span, scratch)
-    with open_run(config, allow_changes=True, shows="nothing") as run:
+    with open_run(config, allow_changes=True, console="nothing") as run:
         if not span.first:
             check_initial(record, run.origin, config.init_from)
         run.begin()
@@ -186,7 +186,7 @@ class Comparing:
                 file = WEIGHTS_FILE if prefix == "weights" else OPTIMIZER_FILE
                 values = source.tensor(file, name, row.stored_shape).reshape(-1)
                 whole = flat.numel() == state.parameters.numel()
-                pieces = [(row.stored(flat).reshape(-1), slice(None))] if whole else list(state.pieces(flat, row))
+                pieces = [(row.stored(flat).reshape(-1), slice(None))] if whole else list(state.shard_pieces(flat, row))
                 if whole and not self.run.ranks.is_rank_0:
                     pieces = []  # all ranks hold it, one counts
                 names.append(name)

@@ -51,8 +51,8 @@ class BatchFeed:
     """Fills the inputs of a micro-batch: `act.tokens`, `act.targets`, `act.sorted_positions`, and those of documents.
 
     On a CPU it writes in place. For a CUDA device a micro-batch goes through one of two slots: pinned host memory, from
-    there on a stream of its own into device memory, and in the micro-step's turn into the buffers. The host waits only for
-    a slot that is still in flight, two micro-steps behind.
+    there on a stream of its own into device memory, and at its micro-step into the buffers. The host waits only for a slot
+    that is still in flight, two micro-steps behind.
     """
 
     def __init__(self, source: Source, act: Any, samples: Tensor | None = None):

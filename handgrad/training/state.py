@@ -85,19 +85,19 @@ class TrainingState:
     frozen: list[Tensor]  # gradients of frozen parameters
     norms: list[tuple[Tensor, Tensor]]  # (sums of squares, gradient) of the parts of the global norm made here
 
-    def take_weight(self, row: ParameterRow, values: Tensor) -> None:
+    def load_weight(self, row: ParameterRow, values: Tensor) -> None:
         """Takes the stored part of a parameter: for the model, and in full precision for the optimizer."""
         row.stored(self.parameters).copy_(values)
         if self.master is not self.parameters:
-            self.take(self.master, row, values)
+            self.load_shard(self.master, row, values)
 
-    def take(self, shard: Tensor, row: ParameterRow, values: Tensor) -> None:
+    def load_shard(self, shard: Tensor, row: ParameterRow, values: Tensor) -> None:
         """Copies the stored part of a parameter into its share of `shard` (master weights or optimizer state)."""
         flat = values.reshape(-1)
-        for piece, part in self.pieces(shard, row):
+        for piece, part in self.shard_pieces(shard, row):
             piece.copy_(flat[part])
 
-    def pieces(self, shard: Tensor, row: ParameterRow) -> Iterator[tuple[Tensor, slice]]:
+    def shard_pieces(self, shard: Tensor, row: ParameterRow) -> Iterator[tuple[Tensor, slice]]:
         """This process's share of the stored part of a parameter: (in `shard`, in the flattened parameter)."""
         start, stop, sharding = row.offset, row.offset + math.prod(row.stored_shape), self.design.sharding
         place = sharding.shard, sharding.shards
@@ -190,5 +190,5 @@ def make_state(
         norms=norms,
     )
     made.set_loss_scale(INITIAL_LOSS_SCALE if design.dtype == torch.float16 else 1.0, 0.0)
-    initialize(table, design.seed, made.take_weight)
+    initialize(table, design.seed, made.load_weight)
     return made

@@ -59,10 +59,10 @@ class Program:
     before_step: list[Callable[[int], None]] = field(default_factory=list)  # of a step's number
     before_update: list[Callable[[], None]] = field(default_factory=list)  # between norms and update; eager
     after_update: list[Callable[[], None]] = field(default_factory=list)  # eager
-    compiled: list[Callable[[], None]] = field(default_factory=list)  # more launches to compile ahead
+    compiled_ahead: list[Callable[[], None]] = field(default_factory=list)  # launches beside those above
     reports: list[Tensor] = field(default_factory=list)  # device tensors that travel with a step's results
-    kept: list[Tensor] = field(default_factory=list)  # tensors that change even in a step without an update
-    restored: list[Callable[[], None]] = field(default_factory=list)  # make the tensors that follow from `kept`; eager
+    rolled_back: list[Tensor] = field(default_factory=list)  # change even in a step without an update; see `relaunch`
+    after_rollback: list[Callable[[], None]] = field(default_factory=list)  # remake what follows from these; eager
 
 
 def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
@@ -91,44 +91,67 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
     frozen = [gradient.zero_ for gradient in state.frozen]
     scratch = state.views.get(OPTIMIZER_SCRATCH)
     update = partial(design.optimizer.update, ops, state.owned, state.controls, state.results, scratch)
-    kept = [state.loss_scale] if design.guards.loss_scaling else []
-    return Program([*passes, losses], [*frozen, *norms], [verdict, update], design.batch.tokens, kept=kept)
+    rolled_back = [state.loss_scale] if design.guards.loss_scaling else []
+    return Program([*passes, losses], [*frozen, *norms], [verdict, update], design.batch.tokens, rolled_back=rolled_back)
+
+
+@dataclass
+class StepSlot:
+    """The host's side of one step in flight."""
+
+    controls: Tensor  # to the device; pinned for a GPU, as are the three that come back
+    results: Tensor
+    losses: Tensor  # of `TrainingState.losses_of_step`
+    reports: list[Tensor]
+    snapshots: list[Tensor]  # of `Program.rolled_back` before the step, on the device
+    start: torch.cuda.Event | None  # None on a CPU
+    end: torch.cuda.Event | None
+    start_seconds: float = 0.0  # on a CPU
+    elapsed_seconds: float = 0.0
+    trained_tokens: int = 0
+
+    def wait(self) -> float:
+        """Waits until the step has ended; returns its length in seconds."""
+        if self.start is not None and self.end is not None:
+            self.end.synchronize()
+            self.elapsed_seconds = self.start.elapsed_time(self.end) / 1e3
+        return self.elapsed_seconds
+
+
+def make_slot(state: TrainingState, program: Program) -> StepSlot:
+    on_gpu, dtype = state.design.device.type == "cuda", state.controls.dtype
+    return StepSlot(
+        controls=torch.zeros(CONTROLS, dtype=dtype, pin_memory=on_gpu),
+        results=torch.zeros(RESULTS, dtype=dtype, pin_memory=on_gpu),
+        losses=torch.zeros_like(state.losses_of_step, device="cpu", pin_memory=on_gpu),
+        reports=[torch.zeros_like(report, device="cpu", pin_memory=on_gpu) for report in program.reports],
+        snapshots=[torch.empty_like(tensor) for tensor in program.rolled_back],
+        start=torch.cuda.Event(enable_timing=True) if on_gpu else None,
+        end=torch.cuda.Event(enable_timing=True) if on_gpu else None,
+    )
 
 
 class TrainStep:
     """Makes the steps of a run: `begin`, `finish` and `result`, in this order for each; `begin` of the next step may come
     before `result` of the last.
 
-    A step that has made no update has changed nothing but `Program.kept`. So `begin_again` can make its gradients once more
-    from the state before it, `sum_up` their norms, and `conclude` the update."""
+    A step that has made no update has changed nothing but `Program.rolled_back`. So `relaunch` can compute its gradients
+    once more from the state before it; `launch_norm` and `launch_update` follow, the halves of `finish`."""
 
     def __init__(self, state: TrainingState, feed: Feed, program: Program, *, graphs: bool):
         """`graphs`: capture CUDA graphs."""
         self.design, self.state, self.feed, self.program, self.graphs = state.design, state, feed, program, graphs
         self.loss_window, self.norm_window = SpikeWindow(), SpikeWindow()
-        cuda = self.design.device.type == "cuda"
         stages = [stage.run for stage in program.micro_step]
-        self.design.ops.compile_ahead(*stages, *program.norms, *program.update, *program.compiled)
-        self.micro_step, self.take_norms, self.update = (
+        self.design.ops.compile_ahead(*stages, *program.norms, *program.update, *program.compiled_ahead)
+        self.micro_step, self.norms, self.update = (
             [Replayed(launches)] if graphs else launches for launches in (stages, program.norms, program.update)
         )
-        dtype = state.controls.dtype
-        self.controls = [torch.zeros(CONTROLS, dtype=dtype, pin_memory=cuda) for _ in range(IN_FLIGHT)]
-        self.results = [torch.zeros(RESULTS, dtype=dtype, pin_memory=cuda) for _ in range(IN_FLIGHT)]
-        self.reports = [
-            [torch.zeros_like(report, device="cpu", pin_memory=cuda) for report in program.reports]
-            for _ in range(IN_FLIGHT)
-        ]
-        self.sums_of_losses = [
-            torch.zeros_like(state.losses_of_step, device="cpu", pin_memory=cuda) for _ in range(IN_FLIGHT)
-        ]
-        self.kept = [[torch.empty_like(tensor) for tensor in program.kept] for _ in range(IN_FLIGHT)]
-        self.trained_tokens = [0] * IN_FLIGHT
-        self.newest = -1  # the step that was begun last
-        events = range(IN_FLIGHT if cuda else 0)
-        self.begun, self.done = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
-        self.clock = [0.0] * IN_FLIGHT  # on a CPU: a step's beginning
-        self.seconds = [0.0] * IN_FLIGHT  # and its length
+        self.slots = [make_slot(state, program) for _ in range(IN_FLIGHT)]
+        self.last_begun = -1
+
+    def slot(self, step: int) -> StepSlot:
+        return self.slots[step % IN_FLIGHT]
 
     def step(self, step: int) -> StepResult:
         """The whole of 0-based `step`, waiting for its result."""
@@ -138,32 +161,30 @@ class TrainStep:
 
     def begin(self, step: int) -> None:
         """Launches the micro-batches of `step`: which samples they are follows from `step` alone."""
-        slot = step % IN_FLIGHT
-        self.clock[slot] = time.perf_counter()
-        if self.begun:
-            self.begun[slot].record()
-        self.newest = step
-        self.prepare(step)
-        for copy, tensor in zip(self.kept[slot], self.program.kept, strict=True):
-            copy.copy_(tensor)
-        self.make_gradients(step)
+        slot, self.last_begun = self.slot(step), step
+        slot.start_seconds = time.perf_counter()
+        if slot.start is not None:
+            slot.start.record()
+        self.run_before_step(step)
+        for snapshot, tensor in zip(slot.snapshots, self.program.rolled_back, strict=True):
+            snapshot.copy_(tensor)
+        self.accumulate_gradients(step)
 
-    def begin_again(self, step: int) -> None:
+    def relaunch(self, step: int) -> None:
         """Launches the micro-batches of `step` once more, a step without an update whose result was read last. The
         gradients of the step behind it are lost."""
-        for copy, tensor in zip(self.kept[step % IN_FLIGHT], self.program.kept, strict=True):
-            tensor.copy_(copy)
-        for restore in self.program.restored:
-            restore()
-        self.prepare(step)
-        self.make_gradients(step)
+        for snapshot, tensor in zip(self.slot(step).snapshots, self.program.rolled_back, strict=True):
+            tensor.copy_(snapshot)
+        for remake in self.program.after_rollback:
+            remake()
+        self.run_before_step(step)
+        self.accumulate_gradients(step)
 
-    def prepare(self, step: int) -> None:
-        """Makes the preparations of `step`, before its first micro-batch."""
-        for prepare in self.program.before_step:
-            prepare(step)
+    def run_before_step(self, step: int) -> None:
+        for call in self.program.before_step:
+            call(step)
 
-    def make_gradients(self, step: int) -> None:
+    def accumulate_gradients(self, step: int) -> None:
         """The gradients of the step's micro-batches, summed from zero, and their losses."""
         state, batch = self.state, self.design.batch
         first = batch.first_sample(step)
@@ -177,41 +198,41 @@ class TrainStep:
 
     def finish(self, step: int) -> None:
         """Launches the update of `step`."""
-        self.sum_up(step)
-        self.conclude(step)
+        self.launch_norm(step)
+        self.launch_update(step)
 
-    def sum_up(self, step: int) -> None:
-        """Launches the norm. The spike limits follow from the results before `step`: those are read by now."""
-        guards, slot = self.design.guards, step % IN_FLIGHT
+    def launch_norm(self, step: int) -> None:
+        """Sends the host's decisions, then launches the norm. The spike limits follow from the results before `step`: those
+        are read by now."""
+        guards, slot = self.design.guards, self.slot(step)
         limits = self.loss_window.limit(guards.loss_z), self.norm_window.limit(guards.norm_z)
-        tokens = self.trained_tokens[slot] = self.program.trained_tokens(step)
+        tokens = slot.trained_tokens = self.program.trained_tokens(step)
         if not tokens:
             limits, tokens = (-math.inf, math.inf), 1  # the mean of nothing is 0, above the limit: no update
         controls = [step + 1, self.design.schedule.rate(step), *limits, tokens]
-        self.controls[slot].copy_(torch.tensor(controls, dtype=self.controls[slot].dtype))
-        self.state.controls.copy_(self.controls[slot], non_blocking=True)
-        for launch in (*self.take_norms, *self.program.before_update):
+        slot.controls.copy_(torch.tensor(controls, dtype=slot.controls.dtype))
+        self.state.controls.copy_(slot.controls, non_blocking=True)
+        for launch in (*self.norms, *self.program.before_update):
             launch()
 
-    def conclude(self, step: int) -> None:
+    def launch_update(self, step: int) -> None:
         """Launches verdict and update, and the results' way back."""
-        slot = step % IN_FLIGHT
+        slot = self.slot(step)
         for launch in (*self.update, *self.program.after_update):
             launch()
-        found = (self.state.results, self.state.losses_of_step, *self.program.reports)
-        hosts = (self.results[slot], self.sums_of_losses[slot], *self.reports[slot])
-        for host, device in zip(hosts, found, strict=True):
-            host.copy_(device, non_blocking=bool(self.done))
-        if self.done:
-            self.done[slot].record()
-        else:
-            self.seconds[slot] = time.perf_counter() - self.clock[slot]
+        on_host = slot.results, slot.losses, *slot.reports
+        on_device = self.state.results, self.state.losses_of_step, *self.program.reports
+        for host, device in zip(on_host, on_device, strict=True):
+            host.copy_(device, non_blocking=slot.end is not None)
+        if slot.end is not None:
+            slot.end.record()
+        slot.elapsed_seconds = time.perf_counter() - slot.start_seconds
 
     def result(self, step: int) -> StepResult:
         """Waits for `step` and takes its loss and norm into the windows, unless it was skipped."""
-        slot, guards = step % IN_FLIGHT, self.design.guards
-        elapsed_seconds = self.await_result(slot)
-        loss, norm, _, code, loss_scale = self.results[slot].tolist()
+        slot, guards = self.slot(step), self.design.guards
+        elapsed_seconds = slot.wait()
+        loss, norm, _, code, loss_scale = slot.results.tolist()
         loss_z, norm_z = self.loss_window.z_score(loss), self.norm_window.z_score(norm)
         reasons = {
             LOSS_NOT_FINITE: f"loss is {loss}",
@@ -222,11 +243,9 @@ class TrainStep:
         if code == UPDATE:
             self.loss_window.add(loss)
             self.norm_window.add(norm)
-        rate, skipped = self.design.schedule.rate(step), reasons.get(int(code))
-        trained = self.trained_tokens[slot]
-        if not trained:
-            skipped = NOTHING_TRAINED
-        reports = tuple(self.reports[slot])
+        rate, trained = self.design.schedule.rate(step), slot.trained_tokens
+        skipped = reasons.get(int(code)) if trained else NOTHING_TRAINED
+        reports = tuple(slot.reports)
         return StepResult(loss, norm, rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds, reports, trained)
 
     def raise_norm_limit(self, norm: float) -> None:
@@ -235,10 +254,3 @@ class TrainStep:
         limit = self.norm_window.limit(self.design.guards.norm_z)
         if limit < norm < math.inf:
             self.norm_window.add(limit)
-
-    def await_result(self, slot: int) -> float:
-        """Waits until the results in `slot` are there; returns the step's length in seconds."""
-        if not self.done:
-            return self.seconds[slot]
-        self.done[slot].synchronize()
-        return self.begun[slot].elapsed_time(self.done[slot]) / 1e3

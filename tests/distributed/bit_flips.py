@@ -33,17 +33,17 @@ def flipped_gradient(*, times: int = 1000, element: int | None = None) -> Callab
     at a step: of another one in each, or always of the same `element`."""
 
     def install(step: int) -> None:
-        original, left = GradientSync.send, [times]
+        original, left = GradientSync.send_gradients, [times]
 
         def send(sync: GradientSync, name: str) -> None:
             if sync.step == step and name == "blocks.1" and left[0]:
                 left[0] -= 1
-                gradients = sync.gradients[sync.places[name]].view(torch.int32)
+                gradients = sync.gradients[sync.gradient_ranges[name]].view(torch.int32)
                 gradients[int(gradients.nonzero()[left[0] if element is None else element])] ^= 1 << EXPONENT
                 fired()
             original(sync, name)
 
-        GradientSync.send = send
+        GradientSync.send_gradients = send
 
     return install
 

@@ -62,7 +62,7 @@ def test_the_worst_code(codes: list[int], worst: int) -> None:
 
 
 def test_an_error_of_all_ranks_is_told_once(program: Program, capfd: pytest.CaptureFixture) -> None:
-    code = "errors.tell(errors.DataError('the same for all')); errors.tell(errors.DataError(f'of {rank}')); sys.exit(65)"
+    code = "for text in ('the same for all', f'of {rank}'): errors.print_message(errors.DataError(text))\nsys.exit(65)"
     assert run_ranks(program(code), 3, environment(), 5) == 65
     told = sorted(capfd.readouterr().err.splitlines())
     assert told == ["handgrad: of 0", "handgrad: of 1", "handgrad: of 2", "handgrad: the same for all"]
@@ -195,7 +195,7 @@ def test_a_rank_that_is_stopped_says_nothing_after_the_one_that_failed(
 
     def asks(rank: int, text: str, **how: bool) -> bool:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
-        return errors.is_first(text, **how)
+        return errors.is_first_to_print(text, **how)
 
     assert asks(0, "stopped", of_all=True) and not asks(1, "stopped", of_all=True)
     assert asks(0, "unknown preset") and not asks(1, "unknown preset")

@@ -16,7 +16,7 @@ import handgrad
 from handgrad import checkpoint, errors
 from handgrad.manifest import MANIFEST
 from handgrad.parallel.ranks import Ranks
-from handgrad.run.saving import GatheredBucket
+from handgrad.run.checkpointing import GatheredBucket
 from handgrad.run_files import CHECKPOINTS
 from handgrad.training.step import TrainStep
 from tests.faults.firing import before, fired, nth, send

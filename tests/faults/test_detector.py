@@ -13,15 +13,15 @@ SPIKE = 9
 
 def spiked(patch: pytest.MonkeyPatch) -> None:
     """A window of six values, and gradients that are a thousand times as large in one step."""
-    original = TrainStep.sum_up
+    original = TrainStep.launch_norm
 
-    def sum_up(training: TrainStep, step: int) -> None:
+    def launch_norm(training: TrainStep, step: int) -> None:
         if step == SPIKE:  # however often it is made
             training.state.gradients.mul_(1000)
         original(training, step)
 
     patch.setattr(spikes, "WINDOW", 6)
-    patch.setattr(TrainStep, "sum_up", sum_up)
+    patch.setattr(TrainStep, "launch_norm", launch_norm)
 
 
 @pytest.mark.fault(37)

@@ -32,13 +32,13 @@ def check_allocations(config: RunConfig) -> None:
     before = torch.cuda.memory_allocated()
     training = assemble(resolve(config, 50257, device=torch.device("cuda"), ops=kernels), ZipfTokens())
     for row in training.design.base:  # zeros would leave fp8 without a scale, for which every step would look anew
-        training.take_base(row, 0.02 * torch.randn(row.stored_rows, *row.shape[1:]))
+        training.load_base_weight(row, 0.02 * torch.randn(row.stored_rows, *row.shape[1:]))
     for step in range(2):  # the second records the graphs
-        training.step.step(step)
+        training.stepper.step(step)
     torch.cuda.synchronize()
     counters = [torch.cuda.memory_stats()[name] for name in ("allocation.all.allocated", "num_device_alloc")]
     for step in range(2, 6):
-        training.step.step(step)
+        training.stepper.step(step)
     assert counters == [torch.cuda.memory_stats()[name] for name in ("allocation.all.allocated", "num_device_alloc")]
     taken = torch.cuda.max_memory_allocated() - before
     assert abs(taken - training.design.plan.total_bytes) <= 0.03 * training.design.plan.total_bytes

@@ -186,7 +186,7 @@ def test_a_conversation_goes_on_as_from_a_fresh_cache(network: str) -> None:
         other = model(backend, torch.float32, 1, network)[1:]
         for decoder in (kept, Decoder(shape, backend, *other, SamplingOptions(0.0), end_of_text=None)):
             text = Continuation(prompt, 12, 0)
-            for _ in decoder.generate([text], keeps=True):
+            for _ in decoder.generate([text], reuse_cache=True):
                 pass
             texts.append(text.tokens)
         assert texts[0] == texts[1] and len(texts[0]) == 12

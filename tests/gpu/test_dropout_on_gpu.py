@@ -113,7 +113,7 @@ def state_after(steps: int, *, graphs: bool, recompute: int = 0, dropout: float 
     settings = {"micro_batch": 8, "tokens_per_step": 16384, "precision": "bf16", "recompute": recompute, "dropout": dropout}
     config = RunConfig(**sizes, **settings, steps=50, warmup_steps=5)
     training = assemble(resolve(config, 50257, device=GPU, ops=kernels), ZipfTokens(), graphs=graphs)
-    return training.state.master, [training.step.step(step) for step in range(steps)]
+    return training.state.master, [training.stepper.step(step) for step in range(steps)]
 
 
 def test_the_same_bits_with_and_without_graphs_at_every_recompute_level() -> None:
@@ -140,5 +140,5 @@ def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
     for device, backend in (("cpu", "reference"), ("cuda", "kernels")):
         design = resolve(elsewhere(config, device, device=device, backend=backend), 257)
         training = assemble(design, ZipfBytes())
-        losses.append([training.step.step(step).loss for step in range(6)])
+        losses.append([training.stepper.step(step).loss for step in range(6)])
     assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(*losses, strict=True))

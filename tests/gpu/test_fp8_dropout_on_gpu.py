@@ -34,7 +34,7 @@ def d12_wide(**settings: object) -> RunConfig:
 def state_after(steps: int, *, graphs: bool, **settings: object) -> tuple[Tensor, list[StepResult]]:
     """Master weights and results of steps of a d12-wide model."""
     training = assemble(resolve(d12_wide(**settings), 50257, device=GPU, ops=kernels), ZipfTokens(), graphs=graphs)
-    return training.state.master, [training.step.step(step) for step in range(steps)]
+    return training.state.master, [training.stepper.step(step) for step in range(steps)]
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
     for device, backend in (("cpu", "reference"), ("cuda", "kernels")):
         design = resolve(elsewhere(config, device, device=device, backend=backend), 257)
         training = assemble(design, ZipfBytes())
-        losses.append([training.step.step(step).loss for step in range(6)])
+        losses.append([training.stepper.step(step).loss for step in range(6)])
     assert all(math.isclose(a, b, rel_tol=2**-8) for a, b in zip(*losses, strict=True))

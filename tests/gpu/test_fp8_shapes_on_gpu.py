@@ -47,7 +47,7 @@ def test_shapes(name: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -
 
     def losses_and_weights(config: RunConfig, ops: object) -> tuple[list[float], torch.Tensor]:
         training = assemble(resolve(check(config), 257, device=GPU, ops=ops), ZipfBytes())
-        return [training.step.step(step).loss for step in range(3)], training.state.master
+        return [training.stepper.step(step).loss for step in range(3)], training.state.master
 
     losses, weights = losses_and_weights(config, kernels)
     for recompute in (1, 2, 3):

@@ -227,7 +227,7 @@ def state_after(
     settings = {"micro_batch": micro_batch, "tokens_per_step": tokens, "precision": "bf16", "recompute": recompute}
     config = RunConfig(**sizes, **settings, steps=50, warmup_steps=5)
     training = assemble(resolve(config, 50257, device=GPU, ops=kernels), ZipfTokens(), graphs=graphs)
-    results = [training.step.step(step) for step in range(steps)]
+    results = [training.stepper.step(step) for step in range(steps)]
     return training.state.master, results
 
 
@@ -273,7 +273,7 @@ def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
 def test_a_gradient_that_overflows_halves_the_loss_scale_and_leaves_the_weights_alone(config: RunConfig) -> None:
     config = dataclasses.replace(config, device="cuda", backend="kernels", precision="fp16")
     training = assemble(resolve(config, 257, device=GPU, ops=kernels), ZipfBytes())
-    state, step = training.state, training.step
+    state, step = training.state, training.stepper
     state.set_loss_scale(2.0**24, 0.0)
     state.weights.lnf_weight.fill_(4096.0)
     before = state.master.clone()

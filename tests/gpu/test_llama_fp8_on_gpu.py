@@ -85,7 +85,7 @@ def assembled(name: str, **settings: object) -> Assembly:
 
 
 def losses_of(training: Assembly, steps: int = 6) -> list[float]:
-    return [training.step.step(step).loss for step in range(steps)]
+    return [training.stepper.step(step).loss for step in range(steps)]
 
 
 @pytest.mark.parametrize("name", LARGE)

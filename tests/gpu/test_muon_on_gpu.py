@@ -91,7 +91,7 @@ def test_the_same_bits_with_and_without_graphs() -> None:
     for graphs in (True, False):
         design = resolve(small_model(), 50257, device=torch.device("cuda"), ops=kernels)
         training = assemble(design, ZipfTokens(), graphs=graphs)
-        results = [training.step.step(step) for step in range(6)]
+        results = [training.stepper.step(step) for step in range(6)]
         assert results[-1].loss < results[0].loss - 0.5
         states.append([training.state.master, *training.state.optimizer.values()])
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))

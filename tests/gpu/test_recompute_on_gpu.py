@@ -79,7 +79,7 @@ def test_good_steps_keep_only_what_they_need(on_gpu: RunConfig, monkeypatch: pyt
     original = TrainStep.begin
 
     def begin(training: TrainStep, step: int) -> None:
-        kept.append(sum(tensor.nbytes for tensor in training.program.kept))
+        kept.append(sum(tensor.nbytes for tensor in training.program.rolled_back))
         original(training, step)
 
     monkeypatch.setattr(TrainStep, "begin", begin)

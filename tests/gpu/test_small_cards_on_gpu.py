@@ -37,7 +37,7 @@ def config_of(**settings: object) -> RunConfig:
 def state_after(steps: int, *, graphs: bool = True, **settings: object) -> tuple[list[Tensor], list[StepResult]]:
     """Weights, masters, moments; the results of steps on Zipf-like tokens."""
     training = assemble(resolve(config_of(**settings), 50257, device=GPU, ops=kernels), ZipfTokens(), graphs=graphs)
-    results = [training.step.step(step) for step in range(steps)]
+    results = [training.stepper.step(step) for step in range(steps)]
     training.await_weights()
     state = training.state
     return [flat.cpu() for flat in (state.parameters, state.master, *state.optimizer.values())], results

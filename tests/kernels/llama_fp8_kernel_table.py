@@ -8,7 +8,7 @@ Needs a process without TRITON_INTERPRET.
 import json
 
 from handgrad.fp8.cuda import attention, elementwise, gained_qk_norm, gained_rmsnorm, rotary, swiglu
-from handgrad.fp8.formats import VANISHES_AT, largest
+from handgrad.fp8.formats import VANISHES_AT, largest_number
 from handgrad.ops.cuda.attention_configs import shipped
 from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
 from tests.kernels.compiling import compile_all, compile_kernel
@@ -23,7 +23,7 @@ DTYPES |= {"H": "i32", "T": "i32:16", "C": "i32:16", "row_stride": "i32:16"}
 def launches(form: str) -> dict[str, Launch]:
     """name: (kernel, its constants, warps), as the operations launch them."""
     kind = TYPES[form]
-    limits: dict[str, object] = {"LARGEST": largest(kind), "VANISHES_AT": VANISHES_AT[kind]}
+    limits: dict[str, object] = {"LARGEST": largest_number(kind), "VANISHES_AT": VANISHES_AT[kind]}
     tile = {"EVEN": True, "QUADS": elementwise.QUADS, "COLUMNS": elementwise.COLUMNS}
     forward = {"EVEN": True, "ROWS": swiglu.ROWS, "COLUMNS": swiglu.FORWARD_COLUMNS}
     found: dict[str, Launch] = {

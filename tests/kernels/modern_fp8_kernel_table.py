@@ -10,7 +10,7 @@ import json
 import triton
 
 from handgrad.fp8.cuda import elementwise, gelu, mix, relu2, rmsnorm, rotary
-from handgrad.fp8.formats import E4M3, E5M2, VANISHES_AT, largest
+from handgrad.fp8.formats import E4M3, E5M2, VANISHES_AT, largest_number
 from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
 from tests.kernels.compiling import compile_all, compile_kernel
 from tests.kernels.modern_kernel_table import SCALARS
@@ -27,7 +27,7 @@ Launch = tuple[triton.JITFunction, dict[str, object], int]
 def launches(form: str) -> dict[str, Launch]:
     """name: (kernel, its constants, warps), as the operations launch them."""
     kind = TYPES[form]
-    limits: dict[str, object] = {"LARGEST": largest(kind), "VANISHES_AT": VANISHES_AT[kind]}
+    limits: dict[str, object] = {"LARGEST": largest_number(kind), "VANISHES_AT": VANISHES_AT[kind]}
     tile = {"EVEN": True, "QUADS": elementwise.QUADS, "COLUMNS": elementwise.COLUMNS}
     found: dict[str, Launch] = {
         "relu2_forward": (relu2._forward, {**limits, "EVEN": True, "BLOCK": gelu.BLOCK}, gelu.WARPS),

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from handgrad.fp8 import cuda as fp8_cuda, reference as fp8_reference
 from handgrad.lora import cuda as lora_cuda, reference as lora_reference
-from handgrad.lora.bind import added_products
+from handgrad.lora.products import add_linear_operations
 from handgrad.ops import cuda, reference
 from handgrad.ops.cuda import linear
 from tests.kernels.test_modern_fp8 import stand_ins  # noqa: F401 - a fixture
@@ -62,12 +62,12 @@ def test_the_products_of_tf32_are_its_own(tf32: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(linear, "multiply", lambda *_, tf32, **__: seen.append(tf32))
     from handgrad.ops.cuda import tf32 as tf32_ops
 
-    forward, backward = added_products(tf32_ops if tf32 else cuda)
+    forward, backward = add_linear_operations(tf32_ops if tf32 else cuda)
     numbers, scratch = torch.zeros(2, 2), torch.zeros(1)
     forward(numbers, numbers, numbers, scratch=scratch)
     backward(numbers, numbers, numbers, numbers, numbers, scratch=scratch)
     assert seen == [tf32] * 3
-    assert added_products(reference)[0] is lora_reference.add_linear_forward
+    assert add_linear_operations(reference)[0] is lora_reference.add_linear_forward
 
 
 FP8_CASES = [("gpt2", 0), ("gpt2", 3), ("qwen2", 1), ("qwen3", 2), ("llama", 0)]

@@ -27,13 +27,13 @@ from handgrad.fp8.cuda.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
 from handgrad.fp8.cuda.quantizing import fold_statistics, quantize, transpose, update_scaling
 from handgrad.fp8.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.fp8.cuda.rotary import qk_norm_backward, qk_norm_rotary_backward, rotary_backward
-from handgrad.fp8.formats import of_plain, plain_or_workspace
+from handgrad.fp8.formats import on_plain, plain_or_workspace
 from handgrad.ops import cuda
 from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
 
 # Of a technique that is off by default: it reads 16 bits.
-value_embedding_forward = of_plain(cuda.value_embedding_forward)
-value_embedding_backward = of_plain(cuda.value_embedding_backward, plain_or_workspace)
+value_embedding_forward = on_plain(cuda.value_embedding_forward)
+value_embedding_backward = on_plain(cuda.value_embedding_backward, plain_or_workspace)
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)

@@ -5,13 +5,13 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.fp8.cuda.quantizing import SCALE, UNALIGNED, rounded, transpose_rows, write_forms
-from handgrad.fp8.formats import Form, of_plain, plain
+from handgrad.fp8.formats import Form, on_plain, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda import classifier
 from handgrad.ops.cuda.classifier import TILE, WARPS, loss_and_gradient
 from handgrad.ops.cuda.launch import launch
 
-classifier_forward = of_plain(classifier.classifier_forward)
+classifier_forward = on_plain(classifier.classifier_forward)
 
 
 def classifier_forward_backward(

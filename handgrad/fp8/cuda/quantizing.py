@@ -41,7 +41,7 @@ Forms = tuple[Tensor | None, Tensor | None]  # rows and columns
 
 def limits(tensor: Quantized) -> tuple[float, float]:
     """(the format's largest number, the largest that rounds to zero), as `store_statistics` wants them."""
-    return formats.largest(tensor.format), formats.VANISHES_AT[tensor.format]
+    return formats.largest_number(tensor.format), formats.VANISHES_AT[tensor.format]
 
 
 def tiles(N: int, C: int) -> tuple[int, int]:

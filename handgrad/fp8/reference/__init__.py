@@ -4,7 +4,7 @@ quantised tensors is that of their fp8 numbers."""
 # ruff: noqa: F401
 from typing import Any
 
-from handgrad.fp8.formats import of_plain, plain_or_workspace
+from handgrad.fp8.formats import on_plain, plain_or_workspace
 from handgrad.fp8.reference.linear import (
     bias_backward,
     gelu_linear_backward,
@@ -38,9 +38,9 @@ from handgrad.fp8.reference.quantizing import fold_statistics, quantize, transpo
 from handgrad.ops import reference
 from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
 
-classifier_forward = of_plain(reference.classifier_forward)
-value_embedding_forward = of_plain(reference.value_embedding_forward)
-value_embedding_backward = of_plain(reference.value_embedding_backward, plain_or_workspace)
+classifier_forward = on_plain(reference.classifier_forward)
+value_embedding_forward = on_plain(reference.value_embedding_forward)
+value_embedding_backward = on_plain(reference.value_embedding_backward, plain_or_workspace)
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)

@@ -22,7 +22,7 @@ def quantize(out: Quantized, inp: Tensor) -> None:
     out.statistics[CLIPPED:, 0] = 0
     if out.scaling[COUNTING]:
         magnitude = (inp.float() * out.scaling[SCALE]).abs_()
-        out.statistics[CLIPPED, 0] = (magnitude > formats.largest(out.format)).sum()
+        out.statistics[CLIPPED, 0] = (magnitude > formats.largest_number(out.format)).sum()
         out.statistics[VANISHED, 0] = ((magnitude <= formats.VANISHES_AT[out.format]) & (inp != 0)).sum()
     write_forms(out, inp)
 
@@ -32,7 +32,7 @@ def write_forms(out: Quantized, inp: Tensor) -> None:
     scaled = inp.float() * out.scaling[SCALE]
     for form, values in ((out.rows, scaled), (out.columns, scaled.t())):
         if form is not None:
-            limit = formats.largest(form.dtype)
+            limit = formats.largest_number(form.dtype)
             form.copy_(values.clamp(-limit, limit))
 
 

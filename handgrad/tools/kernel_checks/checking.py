@@ -25,9 +25,9 @@ def attempt(line: str, compared: Callable[[], Compared]) -> tuple[bool, str]:
                 worst = error, allowed
     # The compiler, cuBLASLt, cuDNN and the driver have no exception in common. Nothing is hidden: each failure is a
     # line of its own that makes `doctor` fail, and the cases after it still run.
-    except Exception as failure:  # told by name
-        told = " ".join(f"{type(failure).__name__}: {failure}".split())
-        return False, f"{line} failed: {told:.200}; use --backend reference"
+    except Exception as failure:  # reported by its type
+        message = " ".join(f"{type(failure).__name__}: {failure}".split())
+        return False, f"{line} failed: {message:.200}; use --backend reference"
     error, allowed = worst
     figures = f"relative error {error:.1e}, at most {allowed:.1e} expected" if error else "no difference"
     if error <= allowed:

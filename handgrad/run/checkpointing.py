@@ -108,8 +108,8 @@ def run_facts(config: RunConfig, tokenizer: Tokenizer, origin: dict[str, Any] | 
 def run_numbers(training: Assembly) -> dict[str, Any]:
     """The numbers that a run resumes with, for the manifest."""
     return {
-        "loss_window": list(training.step.loss_window.values),
-        "norm_window": list(training.step.norm_window.values),
+        "loss_window": list(training.stepper.loss_window.values),
+        "norm_window": list(training.stepper.norm_window.values),
         "loss_scale": training.state.loss_scale[1:].tolist(),
         **({} if training.scaling is None else {"fp8": training.scaling.saved()}),
     }
@@ -123,10 +123,10 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
         remedy = f"start a new run from its weights: --init-from {source.folder}"
         raise ConfigError(f"{source.folder} holds the state of {made_by}, found optimizer {config.optimizer}; {remedy}")
     load_state(source, training.state)
-    manifest, step = source.manifest, training.step
+    manifest, stepper = source.manifest, training.stepper
     if "loss_window" not in manifest:
         raise DataError(f"{source.folder} holds weights without the state of a run; start one with --init-from")
-    step.loss_window, step.norm_window = SpikeWindow(manifest["loss_window"]), SpikeWindow(manifest["norm_window"])
+    stepper.loss_window, stepper.norm_window = SpikeWindow(manifest["loss_window"]), SpikeWindow(manifest["norm_window"])
     if manifest["config"].get("precision") == config.precision == "fp16":
         training.state.set_loss_scale(*manifest["loss_scale"])
     # Scales that were made by other rules are made anew.
@@ -138,10 +138,12 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
 def load_state(source: Checkpoint, state: TrainingState) -> None:
     """Weights and optimizer state of a checkpoint. Raises `DataError` if shapes differ."""
     table, buffers = state.design.parameters, state.optimizer.items()
-    weights = {row.name: (row.stored_shape, partial(state.take_weight, row)) for row in table}
+    weights = {row.name: (row.stored_shape, partial(state.load_weight, row)) for row in table}
     source.load(checkpoint.WEIGHTS_FILE, weights)
     moments = {
-        f"{name}.{row.name}": (row.stored_shape, partial(state.take, flat, row)) for name, flat in buffers for row in table
+        f"{name}.{row.name}": (row.stored_shape, partial(state.load_shard, flat, row))
+        for name, flat in buffers
+        for row in table
     }
     source.load(checkpoint.OPTIMIZER_FILE, moments)
 

@@ -18,7 +18,7 @@ from handgrad.parallel.order import named_ranks
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.run.assemble import Assembly
-from handgrad.training.step import IN_FLIGHT, NOTHING_TRAINED, StepResult
+from handgrad.training.step import NOTHING_TRAINED, StepResult
 
 OPERATION = "a step that is made again"
 
@@ -57,11 +57,11 @@ def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResu
     """
     if result.skipped in (None, NOTHING_TRAINED) or is_overflow(result):
         return result, ""
-    steps, newest = training.step, training.step.newest
-    attempts = [attempt_of(training, ranks, step, steps.sums_of_losses[step % IN_FLIGHT], complete=newest == step)]
+    stepper, last_begun = training.stepper, training.stepper.last_begun
+    attempts = [attempt_of(training, ranks, step, stepper.slot(step).losses, complete=last_begun == step)]
     for _ in range(2):
-        steps.begin_again(step)
-        steps.sum_up(step)
+        stepper.relaunch(step)
+        stepper.launch_norm(step)
         attempts.append(attempt_of(training, ranks, step, training.state.losses_of_step, complete=True))
         if any(attempts[-1].equals(other) for other in attempts[:-1]):
             break
@@ -79,24 +79,24 @@ def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResu
             f" {('first', 'second')[wrong]} was a fault of the hardware in the gradients of {who_differs(attempts, ranks)};"
             " the run continues with the numbers that came twice"
         )
-    steps.conclude(step)
-    result = steps.result(step)
-    if newest > step:
-        steps.begin(newest)  # whose gradients are gone
+    stepper.launch_update(step)
+    result = stepper.result(step)
+    if last_begun > step:
+        stepper.begin(last_begun)  # whose gradients are gone
     return result, line
 
 
-def attempt_of(training: Assembly, ranks: Ranks, step: int, sums_of_losses: Tensor, *, complete: bool) -> Attempt:
-    """The attempt at `step` that was made last. `sums_of_losses`: its; `complete`: its gradients are still there."""
-    state, steps, batch = training.state, training.step, training.design.batch
-    losses, squares = sums_of_losses.cpu(), state.norm_partials.cpu()
+def attempt_of(training: Assembly, ranks: Ranks, step: int, lane_losses: Tensor, *, complete: bool) -> Attempt:
+    """The attempt at `step` that was made last. `lane_losses`: its; `complete`: its gradients are still there."""
+    state, stepper, batch = training.state, training.stepper, training.design.batch
+    losses, squares = lane_losses.cpu(), state.norm_partials.cpu()
     own = [losses]
-    if isinstance(steps, ParallelStep) and steps.sync.own_norms is not None:
-        own = [losses.view(ranks.size, -1)[ranks.rank], steps.sync.own_norms[step % 2].cpu()]
+    if isinstance(stepper, ParallelStep) and stepper.sync.own_norms is not None:
+        own = [losses.view(ranks.size, -1)[ranks.rank], stepper.sync.own_norms[step % 2].cpu()]
     gradients = checksums(training) if complete else torch.zeros(0)
     numbers = [float(crc_of(*tensors)) for tensors in ((losses, squares), own, (gradients,))]
     of_all, of_own, of_gradients = zip(*ranks.all_gather_numbers(numbers, OPERATION), strict=True)
-    tokens = steps.trained_tokens[step % IN_FLIGHT]
+    tokens = stepper.slot(step).trained_tokens
     loss = math.fsum(losses.tolist()) / tokens
     scale = state.loss_scale[1].item() * (tokens / batch.gradient_tokens)
     norm = math.sqrt(squares.double().sum().item()) / scale
