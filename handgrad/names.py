@@ -91,8 +91,7 @@ ELSEWHERE = {
     " early_stopping_patience early_stop callbacks callback on_step hooks compute_metrics",
     "when the data are prepared: `handgrad prepare --tokenizer`": "tokenizer vocab_size vocab vocabulary",
     "when the data are prepared: `handgrad prepare --validation-fraction`": "val_set_size validation_fraction val_split",
-    "when the data are prepared: `handgrad prepare --chat`": "chat train_on_inputs completion_only_loss"
-    " assistant_only_loss",
+    "when the data are prepared: `handgrad prepare --chat`": "chat",
     "when the data are prepared: `handgrad prepare --text-field`": "text_field text_column dataset_text_field",
     "by the same command again: a run resumes by itself": "resume resume_from resume_from_checkpoint auto_resume"
     " auto_resume_from_checkpoints",

@@ -99,10 +99,9 @@ def add_run_arguments(parser: Parser) -> None:
                 parser.left_out[option] = text
 
 
-def run_config(namespace: argparse.Namespace, command: str = "train") -> RunConfig:
+def run_config(parsed: argparse.Namespace, command: str = "train") -> RunConfig:
     """The configuration that the arguments of a command describe (`run.settings`)."""
-    named = namespace.preset or "", namespace.config or "", namespace.model or ""
-    return settings.run_config(*named, given(namespace), command)
+    return settings.run_config(parsed.preset or "", parsed.config or "", parsed.model or "", given(parsed), command)
 
 
 def given(namespace: argparse.Namespace) -> dict[str, Any]:
