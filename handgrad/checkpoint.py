@@ -43,7 +43,7 @@ from handgrad.manifest import (
     step_of,
     verify_file,
 )
-from handgrad.run_files import BEST, CHECKPOINTS, METRICS_FILE
+from handgrad.run_files import BEST, CHECKPOINTS, METRICS_FILE, named_run
 from handgrad.tensor_files import Row, Stored, open_tensors, read_tensor, safetensors_bytes, split, with_names, write_file
 
 PARTIAL = ".partial"
@@ -318,7 +318,7 @@ def find(path: str, *, strict: bool = False) -> Checkpoint:
     checkpoint, passed_over = newest(folder / CHECKPOINTS)
     if checkpoint is None:
         reason = f" ({passed_over[0]})" if passed_over else ""
-        raise DataError(f"{path} holds no checkpoint{reason}; give a run folder or RUN/checkpoints/step_00001000")
+        raise DataError(f"{path} holds no checkpoint{reason}; {named_run(folder)}")
     if passed_over and strict:
         raise DataError(strict_message(checkpoint, passed_over))
     if passed_over:

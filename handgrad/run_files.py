@@ -13,9 +13,18 @@ report.html     curves and tables
 best            no folder: RUN/best stands for the checkpoint with the lowest validation loss
 """
 
+from pathlib import Path
+
 CONFIG_FILE = "config.toml"
 METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = "metrics.jsonl", "main.log", "log.txt"
 AUDIT_FILE = "audit.jsonl"
 SAMPLES, CHECKPOINTS, BEST = "samples", "checkpoints", "best"
 REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"
+
+
+def named_run(path: Path) -> str:
+    """The advice for a path that holds no checkpoint: a run in it, if it is a folder of runs."""
+    if runs := sorted(folder.parent for folder in path.glob(f"*/{CHECKPOINTS}")):
+        return f"name one of the runs in it, as {runs[0]}"
+    return "give a run folder, the --out of `handgrad train`, or RUN/checkpoints/step_00001000"

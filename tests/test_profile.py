@@ -15,12 +15,14 @@ import torch
 
 from handgrad import fp8, ops
 from handgrad.cli import main
+from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import E4M3
 from handgrad.ops import reference
 from handgrad.presets import tiny
 from handgrad.run.resolve import resolve
+from handgrad.run.start import train
 from handgrad.tools.nsight import METRICS, parse, table
 from handgrad.tools.profile import MadeUpTokens, rate_text
 from handgrad.tools.recorder import OPERATIONS, PARTS, Recorder, size_bytes
@@ -270,6 +272,17 @@ def test_micro_steps_of_all_lanes_count(capsys: pytest.CaptureFixture) -> None:
     assert main([*TINY, "--lanes", "2", "--profile-steps", "1"]) == 0
     rows = {line[:32].strip(): line[32:].split() for line in capsys.readouterr().out.splitlines()}
     assert rows["attention backward"][0] == "2" and rows["sums over lanes"][0] == "0.5"
+
+
+def test_a_begun_run_is_profiled_as_it_goes_on(config: RunConfig, capsys: pytest.CaptureFixture) -> None:
+    """In the precision, the packing and the lanes that it chose at its start."""
+    train(dataclasses.replace(config, precision="bf16", packing="masked", lanes=2, steps=1))
+    capsys.readouterr()
+    assert main([*TINY, "--data", config.data, "--out", config.out, "--profile-steps", "1"]) == 0
+    told = capsys.readouterr().out
+    assert f"\nbegun      {config.out}, which keeps the settings of its start: precision bf16, packing masked," in told
+    rows = {line[:32].strip(): line[32:].split() for line in told.splitlines()}
+    assert ", bf16, recompute 0; 2 micro-steps" in told and rows["sums over lanes"][0] == "0.5"
 
 
 def test_real_tokens_if_asked_for(shards: Path, capsys: pytest.CaptureFixture) -> None:

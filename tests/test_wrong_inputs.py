@@ -105,8 +105,31 @@ def test_a_folder_of_them(finished: RunConfig, shards: Path, capsys: pytest.Capt
     """In the place of a run or of shards: the line names one in it."""
     line = refused(capsys, 65, "sample", str(Path(finished.out).parent))
     assert f"found a folder of runs; name one of them, as {finished.out}" in line
+    runs, other = str(Path(finished.out).parent), ["prepare", str(shards.parent / "text.txt"), "--out", "nowhere"]
+    for code, command in (
+        (65, ["checkpoints", runs]),
+        (65, ["export", runs, "x", "--to=hf"]),
+        (64, [*other, f"--tokenizer={runs}"]),
+    ):
+        assert f"; name one of the runs in it, as {finished.out}\n" in refused(capsys, code, *command)
+    assert "; give a run folder, the --out of `handgrad train`" in refused(capsys, 65, "checkpoints", str(shards))
     line = refused(capsys, 65, "train", *SMALL, "--data", str(shards.parent))
     assert f"name one of the prepared folders in it, as --data {shards}" in line
+
+
+def test_a_folder_that_is_prepared(
+    shards: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """In the place of a text it is named with the command that trains; in that of --out another one is."""
+    monkeypatch.chdir(text.parent)
+    ready = f"which is prepared already; `handgrad train --data {shards}` trains on it"
+    assert ready in refused(capsys, 65, "prepare", str(shards), "--out", "out")
+    shutil.copytree(shards, "shards/first")
+    assert "choose another --out, as 'shards/my book'\n" in refused(capsys, 64, "prepare", text.name)
+    Path("shards/my book").mkdir()
+    for source in (text.name, "stories"):
+        assert "found something else; choose another --out\n" in refused(capsys, 64, "prepare", source)
+    assert not Path("out").exists()
 
 
 def test_several_files(text: Path, capsys: pytest.CaptureFixture) -> None:

@@ -8,6 +8,7 @@ from handgrad import devices
 from handgrad.config import GPT2_VOCABULARY, RunConfig
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
+from handgrad.run.folder import as_begun
 from handgrad.run.packing import resolve_packing, training_batches
 from handgrad.tools import nsight
 from handgrad.tools.profile import MadeUpTokens, one_micro_step, profile_run
@@ -31,11 +32,12 @@ def run(parsed: Namespace) -> int:
         lines = nsight.run_ncu([*(a for a in parsed.arguments if a != "--ncu"), "--inside-ncu"])
         print("\n".join(lines))
         return 0
+    config, begun = as_begun(config)
     config, source, vocab_size, words = tokens_of(config, parsed.vocab_size, wanted=parsed.data is not None)
     if parsed.inside_ncu:
         one_micro_step(config, vocab_size, source)
         return 0
-    print(f"tokens     {words}")
+    print("\n".join([f"tokens     {words}", *begun]))
     print("\n".join(profile_run(config, vocab_size, source, parsed.profile_steps, trace)))
     return 0
 

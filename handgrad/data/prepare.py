@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,7 +34,7 @@ from handgrad.data.pieces import (
 )
 from handgrad.data.recipe import QUESTIONS, STORIES, PrepareOptions, check_options, is_prepared, recipe_of
 from handgrad.data.shards import MANIFEST_FILE, SCHEMA, SPLITS, Dataset, open_dataset, token_form
-from handgrad.data.sources import SourceFile, find_local
+from handgrad.data.sources import SourceFile, find_local, holds_text
 from handgrad.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -89,6 +90,9 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
     if options.chat and (source == STORIES or (from_hub and source in ("shakespeare", *hub.ALIASES))):
         remedy = "name a file, a folder or OWNER/NAME, or leave --chat out to prepare text"
         raise UsageError(f"expected conversations with --chat, found {source!r}; {remedy}")
+    if (Path(source) / MANIFEST_FILE).is_file() and not holds_text(Path(source)):
+        ready = f"`handgrad train --data {shlex.quote(source)}` trains on it"
+        raise DataError(f"expected a text source, found {source}, which is prepared already; {ready}")
     with storage_errors(f"writing {out}"):
         files = None if from_hub else [] if generated else find_local(source)
         if options.chat:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from handgrad.data.chat_template import ChatTemplate
 from handgrad.data.model_tokenizer import MODEL_FILE
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, read_manifest
-from handgrad.data.sources import SourceFile
+from handgrad.data.sources import SourceFile, out_for
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import UsageError
 
@@ -90,7 +91,11 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not (out / MANIFEST_FILE).is_file():
-        raise UsageError(f"expected no folder or a prepared dataset at {out}, found something else; choose another --out")
+        free = Path(out_for(Path(options.source)))
+        like = f", as {shlex.quote(str(free))}" if Path(options.source).exists() and not free.exists() else ""
+        raise UsageError(
+            f"expected no folder or a prepared dataset at {out}, found something else; choose another --out{like}"
+        )
     if options.overwrite:
         return False
     stored = read_manifest(out).get("recipe")

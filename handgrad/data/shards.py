@@ -84,7 +84,7 @@ class Shard:
 
         Raises DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read.
         """
-        _ = self.written  # before its content is hashed
+        _ = self.written_ns  # before its content is hashed
         content, form = _memory_map(self.path), token_form(self.vocab_size)
         found = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
         if found != self.token_count:
@@ -113,26 +113,30 @@ class Shard:
         size_bytes, offset = count * dtype.itemsize, HEADER_BYTES + start * dtype.itemsize
         try:
             content = os.pread(self.file.fileno(), size_bytes, offset)
-            written = os.fstat(self.file.fileno()).st_mtime_ns  # a microsecond
+            written_ns = os.fstat(self.file.fileno()).st_mtime_ns  # takes a microsecond
         except OSError as error:
             raise storage_error(error, f"reading {self.path}") from None
-        if len(content) != size_bytes:
-            raise DataError(
-                f"expected {self.token_count} tokens in {self.path}, but it was cut while it was read; restore it"
-            )
-        if written != self.written[0]:
-            if (expected := self.sha256) is None:
-                raise DataError(f"expected {self.path} as it was opened, but it was written to since; restore it")
-            _check_hash(expected, self.path)
-            self.written[0] = written  # with the bytes that it had
+        if len(content) != size_bytes or written_ns != self.written_ns:
+            self._verify_again(written_ns)
             return self.read(start, count)
         return np.frombuffer(content, dtype)
 
     @functools.cached_property
-    def written(self) -> list[int]:
-        """[the time of the last write to the token file that is verified, in ns]."""
+    def written_ns(self) -> int:
+        """The time of the last write to the token file before it was verified; 0 without a file."""
         with storage_errors(f"reading {self.path}"):
-            return [self.path.stat().st_mtime_ns if self.path.exists() else 0]
+            return self.path.stat().st_mtime_ns if self.path.exists() else 0
+
+    def _verify_again(self, written_ns: int) -> None:
+        """Accepts a write that left the content as it was. Raises DataError: the file was cut, or holds other bytes."""
+        if os.fstat(self.file.fileno()).st_size < HEADER_BYTES + self.tokens.nbytes:
+            raise DataError(
+                f"expected {self.token_count} tokens in {self.path}, but it was cut while it was read; restore it"
+            )
+        if self.sha256 is None:
+            raise DataError(f"expected {self.path} as it was opened, but it was written to since; restore it")
+        _check_hash(self.sha256, self.path)
+        vars(self)["written_ns"] = written_ns  # where the cached property keeps it
 
     @functools.cached_property
     def file(self) -> BinaryIO:

@@ -347,10 +347,14 @@ def batches(file: Any, columns: list[str] | None = None) -> Iterator[Any]:
 
 def prepare_command(text: Path) -> str:
     """The command that prepares a text file, a file of conversations, or a folder of either."""
+    return shlex.join(["handgrad", "prepare", str(text), *flags_for(text), "--out", out_for(text)])
+
+
+def out_for(text: Path) -> str:
+    """A folder for the shards of a text, by its name."""
     name = text.resolve().name
     suffix = next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
-    out = f"shards/{name[: len(name) - len(suffix)]}"
-    return shlex.join(["handgrad", "prepare", str(text), *flags_for(text), "--out", out])
+    return f"shards/{name[: len(name) - len(suffix)]}"
 
 
 def flags_for(text: Path) -> list[str]:

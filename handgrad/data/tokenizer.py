@@ -20,7 +20,7 @@ import tokenizers
 
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.parsing import parse_json
-from handgrad.run_files import BEST, CHECKPOINTS
+from handgrad.run_files import BEST, CHECKPOINTS, named_run
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -158,9 +158,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if not path.is_file():
+        found = "no such file or folder; a model of the Hub comes by `handgrad import`"
+        if Path(spec).is_dir():
+            found = f"a folder without a tokenizer; {named_run(Path(spec))}"
         raise UsageError(
-            f"expected the tokenizer gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json, found {spec!r}, no"
-            " such file or folder; a model of the Hub comes by `handgrad import`"
+            f"expected the tokenizer gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json, found {spec!r},"
+            f" {found}"
         )
     return parse_bpe(read_small(path), where=str(path))
 

@@ -34,7 +34,7 @@ from handgrad.interop.llmc_model import LlmcModel, read_model
 from handgrad.interop.llmc_state import OptimizerState, read_state
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
-from handgrad.run_files import CHECKPOINTS, LOCK_FILE
+from handgrad.run_files import CHECKPOINTS, LOCK_FILE, named_run
 from handgrad.techniques import of_stored
 
 
@@ -88,7 +88,7 @@ def read_sizes(source: str) -> dict[str, Any]:
         run = path.parent if checkpoint.is_best_alias(path) else path
         config = checkpoint.peek_config(run)
         if config is None or not all(type(config.get(name)) is int for name in SIZES):
-            raise DataError(f"{source} holds no checkpoint; give a run folder or RUN/checkpoints/step_00001000")
+            raise DataError(f"{source} holds no checkpoint; {named_run(path)}")
         return shape_fields(config)
     elif peft.is_peft(path):
         return read_sizes(peft.base_source(path))

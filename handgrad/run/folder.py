@@ -2,12 +2,13 @@
 
 import contextlib
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint
-from handgrad.config import AUTO, STREAM, RunConfig, differences, to_dict, to_toml
+from handgrad.config import AUTO, STREAM, RunConfig, check, differences, to_dict, to_toml
 from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
@@ -139,6 +140,14 @@ def inherited_settings(config: RunConfig) -> dict[str, Any]:
         return {}
     decided = (("precision", AUTO, AUTO), ("packing", AUTO, STREAM), ("lanes", 0, 1))  # left open; before it was a setting
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
+
+
+def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """(`config` as the run in `config.out` goes on with it, a line that names what it keeps; no line if none has begun)."""
+    begun = inherited_settings(config)
+    kept = ", ".join(f"{name} {value}" for name, value in begun.items())
+    line = f"begun      {config.out}, which keeps the settings of its start: {kept}"
+    return check(replace(config, **begun)), [line] if begun else []
 
 
 def resolve_lanes(config: RunConfig, ranks: int) -> int:

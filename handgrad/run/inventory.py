@@ -11,7 +11,7 @@ from handgrad.errors import DataError
 from handgrad.format import human_age, human_bytes, table
 from handgrad.run.listing import extent
 from handgrad.run.lock import locked
-from handgrad.run_files import CHECKPOINTS, CONFIG_FILE
+from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, named_run
 
 HEADINGS = ("step", "kind", "size", "loss", "age")
 
@@ -36,7 +36,7 @@ def kept_checkpoints(run: Path) -> list[Kept]:
     """The checkpoints of a run, newest first, then those that were moved aside. Raises `DataError` if there are none."""
     folders, aside = checkpoint.folders(run / CHECKPOINTS), checkpoint.unused_checkpoints(run / CHECKPOINTS)
     if not folders and not aside:
-        raise DataError(f"{run} holds no checkpoint; give a run folder, the --out of `handgrad train`")
+        raise DataError(f"{run} holds no checkpoint; {named_run(run)}")
     losses, best, every = checkpoint.validated(run), checkpoint.best_validated(run), keep_every(run)
     found = []
     for folder in folders:

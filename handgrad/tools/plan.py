@@ -10,7 +10,7 @@ from handgrad.errors import DataError
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.models.rows import count_parameters
 from handgrad.run.checks import check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
-from handgrad.run.folder import inherited_settings, resolve_lanes
+from handgrad.run.folder import as_begun, resolve_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.memory import memory_bytes
@@ -28,8 +28,7 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
     stand for those of the data, or GPT-2's where there are no data yet. `given`: the user named the data, so that a folder
     without shards raises `DataError`, unless `vocab_size` is given as well.
     """
-    begun = inherited_settings(config)
-    config, dataset, lines = check(replace(config, **begun)), None, list[str]()
+    (config, begun), dataset, lines = as_begun(config), None, list[str]()
     if Path(config.data).exists():
         try:
             dataset = open_dataset(config.data)
@@ -41,10 +40,7 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
         vocab_size = dataset.tokenizer.vocab_size if dataset else GPT2_VOCABULARY
         whose = f"those of {config.data}" if dataset else f"GPT-2's: there is no data in {config.data}"
         lines.append(f"vocabulary {vocab_size} words, {whose}")
-    if begun:
-        kept = ", ".join(f"{name} {value}" for name, value in begun.items())
-        lines.append(f"begun      {config.out}, which keeps the settings of its start: {kept}")
-    return config, vocab_size, lines
+    return config, vocab_size, [*lines, *begun]
 
 
 def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int = 0) -> list[str]:
