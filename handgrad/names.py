@@ -64,7 +64,7 @@ SYNONYMS = {
     "sample": "generate infer inference complete",
     "evaluate": "eval validate base_eval",
     "import": "convert download pull",
-    "export": "push upload quantize merge_lora save",
+    "export": "push upload quantize merge merge_lora merge_and_unload save",
     "report": "compare plot",
     "runs": "list ls status",
     "recipes": "configs presets cp",

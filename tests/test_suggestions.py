@@ -71,6 +71,7 @@ def test_words_of_other_trainers(word: str, meant: str, tmp_path: Path, capsys: 
         ("export run dir --to hf --dtype bfloat16", "bf16"),
         ("export run dir --to hf --precision bf16", "--dtype"),
         ("prepare text.txt --out-dir x", "--out"),
+        ("merge run", "export"),
         ("prepare text.txt --vocab-size 512", "--tokenizer"),
     ],
 )

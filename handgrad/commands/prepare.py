@@ -26,9 +26,9 @@ def run(parsed: Namespace) -> int:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.items())
         print(f"left out   {sum(others.values())} files of other kinds: {kinds:.200}")
     if parsed.tokenizer == "auto" and prepared.dataset.tokenizer.kind == "bpe":
-        print(
-            "           trained on this text, as it is small; --tokenizer gpt2 if GPT-2's weights are to be finetuned on it"
-        )
+        spec, weights = ("MODEL", "a model's") if parsed.chat else ("gpt2", "GPT-2's")
+        own = f"--tokenizer {spec} if {weights} weights are to be finetuned on it"
+        print(f"           trained on this text, as it is small; {own}")
     print(f"next       {next_command(prepared.dataset, parsed.tokenizer)}")
     return 0
 

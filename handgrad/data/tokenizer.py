@@ -165,7 +165,13 @@ def load_tokenizer(spec: str) -> Tokenizer:
             f"expected the tokenizer gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json, found {spec!r},"
             f" {found}"
         )
-    return parse_bpe(read_small(path), where=str(path))
+    try:
+        return parse_bpe(read_small(path), where=str(path))
+    except DataError:
+        if (path.parent / "config.json").is_file():
+            folder = f"give --tokenizer {path.parent}"
+            raise DataError(f"expected the folder of a model's tokenizer, found its file {path}; {folder}") from None
+        raise
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

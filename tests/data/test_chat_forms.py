@@ -162,8 +162,14 @@ def test_bad_rows_are_left_out_on_request(tmp_path, monkeypatch, capsys, workers
     assert main(["prepare", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "x"), "--skip-bad-rows"]) == 64
 
 
+def test_whoever_names_no_tokenizer_hears_of_the_models(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk(*pair)}) + "\n" for pair in PAIRS))
+    assert main(["prepare", "--chat", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
+    assert "; --tokenizer MODEL if a model's weights are to be finetuned on it\n" in capsys.readouterr().out
+
+
 def test_nothing_but_bad_rows(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk("a")}) * 1 + "\n")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk("a")}) + "\n")
     options = PrepareOptions(str(tmp_path / "a.jsonl"), tmp_path / "out", "bytes", chat=True, skip_bad_rows=True, workers=1)
     with pytest.raises(
         DataError, match=r"found no document in .* \(expected a message of the assistant, found none in line 1"

@@ -80,6 +80,12 @@ def test_a_folder_of_models_names_one(
     assert line.rstrip().endswith(f"found a folder of models; name one of them, as {tmp_path / 'out' / 'checkpoint-500'}")
 
 
+def test_the_file_of_a_tokenizer_is_answered_with_its_folder(tmp_path: Path) -> None:
+    folder = write_folder(made_tokenizer(None), tmp_path / "model")
+    with pytest.raises(DataError, match=rf"found its file .*/tokenizer.json; give --tokenizer {folder}$"):
+        load_tokenizer(str(folder / "tokenizer.json"))
+
+
 def test_a_tokenizer_of_sentencepiece_is_named(tmp_path: Path) -> None:
     folder = write_folder(made_tokenizer(None), tmp_path / "model")
     tables = json.loads((folder / "tokenizer.json").read_text())
