@@ -68,6 +68,7 @@ def make_types_once(patch: pytest.MonkeyPatch, core: Any, semantic: Any) -> None
     make_type, to_ir = block_type.__init__, block_type.to_ir
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     types: dict[Any, dict[str, Any]] = {}
+    constants: dict[Any, Any] = {}
     of_scalars = core.tuple([]), constexpr(1)
 
     def make(kind: Any, element: Any, shape: Any) -> None:
@@ -98,12 +99,38 @@ def make_types_once(patch: pytest.MonkeyPatch, core: Any, semantic: Any) -> None
         return broadcast(left, right)
 
     def of_one_type(left: Any, right: Any, *given: Any, **named: Any) -> tuple[Any, Any]:
-        """Two blocks of the same numbers are an operation's operands as they are, but of a quotient."""
-        if type(left) is type(right) is core.tensor and not given[3:] and "div_or_mod" not in named:
+        """Two tensors of one type are an operation's operands as they are, but of a quotient; so are a pointer and an
+        integer. A number becomes the same tensor each time."""
+        if type(left) is type(right) is core.tensor:
             one, other = left.type, right.type
-            if type(one) is type(other) is block_type and one.__dict__ is other.__dict__ and not one.element_ty.is_ptr():
+            kind = type(one)
+            if kind is type(other):
+                if not given[3:] and "div_or_mod" not in named:
+                    if kind is block_type and one.__dict__ is other.__dict__ and not one.element_ty.is_ptr():
+                        return left, right
+                    if kind is core.dtype and one.name == other.name:
+                        return left, right
+            elif kind is core.pointer_type and type(other) is core.dtype and given == (True, True) and other.is_int():
                 return left, right
+        elif type(right) in (int, float) and type(left) is core.tensor:
+            return of_number(left, right, True, given, named)
+        elif type(left) in (int, float) and type(right) is core.tensor:
+            return of_number(right, left, False, given, named)
         return check(left, right, *given, **named)
+
+    def of_number(tensor: Any, number: float, first: bool, given: tuple, named: dict[str, Any]) -> tuple[Any, Any]:
+        """A tensor, `first` or not, and a number. The number's tensor is kept where the other one stays as it is."""
+        kind = tensor.type
+        of_kind = id(kind.__dict__) if type(kind) is block_type else kind.name
+        key = of_kind, type(number), repr(number), first, given, *named.items()
+        if (constant := constants.get(key)) is None:
+            operands = check(tensor, number, *given, **named) if first else check(number, tensor, *given, **named)
+            same, constant = operands if first else operands[::-1]
+            if same is not tensor:
+                return operands
+            constant.handle.data.flags.writeable = False
+            constants[key] = constant
+        return (tensor, constant) if first else (constant, tensor)
 
     patch.setattr(block_type, "__init__", make)
     patch.setattr(block_type, "with_element_ty", with_element)

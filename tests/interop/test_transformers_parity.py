@@ -73,8 +73,6 @@ def test_gpt2_124m(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     """GPT-2's own size with random weights: out, and back as the same bytes; the logits; and the text, which `sample`
     writes token by token from its cache. transformers sees it whole: if each token is what it finds likeliest after those
     before, it is the text that it would write."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     try:
         run, shape = make_checkpoint(tmp_path / "run", "gpt2", sizes=(12, 12, 768, 1024), spread=0.05)
         assert shape == ModelShape(50257, 1024, 12, 12, 768)
@@ -97,5 +95,4 @@ def test_gpt2_124m(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
         assert found.argmax(-1)[-1 - LENGTH : -1].tolist() == written
         assert len(set(written)) >= 50, "a text worth comparing"
     finally:
-        torch.set_num_threads(threads)
         shutil.rmtree(tmp_path)  # gigabytes
