@@ -98,7 +98,7 @@ def train(asked: argparse.Namespace, folder: Path) -> None:
     config = config_of(asked, folder, info.size)
     steps = WARM_UP_STEPS + 2 * asked.rounds * asked.steps + asked.segment
     write_tokens(Path(config.data), (steps + 2) * config.tokens_per_step + 1, info.rank)
-    with open_run(config, shows="nothing") as run:
+    with open_run(config, console="nothing") as run:
         run.begin()
         figures = {"parameters": count_parameters(run.design.parameters), **turns(run, asked.rounds, asked.steps)}
         figures |= {"tokens_per_step": config.tokens_per_step, **segment(run, asked.segment)}

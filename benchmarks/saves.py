@@ -169,7 +169,7 @@ def main() -> int:
     try:
         config = config_of(asked, folder, info.size)
         write_tokens(Path(config.data), 2 * config.tokens_per_step + 1, info.rank)
-        with open_run(config, shows="nothing") as run:
+        with open_run(config, console="nothing") as run:
             run.begin()
             lines = [line for line in run.save_lines if run.ranks.is_rank_0]
             print(*lines, sep="\n", end="\n" if lines else "", flush=True)

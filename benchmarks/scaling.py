@@ -67,7 +67,7 @@ def reduce_scatter(sync: GradientSync) -> Callable[[str], None]:
     def send(name: str) -> None:
         bucket, ranks = sync.by_name[name], sync.ranks
         with sync.on_side_stream():
-            group = ranks.overlapped_group if sync.overlaps(bucket) else None
+            group = ranks.overlapped_group if sync.overlaps_kernels(bucket) else None
             owned = sync.gradients[bucket.owned(ranks.rank, ranks.size)]
             dist.reduce_scatter_tensor(owned, sync.gradients[bucket.flat], group=group)
 

@@ -172,7 +172,7 @@ def test_the_record_counts_the_tokens_of_every_step(growing: RunConfig, capsys: 
 
 def test_speed_and_remaining_time_go_by_tokens(growing: RunConfig) -> None:
     """At 1 ms per token the rate is 1000 tokens/s in every stage, and what is left takes its tokens' time."""
-    with open_run(growing, shows="nothing") as run:
+    with open_run(growing, console="nothing") as run:
         run.begin()
         shown = []
         run.step_lines.log.display.update = lambda step, line: shown.append(line(200))  # type: ignore[method-assign]
