@@ -10,8 +10,9 @@ from typing import Any
 
 from handgrad.data.chat_template import ChatTemplate
 from handgrad.data.model_tokenizer import MODEL_FILE
+from handgrad.data.recommended import out_for
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, read_manifest
-from handgrad.data.sources import SourceFile, out_for
+from handgrad.data.sources import SourceFile
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import UsageError
 

@@ -27,7 +27,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
-from handgrad.data.sources import holds_text, prepare_command
+from handgrad.data.recommended import prepare_command
+from handgrad.data.sources import holds_text
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_error, storage_errors
 from handgrad.files import file_sha256

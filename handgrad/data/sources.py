@@ -9,7 +9,6 @@ import codecs
 import contextlib
 import glob
 import gzip
-import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from handgrad.data.cutting import file_cut
-from handgrad.errors import DataError, HandgradError, storage_error
+from handgrad.errors import DataError, storage_error
 from handgrad.parsing import parse_array, parse_json
 
 Format = Literal["txt", "jsonl", "parquet"]
@@ -86,15 +85,15 @@ def find_local(spec: str) -> list[SourceFile]:
     if path.is_file():
         found, root = [path], path.parent
     elif path.is_dir():
-        found, root = sorted(filter(_is_text, files_below(path))), path
+        found, root = sorted(filter(is_text, files_below(path))), path
         if not found:
-            by_name = any(_is_text(file, BY_NAME) for file in files_below(path))
+            by_name = any(is_text(file, BY_NAME) for file in files_below(path))
             remedy = f"name its .json files: {str(path / '*.json')!r}" if by_name else "name another folder"
             raise DataError(f"expected {', '.join(FOLDER_SUFFIXES)} files in {path}, found none; {remedy}")
     else:
         suffixes = BY_NAME if spec.lower().endswith(BY_NAME) else FOLDER_SUFFIXES
         paths = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207
-        found, root = sorted(path for path in paths if _is_text(path, suffixes)), Path()
+        found, root = sorted(path for path in paths if is_text(path, suffixes)), Path()
         if not found:
             hint = "the glob matches no text file" if glob.has_magic(spec) else "there is no such file or folder"
             raise DataError(
@@ -120,7 +119,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 def passed_over(spec: str) -> dict[str, int]:
     """Counts the files below a folder that are no text by their names, for each suffix; nothing for another source."""
     folder = Path(spec).expanduser()
-    others = (path for path in files_below(folder) if not _is_text(path)) if folder.is_dir() else ()
+    others = (path for path in files_below(folder) if not is_text(path)) if folder.is_dir() else ()
     return dict(Counter(path.suffix.lower() or "no suffix" for path in others).most_common())
 
 
@@ -345,38 +344,12 @@ def batches(file: Any, columns: list[str] | None = None) -> Iterator[Any]:
         yield from file.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False)
 
 
-def prepare_command(text: Path) -> str:
-    """The command that prepares a text file, a file of conversations, or a folder of either."""
-    return shlex.join(["handgrad", "prepare", str(text), *flags_for(text), "--out", out_for(text)])
-
-
-def out_for(text: Path) -> str:
-    """A folder for the shards of a text, by its name."""
-    name = text.resolve().name
-    suffix = next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
-    return f"shards/{name[: len(name) - len(suffix)]}"
-
-
-def flags_for(text: Path) -> list[str]:
-    """The flags of `prepare` that the first row of a .jsonl file, or of a folder of such files alone, asks for."""
-    files = [text] if text.is_file() else sorted(filter(_is_text, files_below(text)))
-    if not files or any(".jsonl" not in file.name.lower() for file in files):
-        return []
-    with contextlib.suppress(HandgradError), reading(files[0]):
-        _, _, row = next(read_objects(files[0]), (0, "", None))
-        if isinstance(row, dict) and TALKS & row.keys() and "text" not in row:
-            return ["--chat"]
-        if isinstance(row, dict) and "text" not in row and (name := longest_text(row)):
-            return ["--text-field", name]
-    return []
-
-
 def holds_text(path: Path) -> bool:
     """True for a text file and for a folder with one."""
-    return _is_text(path) or (path.is_dir() and any(map(_is_text, files_below(path))))
+    return is_text(path) or (path.is_dir() and any(map(is_text, files_below(path))))
 
 
-def _is_text(path: Path, suffixes: tuple[str, ...] = FOLDER_SUFFIXES) -> bool:
+def is_text(path: Path, suffixes: tuple[str, ...] = FOLDER_SUFFIXES) -> bool:
     return path.is_file() and not path.name.startswith(".") and path.name.lower().endswith(suffixes)
 
 

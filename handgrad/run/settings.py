@@ -7,7 +7,8 @@ from typing import Any
 
 from handgrad import presets, recipes
 from handgrad.config import RunConfig, check, convert, read_toml, to_dict
-from handgrad.data.sources import holds_text, prepare_command
+from handgrad.data.recommended import prepare_command
+from handgrad.data.sources import holds_text
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
 from handgrad.run_files import CONFIG_FILE
