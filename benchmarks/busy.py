@@ -30,7 +30,7 @@ SETTINGS = {
     "torch's default": {},
     "handgrad's choice": threads.WAITING,
     "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
-    "GOMP_SPINCOUNT=10000": {"GOMP_SPINCOUNT": "10000"},
+    **{f"GOMP_SPINCOUNT={count}": {"GOMP_SPINCOUNT": str(count)} for count in (1000, 3000, 10000)},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 MODELS = {"demo": list(SETTINGS), "d12": list(SETTINGS)[:3]}  # all contenders of a model stay in memory
