@@ -19,7 +19,7 @@ from benchmarks.record import write_record
 from benchmarks.same_batch import assemble_on_one_batch
 from benchmarks.step import CPU, VOCABULARY, config_of
 from benchmarks.turns import Peer, answers, note, say
-from handgrad import presets, threads
+from handgrad import presets, processor, threads
 from handgrad.devices import keep_freed_memory
 from handgrad.run.resolve import resolve
 
@@ -28,7 +28,7 @@ STRANGERS = 0.1  # cores
 ATTEMPTS = 3
 SETTINGS = {
     "torch's default": {},
-    "handgrad's choice": threads.WAITING,
+    "handgrad's choice": threads.waiting(intel=processor.is_intel()),
     "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
     **{f"GOMP_SPINCOUNT={count}": {"GOMP_SPINCOUNT": str(count)} for count in (1000, 3000, 10000)},
     "one thread": {"OMP_NUM_THREADS": "1"},

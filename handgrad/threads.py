@@ -15,9 +15,10 @@ from pathlib import Path
 from handgrad import processor
 from handgrad.limits import group_folders
 
-# Turns of libgomp's loop, some tens of microseconds: longer than the waits on an idle machine, shorter than a time slice.
-# Other runtimes count milliseconds: at 0, a thread sleeps at once.
-WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+# Turns of libgomp's loop: longer than the waits on an idle machine, shorter than a time slice. On Intel CPUs AMD's
+# number is too small for the waits of the demo's step, and the larger one costs nothing beside other work. On AMD's it does
+# (benchmarks/results/cpu-intel-busy.json, cpu-busy.json).
+TURNS, TURNS_ON_INTEL = "1000", "10000"
 # On an Intel CPU float32 products go to MKL (ops/cpu/linear.py). With this its sums do not depend on the number of threads:
 # https://www.intel.com/content/www/us/en/docs/onemkl/developer-reference-fortran/2023-2/named-constants-for-cnr-control.html
 REPRODUCIBLE = {"MKL_CBWR": "AUTO,STRICT"}
@@ -31,10 +32,11 @@ chosen: dict[str, str] = {}  # the variables that this process set
 def choose() -> None:
     """Sets the variables that the user has not set, unless torch is loaded and has read them. MKL reads its own when it is
     first called."""
-    if processor.is_intel():
+    intel = processor.is_intel()
+    if intel:
         chosen.update({name: value for name, value in REPRODUCIBLE.items() if name not in os.environ})
     if "torch" not in sys.modules:
-        chosen.update(choice(os.environ, cores(), quota()))
+        chosen.update(choice(os.environ, cores(), quota(), intel=intel))
     os.environ.update(chosen)
 
 
@@ -43,12 +45,17 @@ def environment_before() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in chosen}
 
 
-def choice(environment: Mapping[str, str], cores: int, quota: float | None) -> dict[str, str]:
+def waiting(*, intel: bool) -> dict[str, str]:
+    """The variables for threads that wait. Other runtimes count milliseconds: at 0, a thread sleeps at once."""
+    return {"GOMP_SPINCOUNT": TURNS_ON_INTEL if intel else TURNS, "KMP_BLOCKTIME": "0"}
+
+
+def choice(environment: Mapping[str, str], cores: int, quota: float | None, *, intel: bool) -> dict[str, str]:
     """The variables to set. The number of threads is left to torch, a thread per core, unless a quota gives less."""
     number = {}
     if quota is not None and math.ceil(quota) < cores and not any(name in environment for name in NUMBER):
         number = {NUMBER[0]: str(max(1, math.ceil(quota)))}
-    return number | ({} if any(name in environment for name in POLICY) else WAITING)
+    return number | ({} if any(name in environment for name in POLICY) else waiting(intel=intel))
 
 
 def cores(root: Path = Path("/")) -> int:

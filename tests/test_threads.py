@@ -11,6 +11,7 @@ from handgrad import processor, threads
 
 ROOT = Path(__file__).parents[1]
 CHOSEN = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+HERE = threads.waiting(intel=processor.is_intel())["GOMP_SPINCOUNT"]
 
 
 def put(root: Path, files: dict[str, str]) -> Path:
@@ -25,14 +26,16 @@ def put(root: Path, files: dict[str, str]) -> Path:
     ("quota", "number"), [(None, None), (4.0, None), (8.0, None), (3.5, None), (2.5, "3"), (2.0, "2"), (0.25, "1")]
 )
 def test_only_a_quota_below_the_cores_sets_the_number(quota: float | None, number: str | None) -> None:
-    found = threads.choice({}, 4, quota)
+    found = threads.choice({}, 4, quota, intel=False)
     assert found.get("OMP_NUM_THREADS") == number and found.items() >= CHOSEN.items()
+    assert threads.choice({}, 4, quota, intel=True) == found | {"GOMP_SPINCOUNT": "10000"}
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_a_policy_of_the_user_stays(name: str) -> None:
-    assert threads.choice({name: "PASSIVE"}, 4, None) == {}
-    assert threads.choice({name: "PASSIVE"}, 4, 2.0) == {"OMP_NUM_THREADS": "2"}
+    for intel in (False, True):
+        assert threads.choice({name: "PASSIVE"}, 4, None, intel=intel) == {}
+        assert threads.choice({name: "PASSIVE"}, 4, 2.0, intel=intel) == {"OMP_NUM_THREADS": "2"}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_mkl_sums_alike_on_any_number_of_threads(
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
 def test_a_number_of_the_user_stays(name: str) -> None:
-    assert threads.choice({name: "7"}, 4, 2.0) == CHOSEN
+    assert threads.choice({name: "7"}, 4, 2.0, intel=False) == CHOSEN
 
 
 def test_the_quota_is_the_least_of_all_levels(tmp_path: Path) -> None:
@@ -123,10 +126,10 @@ SHOW = (
     ("code", "user", "shown"),
     [
         ("import handgrad", {}, "False None None"),
-        ("import handgrad; handgrad.RunConfig", {}, "False 1000 None"),
+        ("import handgrad; handgrad.RunConfig", {}, f"False {HERE} None"),
         ("import handgrad; handgrad.RunConfig", {"OMP_WAIT_POLICY": "ACTIVE"}, "False None ACTIVE"),
         ("import torch, handgrad; handgrad.RunConfig", {}, "True None None"),
-        ("from handgrad.cli import main; main(['report', 'nowhere'])", {}, "1000 None"),
+        ("from handgrad.cli import main; main(['report', 'nowhere'])", {}, f"{HERE} None"),
     ],
 )
 def test_variables_are_set_before_torch_is_loaded(code: str, user: dict[str, str], shown: str) -> None:
