@@ -1,9 +1,10 @@
 """The cost in loss of the head's GEMMs in fp8: none of them, forward and input gradient, all three, by several seeds.
 
     python -m benchmarks.fp8_head OUT.json --data shards/sources --work FOLDER [--seeds 1,2,3] [--set steps=300 ...]
+        [--heads none,all] [--shared]
 
-Every run is GPT-2 124M in fp8 for 200 steps of 131,072 tokens; `--set` changes a setting of all. Runs of FOLDER that are
-finished are not made again. Means and standard errors by `benchmarks.tokens_to_loss`, whose first group is the measure.
+Every run is GPT-2 124M in fp8 for 200 steps of 131,072 tokens; `--set` changes a setting of all, another network included.
+Runs of FOLDER that are finished are not made again. `--shared`: other work ran beside them, so the record has no seconds. Means and standard errors by `benchmarks.tokens_to_loss`, whose first group is the measure.
 """
 
 import argparse
@@ -44,15 +45,21 @@ def main() -> None:
     parser.add_argument("--work", required=True, metavar="FOLDER", help="folder of the runs")
     parser.add_argument("--seeds", default="1,2,3", help="seeds of the runs, with commas")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings that differ from these here")
+    parser.add_argument(
+        "--heads", default=",".join(HEADS), help=f"those to compare, the measure first (of {', '.join(HEADS)})"
+    )
+    parser.add_argument("--shared", action="store_true", help="the machine is busy: leave the seconds out")
     given = parser.parse_args()
+    heads = {name: HEADS[name] for name in given.heads.split(",")}
     changes = dict(text.split("=", 1) for text in given.set)
-    groups: dict[str, list[Path]] = {name: [] for name in HEADS}
+    groups: dict[str, list[Path]] = {name: [] for name in heads}
     for seed in map(int, given.seeds.split(",")):  # by seed: where time runs out, whole rows of the table are there
-        for name, head in HEADS.items():
+        for name, head in heads.items():
             folder = Path(given.work) / f"{name.replace(' ', '-')}-{seed}"
             train(given.data, folder, head, seed, changes)
             groups[name].append(folder)
-    tokens_to_loss.main(given.out, [f"{name}={','.join(map(str, folders))}" for name, folders in groups.items()])
+    named = [f"{name}={','.join(map(str, folders))}" for name, folders in groups.items()]
+    tokens_to_loss.main(given.out, [*named, *["--shared"] * given.shared])
 
 
 if __name__ == "__main__":
