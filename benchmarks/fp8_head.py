@@ -3,8 +3,9 @@
     python -m benchmarks.fp8_head OUT.json --data shards/sources --work FOLDER [--seeds 1,2,3] [--set steps=300 ...]
         [--heads none,all] [--shared]
 
-Every run is GPT-2 124M in fp8 for 200 steps of 131,072 tokens; `--set` changes a setting of all, another network included.
-Runs of FOLDER that are finished are not made again. `--shared`: other work ran beside them, so the record has no seconds. Means and standard errors by `benchmarks.tokens_to_loss`, whose first group is the measure.
+Every run is GPT-2 124M in fp8 for 200 steps of 131,072 tokens; `--set` changes a setting of all, the network included.
+Runs of FOLDER that are finished are not made again. `--shared`: other work ran beside them, so the record has no seconds.
+Means and standard errors by `benchmarks.tokens_to_loss`, whose first group is the measure.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from benchmarks import tokens_to_loss
 
-HEADS = {"none": "", "forward and dgrad": "forward,dgrad", "all": "forward,dgrad,wgrad"}
+HEADS = {"none": "none", "forward and dgrad": "forward,dgrad", "all": "forward,dgrad,wgrad"}
 SETTINGS = {
     "precision": "fp8",
     "steps": "200",

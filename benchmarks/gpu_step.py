@@ -24,7 +24,6 @@ from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from handgrad import devices
 from handgrad.config import PRECISIONS, check
 from handgrad.errors import UsageError
-from handgrad.fp8.tables import HEAD_GEMMS
 from handgrad.models import architecture
 from handgrad.names import nearest_name
 
@@ -32,8 +31,8 @@ from handgrad.names import nearest_name
 # GPT-2 of a modern network's sizes, "handgrad-adamw" the model itself with AdamW in the place of Muon.
 SAME_SIZE, ADAMW = "handgrad-gpt2", "handgrad-adamw"
 BASES = ("handgrad", SAME_SIZE, ADAMW)
-FP8_HEAD = "handgrad-fp8-head"  # fp8, the three GEMMs of the loss head as well
-HANDGRADS = (*(f"{base}{end}" for base in BASES for end in ("", *(f"-{p}" for p in PRECISIONS))), FP8_HEAD)
+FP8_BLOCKS = "handgrad-fp8-blocks"  # fp8, the loss head's GEMMs in bf16
+HANDGRADS = (*(f"{base}{end}" for base in BASES for end in ("", *(f"-{p}" for p in PRECISIONS))), FP8_BLOCKS)
 # The fastest twin of all sizes on one H200, with Liger's head where Liger is installed.
 FASTEST_TWIN = "twin-cudnn+stream+regional"
 
@@ -53,7 +52,7 @@ def precision_of(name: str, settings: Settings) -> str:
     """The precision of most of a contender's GEMMs."""
     if switches := switches_of(name):
         return switches.precision
-    if name == FP8_HEAD:
+    if name == FP8_BLOCKS:
         return "fp8"
     base = max((base for base in BASES if name.startswith(base)), key=len)
     return name.removeprefix(base).removeprefix("-") or settings.precision
@@ -69,8 +68,8 @@ def make_run(name: str, settings: Settings) -> Run:
         config = dataclasses.replace(config, architecture="gpt2", optimizer="adamw", num_heads=heads)
     if name.startswith(ADAMW):
         config = dataclasses.replace(config, optimizer="adamw")
-    if name == FP8_HEAD:
-        config = dataclasses.replace(config, fp8_head=",".join(HEAD_GEMMS))
+    if name == FP8_BLOCKS:
+        config = dataclasses.replace(config, fp8_head="none")
     backend = "kernels" if config.device == "cuda" else "auto"
     return HandgradRun(check(dataclasses.replace(config, precision=precision_of(name, settings))), tokens, backend=backend)
 

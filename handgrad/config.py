@@ -13,7 +13,7 @@ from typing import Any
 
 from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
-from handgrad.fp8_shape import check_fp8
+from handgrad.fp8_shape import HEAD_GEMMS, check_fp8
 from handgrad.llama_shape import check_llama
 from handgrad.lora_shape import check_lora
 from handgrad.model_shape import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
@@ -140,7 +140,9 @@ class RunConfig:
     fp8_keep_bf16: str = option(
         TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: those that `handgrad tune` found"
     )
-    fp8_head: str = option("", "GEMMs of the loss head in fp8: forward, dgrad, wgrad; with commas")
+    fp8_head: str = option(
+        AUTO, "GEMMs of the loss head in fp8: forward, dgrad, wgrad, with commas, or none; auto: all, none with lora"
+    )
     fp8_gradients: str = option(
         "e4m3", "format of gradients: digits, range, or each where it counts", choices=FP8_GRADIENTS
     )
@@ -213,6 +215,12 @@ class RunConfig:
         return self.packing in (MASKED, WHOLE)
 
     @property
+    def fp8_head_gemms(self) -> str:
+        """`fp8_head` with the GEMMs that it stands for in the place of "auto" and "none"."""
+        usual = "" if self.lora else ",".join(HEAD_GEMMS)
+        return {AUTO: usual, "none": ""}.get(self.fp8_head, self.fp8_head)
+
+    @property
     def samples_per_step(self) -> int:
         """Those of the first step."""
         return self.tokens_per_step // self.sequence_length
@@ -254,8 +262,9 @@ def check(config: RunConfig) -> RunConfig:
     if config.precision == "fp8":
         check_fp8(config)
     if config.lora:
-        needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""), ("offload", False), ("fp8_head", ""))
+        needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""), ("offload", False))
         refused = [(name, getattr(config, name), needed) for name, needed in needs]
+        refused.append(("fp8_head", config.fp8_head_gemms or "none", "none"))
         check_lora(config.lora, config.architecture, config.init_from, refused)
     check_stride(config.eval_stride, config.sequence_length)
     if config.packing == WHOLE and config.eval_stride:
@@ -369,6 +378,6 @@ def to_toml(config: RunConfig) -> str:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The differences between two configs that change the numbers: ['seed: 1 -> 2', ...]. A setting that an older version
     did not know had its default."""
-    old = {"lanes": 1, "packing": STREAM, **of_stored(old)}
+    old = {"lanes": 1, "packing": STREAM, "fp8_head": "", **of_stored(old)}
     then = {name: old.get(name, known.default) for name, known in FIELDS.items() if not known.metadata["free"]}
     return [f"{n}: {value!r} -> {new.get(n)!r}" for n, value in then.items() if value != new.get(n)]

@@ -7,6 +7,7 @@ from handgrad.errors import UsageError
 from handgrad.model_shape import VOCABULARY_MULTIPLE, ModelShape
 
 WIDEST_HEAD_OF_FP8 = 128  # attention that rounds to fp8 in the same pass spills at wider ones
+HEAD_GEMMS = ("forward", "dgrad", "wgrad")  # of the loss head: each is in fp8 or not
 FP8_MULTIPLE = 16  # of every side of a GEMM in fp8: cuBLASLt reads 16 bytes at a time
 
 
@@ -35,10 +36,10 @@ def check_fp8(config: Any) -> None:
             f" {length} = {samples * length}; try --micro-batch {more}{step}"
         )
     chunk = config.head_chunk_tokens
-    if "wgrad" in config.fp8_head and chunk % FP8_MULTIPLE:
+    if "wgrad" in config.fp8_head_gemms and chunk % FP8_MULTIPLE:
         raise UsageError(
             f"head_chunk_tokens must be a multiple of {FP8_MULTIPLE} for fp8_head wgrad, found {chunk};"
-            f" try --head-chunk-tokens {-(-chunk // FP8_MULTIPLE) * FP8_MULTIPLE}"
+            f" try --head-chunk-tokens {-(-chunk // FP8_MULTIPLE) * FP8_MULTIPLE}, or --fp8-head forward,dgrad"
         )
 
 

@@ -334,14 +334,14 @@ def test_the_fastest_twin_is_a_default_contender(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_precision_of_a_contender() -> None:
-    ours = ("handgrad", "handgrad-tf32", "handgrad-gpt2", "handgrad-adamw-fp8", "handgrad-fp8-head")
+    ours = ("handgrad", "handgrad-tf32", "handgrad-gpt2", "handgrad-adamw-fp8", "handgrad-fp8-blocks")
     twins = ("twin-cudnn", "twin-cudnn+torchao", "twin-flash+stream+torchao-filtered")
     assert gpu_step.check_contenders(",".join(ours + twins)) == [*ours, *twins]
     precisions = [gpu_step.precision_of(name, SMALL) for name in ours + twins]
     assert precisions == ["fp32", "tf32", "fp32", "fp8", "fp8", "bf16", "fp8", "fp8"]
     run = gpu_step.make_run("handgrad-bf16", SMALL)
     assert isinstance(run, HandgradRun) and run.state.parameters.dtype == torch.bfloat16
-    heads = [gpu_step.make_run(name, SMALL) for name in ("handgrad-fp8", "handgrad-fp8-head")]
+    heads = [gpu_step.make_run(name, SMALL) for name in ("handgrad-fp8", "handgrad-fp8-blocks")]
     assert [run.state.design.fp8.gemms.head for run in heads] == [set(), {"forward", "dgrad", "wgrad"}]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from handgrad.arena import Buffer, Interval
 from handgrad.errors import UsageError
 from handgrad.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, GradientFormats, Quantized
+from handgrad.fp8_shape import HEAD_GEMMS
 from handgrad.models.activations import ActivationRow
 from handgrad.models.lifetimes import WHOLE_BLOCKS
 from handgrad.models.rows import KIND, Fp8, ParameterRow, Table
@@ -22,7 +23,6 @@ from handgrad.models.rows import KIND, Fp8, ParameterRow, Table
 Intervals = tuple[Interval, ...]  # lifetimes of a buffer
 
 HEAD = "head"
-HEAD_GEMMS = ("forward", "dgrad", "wgrad")
 ACTIVATION, GRADIENT, WEIGHT = "activation", "gradient", "weight"
 
 
@@ -58,7 +58,7 @@ def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> F
     chosen = names_in(head)
     unknown = [name for name in chosen if name not in HEAD_GEMMS]
     if unknown:
-        raise UsageError(f"fp8_head takes {', '.join(HEAD_GEMMS)}, found {unknown[0]!r}")
+        raise UsageError(f"fp8_head takes auto, none, {', '.join(HEAD_GEMMS)}, found {unknown[0]!r}")
     if "wgrad" in chosen and "dgrad" not in chosen:  # the logits' gradient is written in 16 bits or in fp8, not in both
         raise UsageError(f"fp8_head wgrad needs dgrad, found {head!r}; try --fp8-head {','.join(['dgrad', *chosen])}")
     every = {(layer, part) for layer in range(layers) for part in parts}

@@ -123,7 +123,7 @@ def fp8_sentence(run: Run) -> str:
         config = replace(RunConfig(**known), precision="fp8")
         layers, parts = config.num_layers, architecture(config.shape(1)).FP8_PARTS
         kept = config.fp8_keep_bf16.replace(TUNED, "")
-        products = fp8_gemms(kept, config.fp8_head, layers, parts).describe(layers, parts)
+        products = fp8_gemms(kept, config.fp8_head_gemms, layers, parts).describe(layers, parts)
     except UsageError as error:
         raise DataError(f"{run.folder / 'config.toml'}: {error}; repair that line or restore the file") from None
     gradients = f"gradients in {config.fp8_gradients}, {config.fp8_scaling} scaling"

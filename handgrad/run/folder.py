@@ -134,18 +134,20 @@ class RunFolder:
 
 
 def inherited_settings(config: RunConfig) -> dict[str, Any]:
-    """Precision, packing and lanes of the run in `config.out`, where `config` leaves them open."""
+    """Precision, packing, lanes and the head's GEMMs of the run in `config.out`, where `config` leaves them open."""
     begun = checkpoint.peek_config(Path(config.out))
     if begun is None:
         return {}
-    decided = (("precision", AUTO, AUTO), ("packing", AUTO, STREAM), ("lanes", 0, 1))  # left open; before it was a setting
+    # (setting, left open, before it was a setting)
+    decided = (("precision", AUTO, AUTO), ("packing", AUTO, STREAM), ("lanes", 0, 1), ("fp8_head", AUTO, ""))
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
 
 
 def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """(`config` as the run in `config.out` goes on with it, a line that names what it keeps; no line if none has begun)."""
     begun = inherited_settings(config)
-    kept = ", ".join(f"{name} {value}" for name, value in begun.items())
+    in_fp8 = begun.get("precision", config.precision) == "fp8"
+    kept = ", ".join(f"{name} {value or 'none'}" for name, value in begun.items() if in_fp8 or name != "fp8_head")
     line = f"begun      {config.out}, which keeps the settings of its start: {kept}"
     return check(replace(config, **begun)), [line] if begun else []
 

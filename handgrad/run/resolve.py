@@ -223,7 +223,7 @@ def resolve_fp8(
 ) -> Fp8Design:
     parts = models.architecture(shape).FP8_PARTS
     keep_bf16 = ",".join([config.fp8_keep_bf16.replace(TUNED, ""), *(part for part in left_fp8 if part != tables.HEAD)])
-    head = "" if tables.HEAD in left_fp8 else config.fp8_head
+    head = "" if tables.HEAD in left_fp8 else config.fp8_head_gemms
     gemms = tables.fp8_gemms(keep_bf16, head, shape.num_layers, parts)
     statistics_parts = ops.statistics_parts(
         batch=config.micro_batch,
@@ -293,11 +293,15 @@ def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
 
 
 def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
-    """`config` with the fp8 GEMMs that `handgrad tune` found faster in bf16 in the place of "tuned".
+    """`config` with the GEMMs themselves in the place of "auto" and of "tuned": those that `handgrad tune` found faster in
+    bf16.
 
     Raises `UsageError` for a backend that cannot run."""
     ops = choose_backend(config.backend, device, config.precision)
-    if config.precision != "fp8" or config.fp8_keep_bf16 != TUNED:
+    if config.precision != "fp8":
+        return config
+    config = replace(config, fp8_head=config.fp8_head_gemms)
+    if config.fp8_keep_bf16 != TUNED:
         return config
     tokens = config.micro_batch * config.sequence_length
     return replace(config, fp8_keep_bf16=ops.tuned_keep_bf16(tokens=tokens, channels=config.channels))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from handgrad.config import RunConfig
 from handgrad.fp8.dropout import more_passes
-from handgrad.fp8.tables import HEAD_GEMMS
+from handgrad.fp8_shape import HEAD_GEMMS
 from handgrad.gpus import Gpu
 from handgrad.models.lifetimes import WHOLE_BLOCKS
 from handgrad.models.rows import count_parameters
