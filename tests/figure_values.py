@@ -111,10 +111,11 @@ class Figure:
     def number(self) -> float:
         return (-1 if self.sign in ("-", "−") else 1) * float(self.digits.replace(",", "")) * scale(self.suffix)
 
-    @property
-    def allowed(self) -> float:
-        """Half a unit of the last printed digit."""
-        return 0.5 * 10.0**-self.decimals * scale(self.suffix)
+    def prints(self, value: float) -> bool:
+        """True if `value` rounds to the last printed digit of this, half a unit away from zero."""
+        half = 0.5 * 10.0**-self.decimals * scale(self.suffix)
+        more = value - self.number if self.number >= 0 else self.number - value
+        return -half * (1 + 1e-9) <= more < half * (1 - 1e-9)
 
     @property
     def decimals(self) -> int:

@@ -15,8 +15,8 @@ The first line names a file of benchmarks/results; a line `in NAME` changes it a
 ` + `, ` - `, ` * `, ` / ` from left to right, with parentheses. A path walks keys (`"quoted*"` may be cut short by a
 star), `[0]`, `[1:]`, `[*]` for every element, `[key=value]` for those elements and `{a, b}` for one key after the other;
 several values are as many as the figures of the line, or `mean`, `median`, `min`, `max` or `sum` stands before them. The
-name of a field gives its unit; ` in UNIT` at the end converts to it, or says it where no name does. A figure may differ
-from its record by half a unit of its last printed digit.
+name of a field gives its unit; ` in UNIT` at the end converts to it, or says it where no name does. A figure is its
+record's, rounded to the last printed digit.
 
 A figure with a measured unit is an error that no comment names, that stands in no line made from the records
 (`tests/figure_tables.py`) and that is no exception (`tests/figure_exceptions.py`, with its reason). Numbers without a unit
@@ -97,7 +97,7 @@ def wrong_values(claim: Claim, records: dict[str, Any]) -> Iterator[str]:
                 yield f"{figure.text}: the record's unit is {unit or 'unknown or a ratio'} ({claim.expression})"
                 continue
             factor = size(unit) / size(figure.unit)
-        if not abs(figure.number - value * factor) <= figure.allowed * (1 + 1e-9):
+        if not figure.prints(value * factor):
             yield (
                 f"{figure.text}: {claim.record} has {value * factor:.6g} {figure.unit}".rstrip() + f" ({claim.expression})"
             )

@@ -108,7 +108,9 @@ def test_recompute_levels_give_the_same_bits(fp8: RunConfig, settings: dict) -> 
         assert (results, found) == states[0][1:]
 
 
-@pytest.mark.parametrize("settings", [{}, {"fp8_on_saturation": "bf16", "fp8_saturation_steps": 1}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"fp8_on_saturation": "bf16", "fp8_saturation_steps": 1, "fp8_head": "none"}], ids=str
+)
 def test_a_resumed_run_has_the_same_bits(fp8: RunConfig, settings: dict) -> None:
     config = check(dataclasses.replace(fp8, steps=8, sample_tokens=0, keep_checkpoints=0, **settings))
     train(config)
@@ -124,7 +126,10 @@ def test_gemms_kept_in_16_bits_are_dropouts_own(fp8: RunConfig) -> None:
     """With every part in bf16, the bits of a bf16 run with dropout."""
     none, plain = (
         steps_of(dataclasses.replace(fp8, **settings), 3)
-        for settings in ({"fp8_keep_bf16": "qkv,proj,mlp"}, {"precision": "bf16", "backend": "reference"})
+        for settings in (
+            {"fp8_keep_bf16": "qkv,proj,mlp", "fp8_head": "none"},
+            {"precision": "bf16", "backend": "reference"},
+        )
     )
     assert torch.equal(none[0].state.master, plain[0].state.master) and none[1] == plain[1]
     assert len(gemms_of("qkv,proj,mlp").blocks) == 0

@@ -99,16 +99,19 @@ def test_a_tensor_has_the_forms_that_are_read_and_no_others(family: str) -> None
 
 @pytest.mark.parametrize("name", LARGE)
 def test_published_sizes_are_accepted_and_planned(name: str) -> None:
-    """The two fp8 forms of the weights cost what bf16 weights take once more, and activations less than in bf16."""
+    """The two fp8 forms of the weights cost what bf16 weights take once more, the head's as well, and the blocks'
+    activations less than in bf16."""
     settings = {"micro_batch": 1, "sequence_length": 1024, "tokens_per_step": 1024, "device": "cpu", **sizes(name)}
 
-    def plan(precision: str) -> dict[str, int]:
-        return resolve(check(RunConfig(precision=precision, **settings)), SHAPES[name][0]).plan.size_bytes
+    def plan(precision: str, head: str = "auto") -> dict[str, int]:
+        return resolve(check(RunConfig(precision=precision, fp8_head=head, **settings)), SHAPES[name][0]).plan.size_bytes
 
-    bf16, fp8 = plan("bf16"), plan("fp8")
+    bf16, fp8, blocks = plan("bf16"), plan("fp8"), plan("fp8", "none")
     matrices = [row for row in resolve(check(RunConfig(**settings)), SHAPES[name][0]).parameters if row.group == "matrix"]
-    assert fp8["fp8 weights"] == 2 * sum(row.elements for row in matrices)
-    assert fp8["activations"] < bf16["activations"]
+    shape = check(RunConfig(**settings)).shape(SHAPES[name][0])
+    head = shape.padded_vocab_size * shape.channels
+    assert fp8["fp8 weights"] == 2 * (head + sum(row.elements for row in matrices))
+    assert blocks["activations"] < bf16["activations"]
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen3-0.6B"])

@@ -259,7 +259,7 @@ def test_from_data_to_text(shards: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["--fp8-keep-bf16", "\N{SUPERSCRIPT ONE}.mlp"], "fp8_keep_bf16 takes"),
         (["--channels", "320"], "precision fp8 takes heads of up to 128 channels, found 160; --precision bf16"),
         (["--fp8-head", "wgrad"], "fp8_head wgrad needs dgrad, found 'wgrad'"),
-        (["--fp8-head", "backward"], "fp8_head takes forward, dgrad, wgrad, found 'backward'"),
+        (["--fp8-head", "backward"], "fp8_head takes auto, none, forward, dgrad, wgrad, found 'backward'"),
         (["--channels", "40"], "channels must be a multiple of 16 for precision fp8, found 40"),
         (
             ["--sequence-length", "8", "--micro-batch", "1"],

@@ -130,7 +130,7 @@ def test_its_part_goes_on_in_bf16(switched: RunConfig) -> None:
     assert told.endswith("1.mlp goes to bf16 after the next step") and told_too == "step 4: 1.mlp goes on in bf16"
     part = {"ln2", "gelu", "dhidden", "dresidual_out", "fc_weight", "fcproj_weight"}
     before, after = classes(switched, LAST), classes(switched, LAST + 1)
-    assert after == classes(switched, STEPS) and len(before) == 24
+    assert after == classes(switched, STEPS) and len(before) == 26
     assert manifest(switched, SAID)["left_fp8"] == {"left": [], "leaving": {"1.mlp": LAST}}
     assert manifest(switched, LAST)["left_fp8"] == {"left": ["1.mlp"], "leaving": {}}
     assert before - after <= {f"blocks.1.{name}" for name in part} and len(before - after) == len(part)

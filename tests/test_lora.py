@@ -254,7 +254,7 @@ def test_the_text_has_the_numbers() -> None:
         ({"optimizer": "muon"}, "lora trains with optimizer adamw, found muon; muon's step is one of a whole"),
         ({"architecture": "gpt2", "dropout": 0.1}, "lora trains with dropout 0.0, found 0.1"),
         ({"freeze": "wte"}, "lora trains with freeze empty, found wte"),
-        ({"precision": "fp8", "fp8_head": "dgrad"}, "lora trains with fp8_head empty, found dgrad"),
+        ({"precision": "fp8", "fp8_head": "dgrad"}, "lora trains with fp8_head none, found dgrad"),
     ],
 )
 def test_what_it_does_not_do_is_refused(settings: dict, told: str) -> None:

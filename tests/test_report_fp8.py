@@ -88,7 +88,7 @@ def test_only_some_runs_are_in_fp8(tmp_path: Path) -> None:
     fp8 = source[source.index("<h2>fp8</h2>") : source.index("<h2>Samples</h2>")]
     assert fp8.count("<table") == 1 and fp8.index("short</h3>") < fp8.index("<table") and "exact</h3>" not in fp8
     assert "var(--run1)" in fp8 and ">short</text>" in fp8 and ">dqkv</text>" not in fp8
-    assert page.text.count("In fp8: the products qkv, proj, mlp; gradients") == 1
+    assert page.text.count("In fp8: the products qkv, proj, mlp, head; gradients") == 1
 
 
 def test_each_run_draws_its_worst_class(tmp_path: Path) -> None:

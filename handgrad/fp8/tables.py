@@ -34,14 +34,15 @@ class Fp8Gemms:
     head: frozenset[str] = frozenset()
 
     def describe(self, layers: int, parts: Sequence[str]) -> str:
-        """'qkv, mlp (but 0.mlp), head.forward' for the header."""
+        """'qkv, mlp (but 0.mlp), head' for the header; 'head.forward' if not all of the head."""
         names = []
         for part in parts:
             without = [layer for layer in range(layers) if (layer, part) not in self.blocks]
             if len(without) < layers:
                 but = ", ".join(f"{layer}.{part}" for layer in without)
                 names.append(part + f" (but {but})" * bool(without))
-        return ", ".join([*names, *(f"{HEAD}.{name}" for name in HEAD_GEMMS if name in self.head)]) or "none"
+        head = [f"{HEAD}.{name}" for name in HEAD_GEMMS if name in self.head]
+        return ", ".join([*names, *([HEAD] if len(head) == len(HEAD_GEMMS) else head)]) or "none"
 
 
 def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> Fp8Gemms:
