@@ -1,7 +1,8 @@
-"""The head's weight gradient in fp8: what it asks for, its chunks, its runs, and the benchmark of its cost."""
+"""The head's GEMMs in fp8: the default, what the weight gradient asks for, its chunks, and the benchmark of its cost."""
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,15 @@ import torch
 
 from benchmarks import fp8_head
 from handgrad import cli
+from handgrad.checkpoint import peek_config
 from handgrad.config import RunConfig, check
-from handgrad.errors import UsageError
+from handgrad.errors import ConfigError, UsageError
 from handgrad.fp8.formats import E4M3, E5M2, Quantized
 from handgrad.fp8.tables import fp8_gemms
 from handgrad.gpus import GPUS
+from handgrad.run.folder import as_begun
 from handgrad.run.resolve import resolve
+from handgrad.run.start import train
 from handgrad.tools.roofline import product_seconds_per_token
 from tests.test_fp8_training import steps_of
 
@@ -26,6 +30,29 @@ ALL = "forward,dgrad,wgrad"
 @pytest.fixture
 def fp8(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, precision="fp8", fp8_head=ALL, fp8_window=2, fp8_count_every=1)
+
+
+def test_all_three_are_the_default() -> None:
+    heads = {"auto": ALL, "none": "", "": "", "forward": "forward"}
+    assert {head: RunConfig(precision="fp8", fp8_head=head).fp8_head_gemms for head in heads} == heads
+    assert RunConfig().fp8_head == "auto" and RunConfig(lora="rank=8", init_from="x").fp8_head_gemms == ""
+
+
+def test_a_run_keeps_the_head_that_it_began_with(config: RunConfig) -> None:
+    """Under the same command, which leaves it open; so does a run of before, which had no GEMM of the head in fp8."""
+    left_open = dataclasses.replace(config, precision="fp8", steps=2, save_every=1, sample_tokens=0)
+    for folder, begun, kept in (("new", "auto", ALL), ("old", "none", "")):
+        run = dataclasses.replace(left_open, out=f"{config.out}-{folder}")
+        train(dataclasses.replace(run, fp8_head=begun))
+        assert (peek_config(Path(run.out)) or {})["fp8_head"] == kept
+        _, (line,) = as_begun(run)
+        assert line.endswith(f"its start: packing stream, lanes 1, fp8_head {kept or 'none'}")
+        shutil.rmtree(Path(run.out) / "checkpoints" / "step_00000002")
+        train(run)
+        log = (Path(run.out) / "log.txt").read_text()
+        assert "resumed at step 1" in log and log.count("mlp, head;") == 2 * bool(kept)
+    with pytest.raises(ConfigError, match="fp8_head"):
+        train(dataclasses.replace(run, steps=3, fp8_head="forward"))
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "modern"])
