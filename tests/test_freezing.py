@@ -41,9 +41,10 @@ def test_patterns_name_rows() -> None:
         {"precision": "bf16"},
         {"precision": "bf16", "master_weights": False},
         {"precision": "fp8", "fp8_head": "forward"},
+        {"precision": "fp8"},
         {"lanes": 4, "micro_batch": 2},
     ],
-    ids=["fp32", "bf16", "bf16-alone", "fp8", "lanes"],
+    ids=["fp32", "bf16", "bf16-alone", "fp8-forward", "fp8", "lanes"],
 )
 def test_what_is_frozen_stays(settings: dict, config: RunConfig) -> None:
     """Bit by bit, without moments; the rest moves, and only that decays."""
