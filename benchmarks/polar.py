@@ -1,7 +1,7 @@
 """Muon's five polynomials against the polar factor by SVD, on matrices whose singular values are spread over three decades.
 
-    python -m benchmarks.polar
-    python -m benchmarks.polar benchmarks/results/cpu-polar.json
+python -m benchmarks.polar
+python -m benchmarks.polar benchmarks/results/cpu-polar.json
 """
 
 import argparse
