@@ -1,9 +1,10 @@
 """Muon's five polynomials against the polar factor by SVD, on matrices whose singular values are spread over three decades.
 
+python -m benchmarks.polar
 python -m benchmarks.polar benchmarks/results/cpu-polar.json
 """
 
-import sys
+import argparse
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ def measure(shape: tuple[int, int], coefficients: tuple, dtype: torch.dtype) -> 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", default="", help="the record to write (default: none)")
+    out = parser.parse_args().out
     rows = []
     for shape in SHAPES:
         for name, coefficients in (("Polar Express", muon.POLAR_EXPRESS), ("Jordan", JORDAN)):
@@ -49,7 +53,8 @@ def main() -> None:
                 row = {"shape": shape, "coefficients": name, "dtype": str(dtype).removeprefix("torch.")}
                 rows.append(row | measure(shape, coefficients, dtype))
                 print(*rows[-1].values())
-    write_record(sys.argv[1], torch.device("cpu"), smallest=SMALLEST, rows=rows)
+    if out:
+        write_record(out, torch.device("cpu"), smallest=SMALLEST, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Take a model to Hugging Face's transformers, check that it computes the same there, and bring it back.
+"""Export a model to Hugging Face's transformers, check that it computes the same there, and load it back.
 
-It needs them: `pip install transformers`.
+This needs `pip install transformers`.
 """
 
-# %% The model of 1_train.py; it is trained now if it is not there yet.
+# %% The model of 1_train.py, which is trained now unless it exists.
 import shutil
 
 import torch
@@ -16,7 +16,7 @@ settings = {"steps": 500, "tokens_per_step": 512, "learning_rate": 4e-3, "schedu
 handgrad.train("tiny", data="shards/examples", out="runs/examples", **settings, quiet=True)
 model = handgrad.load("runs/examples", device="cpu")
 
-# %% There: a folder with weights, config, tokenizer and model card. It was read back and compared before it got its name.
+# %% Export: a folder with weights, config, tokenizer and model card, which handgrad reads back and compares.
 EXPORTED = "runs/examples/exported"
 shutil.rmtree(EXPORTED, ignore_errors=True)
 done = handgrad.export("runs/examples", EXPORTED)
@@ -31,13 +31,13 @@ with torch.no_grad():
     difference = (theirs(torch.tensor([ids])).logits - model.logits(ids)).abs().max().item()
 print(f"largest difference of a logit: {difference:.1e}")
 
-# %% The same text, greedily. A document of ours begins with end-of-text.
+# %% The same greedy text. handgrad's documents begin with end-of-text.
 prompt = torch.tensor([model.tokens("Once upon a time")])
 written = theirs.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=model.tokenizer.end_of_text)
 ours = model.generate("Once upon a time", max_tokens=20, temperature=0)
 print("same text:", words.decode(written[0, prompt.shape[1] :], skip_special_tokens=True) == ours)
 print(f"Once upon a time{ours}")
 
-# %% And back: any GPT-2 of transformers, from a folder or by its name on the Hub, `handgrad.load("gpt2")`.
+# %% Load it back. `load` takes any GPT-2 of transformers, by its folder or by its name on the Hub: `load("gpt2")`.
 back = handgrad.load(EXPORTED, device="cpu")
-print("same bits after the way there and back:", bool((back.logits(ids) == model.logits(ids)).all()))
+print("same bits after the round trip:", bool((back.logits(ids) == model.logits(ids)).all()))

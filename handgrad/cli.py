@@ -78,7 +78,7 @@ Trains GPT-2 from raw text, finetunes Llama, Qwen and SmolLM.
 Every gradient is written by hand.
 
 begin with:
-  handgrad demo                                      a model of little stories
+  handgrad demo                                      a small model of stories
 or, for a text of your own:
   handgrad prepare my_text.txt --out shards/mine
   handgrad train --data shards/mine --out runs/mine

@@ -77,14 +77,14 @@ class RunConfig:
         "gpt2", "the network: gpt2, modern or llama (docs/modern.md, llama.md)", choices=ARCHITECTURES
     )
     techniques: str = option("", f"all that the modern network has, of {', '.join(TECHNIQUES)}; or none (empty: defaults)")
-    llama: str = option("", "what a Llama has beside its sizes, like kv_heads=2,rotary_base=500000.0,tied")
+    llama: str = option("", "settings of a Llama beside its sizes, like kv_heads=2,rotary_base=500000.0,tied")
     num_layers: int = option(12, "number of transformer blocks", AT_LEAST_1, at_most(1000))
     num_heads: int = option(12, "attention heads per block; divides channels", AT_LEAST_1)
     channels: int = option(768, "width of the residual stream", AT_LEAST_1, at_most(1 << 16))
     sequence_length: int = option(1024, "tokens per sample, the longest context of the model", AT_LEAST_1, at_most(1 << 20))
     init_from: str = option("", "weights to start from: run, RUN/best, checkpoint, transformers folder, Hub name, .bin")
     freeze: str = option("", "parameters that are not trained, with commas: wte,wpe,blocks.0-5,blocks.*.ln1_*")
-    lora: str = option("", "train adapters alone, like rank=16,alpha=32,on=q+v (docs/lora.md; empty: all weights)")
+    lora: str = option("", "train only adapters, like rank=16,alpha=32,on=q+v (docs/lora.md; empty: all weights)")
 
     # the batch
     steps: int = option(1000, "optimizer steps of the whole run", AT_LEAST_1)
@@ -118,7 +118,7 @@ class RunConfig:
     beta2: float = option(0.95, "AdamW decay of the second moment", BELOW_1)
     adam_epsilon: float = option(1e-8, "AdamW epsilon, added to the root of the second moment", ABOVE_0)
     clip_norm: float = option(1.0, "largest global gradient norm; larger gradients are scaled down (0: off)")
-    skip_loss_z: float = option(0.0, "skip updates whose loss lies this many deviations above the last 128 (0: off)")
+    skip_loss_z: float = option(0.0, "skip updates whose loss is this many standard deviations above the last 128 (0: off)")
     skip_norm_z: float = option(0.0, "the same for the gradient norm (0: off)")
     max_skips: int = option(20, "stop with exit code 76 after this many skipped updates in a row", AT_LEAST_1)
     seed: int = option(
@@ -173,7 +173,7 @@ class RunConfig:
     # saving
     save_every: int = option(1000, "steps between checkpoints (0: only at the end)", free=True)
     keep_checkpoints: int = option(2, "newest checkpoints to keep (0: all)", free=True)
-    keep_every: int = option(0, "also keep those of steps that are multiples of this one (0: none)", free=True)
+    keep_every: int = option(0, "also keep checkpoints whose step is a multiple of this (0: none)", free=True)
     keep_best: bool = option(False, "also save and keep the step with the lowest validation loss, RUN/best", free=True)
     async_save: bool = option(True, "write checkpoints behind training, from a copy in host memory", free=True)
 
@@ -190,7 +190,7 @@ class RunConfig:
     offload: bool = option(False, "keep AdamW's master weights and moments in host memory, pinned", free=True)
     recompute: int = option(
         0,
-        "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too; 3: whole blocks",
+        "0: keep all activations; 1: redo the hidden layer in the backward; 2: layer norms as well; 3: whole blocks",
         UP_TO_3,
         free=True,
     )

@@ -72,7 +72,7 @@ PAGES: dict[str, dict[str, str]] = {
         "are 1.5 TFLOP a step": "arithmetic",
         "0.36 % of a\nstep": "arithmetic",
         "it is 142 MB, twelve matrices": "the plan",
-        "34 bytes, where AdamW moves 30": "arithmetic",
+        "is 34 bytes, where AdamW moves 30": "arithmetic",
         "That leaves 1.16 of the\n1.52 TFLOP": "arithmetic of the tiles",
     },
     "docs/operations/adamw.md": {

@@ -15,7 +15,7 @@ NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 # What each must print, in this order; numbers in it are captured.
 SHOWN = {
     "1_train": [
-        r"[\d,]+ tokens to learn from",
+        r"[\d,]+ tokens to train on",
         r"<handgrad.Model: 2 layers",
         r"step  50   loss (\d\.\d+)   +[\d,]+ tokens/s\n(?:.*\n)*?step 500   loss (\d\.\d+) ",
         r"    Once upon a time \w+",
@@ -30,7 +30,7 @@ SHOWN = {
     ],
     "3_finetune": [
         r"before +([\d.]+) +([\d.]+)\nfinetuned +([\d.]+) +([\d.]+)\nlower half frozen +([\d.]+) +([\d.]+)\n",
-        r"block 0 is unchanged\nblock 1 is another\nA king",
+        r"block 0 is unchanged\nblock 1 is changed\nA king",
     ],
     "4_evaluate": [
         r"held-out tokens: loss (\d\.\d+) nats per token",
@@ -40,7 +40,7 @@ SHOWN = {
     ],
     "5_transformers": [
         r"same tokens: True\nlargest difference of a logit: (\d\.\de-\d+)\nsame text: True\n",
-        r"same bits after the way there and back: True",
+        r"same bits after the round trip: True",
     ],
 }
 

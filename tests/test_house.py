@@ -15,10 +15,10 @@ MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 
 # Which parts of the package a part may import, besides itself. `errors`, `files`, `names` and
 # `parsing` are for all.
-# A training step:
-BOOK = {"config", "model_shape", "llama_shape", "lora_shape", "fp8_shape", "batch_schedule", "arena"}
-BOOK |= {"dtypes", "ops", "models", "layout", "optimizers", "graphs", "training"}
-BESIDE = {*BOOK, "fp8", "dropout", "lora", "parallel"}  # what joins it at set-up
+# The core, a training step:
+CORE = {"config", "model_shape", "llama_shape", "lora_shape", "fp8_shape", "batch_schedule", "arena"}
+CORE |= {"dtypes", "ops", "models", "layout", "optimizers", "graphs", "training"}
+BESIDE = {*CORE, "fp8", "dropout", "lora", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
 MODEL_AT_WORK |= {"techniques"}
 RUN = {*MODEL_AT_WORK, "audit", "gpus", "interop", "manifest", "presets", "recipes", "rules", "format", "power"}
@@ -42,13 +42,13 @@ LAW = {
     "models": {"config", "arena", "dtypes"},
     "layout": {"models"},
     "optimizers": {"models", "ops"},
-    "training": BOOK,
-    "parallel": BOOK,
-    "fp8": {*BOOK, "dropout", "lora", "parallel"},
-    "dropout": BOOK,
-    "lora": BOOK,
-    "audit": {*BOOK, "parallel", "jsonl"},
-    "generation": {*BOOK, "data", "jsonl"},
+    "training": CORE,
+    "parallel": CORE,
+    "fp8": {*CORE, "dropout", "lora", "parallel"},
+    "dropout": CORE,
+    "lora": CORE,
+    "audit": {*CORE, "parallel", "jsonl"},
+    "generation": {*CORE, "data", "jsonl"},
     "evaluation": MODEL_AT_WORK,
     "interop": MODEL_AT_WORK,
     "run": RUN,

@@ -132,15 +132,15 @@ def prepare(parser: Parser) -> None:
     names = "gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json"
     names += " (default: auto: gpt2; for less than 4 MiB of your own text bpe:4096)"
     parser.text("--tokenizer", "NAME", names, default="auto")
-    parser.text("--text-field", "NAME", "column of rows with the text", default="text")
-    parser.switch("--chat", "rows are conversations, or questions and answers; the assistant's words are trained")
+    parser.text("--text-field", "NAME", "the column of a row that holds the text", default="text")
+    parser.switch("--chat", "rows are conversations, or questions and answers; only the assistant's words are trained")
     share = "share held out (default: 0.1 of text, 0.05 of rows, 0.005 on the Hub, 0.01 of stories, questions)"
     parser.number("--validation-fraction", share, kind=float)
     parser.number("--shard-tokens", "tokens per shard (default: 100 million)", default=100_000_000)
-    parser.number("--documents", "at most so many (0: all; stories, questions: 100,000)", default=0)
+    parser.number("--documents", "at most N documents (0: all; of stories and questions 100,000)", default=0)
     parser.number("--workers", "processes (0: one per core)", default=0)
     parser.number("--seed", "of the stories, the questions and the validation rows", default=0)
-    parser.switch("--skip-bad-rows", "with --chat: leave out rows that are no conversation, and say how many")
+    parser.switch("--skip-bad-rows", "with --chat: leave out rows that are not conversations, and count them")
     parser.switch("--overwrite", "replace a folder that holds other data")
 
 
@@ -149,14 +149,14 @@ def train(parser: Parser) -> None:
     parser.switch("--allow-changes", "resume although config or data changed (logged)")
     add_strict(parser)
     parser.number("--gpus", "start a process on each of N GPUs of this machine (default: 1)", rule=AT_LEAST_1)
-    parser.number("--restarts", "after a crash go on, at most N times, from the newest checkpoint", rule=NOT_NEGATIVE)
-    parser.number("--ranks", "the same with N processes on whatever device, also a CPU (default: 1)", rule=AT_LEAST_1)
+    parser.number("--restarts", "after a crash resume from the newest checkpoint, at most N times", rule=NOT_NEGATIVE)
+    parser.number("--ranks", "start N processes on any device, also on a CPU (default: 1)", rule=AT_LEAST_1)
 
 
 def sweep(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.usage = "%(prog)s [PRESET|RECIPE] --over KEY=VALUE,... [--SETTING VALUE]..."
-    over = "settings to vary, each with its values; a run for every combination, in OUT/KEY=VALUE,KEY=VALUE"
+    over = "settings to vary, each with its values; each combination is a run, in OUT/KEY=VALUE,KEY=VALUE"
     parser.add_argument("--over", nargs="+", action="extend", required=True, metavar="KEY=VALUE,...", help=over)
     parser.number("--jobs", "runs at once (default: one per GPU, one on a CPU)", rule=AT_LEAST_1)
 
@@ -165,10 +165,10 @@ def plan(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.number("--vocab-size", "words (default: those of --data, or GPT-2's)", rule=AT_LEAST_1)
     parser.add_argument("--gpu", type=short_name, choices=[*GPUS, "all"], metavar="NAME", help=PLANNED_GPUS)
-    parser.number("--gpus", "how many, a process on each (default: 1)", rule=AT_LEAST_1)
+    parser.number("--gpus", "number of GPUs, with a process on each (default: 1)", rule=AT_LEAST_1)
     parser.number("--price", "dollars per GPU and hour (default: costs are left out)", kind=float, rule=NOT_NEGATIVE)
     parser.text("--fit", "SIZE", "memory to plan for, like 24GB (default: all of a GPU's)", default=None)
-    parser.number("--ranks", "the same as --gpus, of any processes that train together", rule=AT_LEAST_1)
+    parser.number("--ranks", "like --gpus, for processes on any device", rule=AT_LEAST_1)
 
 
 def evaluate(parser: Parser) -> None:
@@ -176,42 +176,42 @@ def evaluate(parser: Parser) -> None:
     parser.takes_one = "one MODEL at a time; `handgrad report RUN RUN` compares runs"
     add_fp8_weights(parser)
     parser.text("--data", "DIR", "prepared shards (default without --tasks: the run's)")
-    parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
+    parser.number("--eval-tokens", "tokens to evaluate (default: the whole split)", rule=NOT_NEGATIVE, default=0)
     stride = "tokens between windows, each of which scores its last ones; 0: windows side by side (default: the run's)"
     parser.number("--eval-stride", stride, rule=NOT_NEGATIVE)
-    context = "tokens of a window (default: the model's context, of a model from elsewhere at most 4096)"
+    context = "tokens per window (default: the model's context; for an imported model at most 4096)"
     parser.number("--context", context, rule=NOT_NEGATIVE, default=0)
-    parser.number("--micro-batch", "contexts' worth at once (default: 8)", rule=AT_LEAST_1, default=8)
+    parser.number("--micro-batch", "contexts' worth of tokens at once (default: 8)", rule=AT_LEAST_1, default=8)
     parser.text("--tasks", "NAME[=FILE],...", f"{', '.join(TASKS)}, or your own; without a FILE from the Hub")
     parser.number("--limit", "first N examples of each task (default: all)", rule=NOT_NEGATIVE, default=0)
-    parser.text("--out", "FILE", "a line of JSON per example of the tasks")
+    parser.text("--out", "FILE", "write a line of JSON for each example of the tasks")
     add_timeout_arguments(parser)
 
 
 def export(parser: Parser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or checkpoint folder")
-    parser.add_argument("folder", metavar="DIR", help="a new folder; of gguf a new file")
+    parser.add_argument("folder", metavar="DIR", help="a new folder; for gguf a new file")
     formats = (
         "hf: a folder for Hugging Face's transformers: weights, config, tokenizer, model card;"
         " peft: the adapters of train --lora for PEFT; llmc: a folder for llm.c: model.bin, the tokenizer file;"
         " gguf: one file for llama.cpp (needs `pip install gguf`)"
     )
     parser.add_argument("--to", required=True, choices=("hf", "peft", "llmc", "gguf"), help=formats)
-    types = "of the weights: fp32 or bf16 (default: fp32), for gguf f16, bf16 or q8_0 (default: f16)"
+    types = "of the weights: fp32 or bf16 (default: fp32); for gguf f16, bf16 or q8_0 (default: f16)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "f16", "q8_0"), metavar="NAME", help=types)
     parser.text("--push", "NAME", "hf: then upload DIR to the Hub as OWNER/NAME, private if new")
-    parser.switch("--with-optimizer", "llmc: also the moments, for llm.c to go on (-y 1)")
+    parser.switch("--with-optimizer", "llmc: also the moments, so that llm.c can resume (-y 1)")
     add_strict(parser)
 
 
 def import_(parser: Parser) -> None:
-    sources = "a folder of transformers or of PEFT, a model of the Hub by name, or a model file of llm.c"
+    sources = "a transformers or PEFT folder, the name of a model on the Hub, or a model file of llm.c"
     parser.add_argument("source", metavar="SOURCE", help=sources)
     accepted = "a new folder; evaluate, sample and --init-from accept it"
     parser.add_argument("--out", required=True, metavar="DIR", help=accepted)
-    parser.text("--tokenizer", "gpt2|bytes|FILE", "in place of the source's own")
-    parser.text("--optimizer", "FILE", "llm.c's state_*.bin of that step: `train --out DIR` can go on")
-    parser.text("--base", "WEIGHTS", "the weights under a folder of PEFT's adapters, in the place of those that it names")
+    parser.text("--tokenizer", "gpt2|bytes|FILE", "instead of the source's own")
+    parser.text("--optimizer", "FILE", "llm.c's state_*.bin of that step, so that `train --out DIR` can resume")
+    parser.text("--base", "WEIGHTS", "base weights for a PEFT folder's adapters, instead of those that it names")
 
 
 def add_runs(parser: Parser) -> None:
@@ -221,7 +221,7 @@ def add_runs(parser: Parser) -> None:
 
 def report(parser: Parser) -> None:
     add_runs(parser)
-    parser.text("--out", "FILE", "the page, plots beside it (default: RUN/report.html)")
+    parser.text("--out", "FILE", "the page; plots go beside it (default: RUN/report.html)")
 
 
 def recipes(parser: Parser) -> None:
@@ -235,22 +235,22 @@ def watch(parser: Parser) -> None:
 
 BENCHMARKS = {
     "step": "whole optimizer steps, alternating with the twin: speed, memory; on a GPU power and time to step 1",
-    "loss": "the same training run by handgrad and by the twin: how far their losses lie apart",
-    "ladder": "from plain PyTorch to handgrad's kernels, one improvement a row",
-    "kernels": "single operations beside torch's",
+    "loss": "the same training run by handgrad and by the twin: the distance of their losses",
+    "ladder": "from plain PyTorch to handgrad's kernels, one improvement per row",
+    "kernels": "single operations, beside torch's",
     "sampling": "texts of a model with random weights, beside transformers.generate: 1, 8 and 64 at a time",
     "fp8": "kernels and GEMMs of fp8 beside bf16: times, bytes, errors",
 }
 
 
 def runs(parser: Parser) -> None:
-    parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="searched for runs (default: runs)")
-    parser.switch("--json", "a list of objects instead, for scripts")
+    parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="the folder to search (default: runs)")
+    parser.switch("--json", "print a JSON list instead, for scripts")
 
 
 def checkpoints(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder")
-    parser.switch("--verify", "instead: read each, compare every file with its hash; exit code 65 if one is damaged")
+    parser.switch("--verify", "instead: compare every file with its hash; exit code 65 if one is damaged")
     newest = "instead: delete all but the N newest, the best and the major ones (--keep-every)"
     parser.number("--prune", newest, rule=AT_LEAST_1)
 
@@ -266,38 +266,38 @@ def bench(parser: Parser) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, help="of handgrad (default: bf16)")
     parser.add_argument("--recompute", type=int, choices=(0, 1, 2, 3), help="of handgrad, as in train (default: 0)")
     parser.text("--data", "DIR", "prepared shards to read the tokens from (default: synthetic tokens)", default=None)
-    parser.text("--techniques", "NAMES", "all that a modern network has (default: as in train)", default=None)
-    parser.text("--contenders", "TEXT", "step on a GPU, loss: names, by commas; a wrong one lists all", default=None)
+    parser.text("--techniques", "NAMES", "all techniques of a modern network (default: as in train)", default=None)
+    parser.text("--contenders", "TEXT", "step on a GPU, loss: names, with commas; an unknown one lists all", default=None)
     parser.number("--seconds", "per contender (default: 20; ladder: per row, 5)", rule=ABOVE_0, kind=float)
     parser.number("--turn-seconds", "step on a GPU: length of a slice (default: 10)", rule=ABOVE_0, kind=float)
-    starts = "step on a GPU: 1: start with empty kernel caches alone, 2: again with full ones (default: 2)"
+    starts = "step on a GPU: 1: start only with empty kernel caches; 2: again with full ones (default: 2)"
     parser.add_argument("--starts", type=int, choices=(1, 2), help=starts)
     parser.number("--steps", "loss: optimizer steps (default: 200)", rule=AT_LEAST_1)
-    parser.number("--learning-rate", "loss: at its peak (default: 6e-4)", rule=ABOVE_0, kind=float)
-    parser.text("--rows", "NUMBERS", "ladder: these alone, into --out beside what it has, like 6-9", default=None)
+    parser.number("--learning-rate", "loss: peak learning rate (default: 6e-4)", rule=ABOVE_0, kind=float)
+    parser.text("--rows", "NUMBERS", "ladder: only these, added to those in --out, like 6-9", default=None)
     parser.number("--rounds", "step on a CPU: slices of every contender (default: 5)", rule=AT_LEAST_1)
-    parser.text("--out", "FILE", "also write the figures as JSON")
+    parser.text("--out", "FILE", "also write a record, as JSON")
 
 
 def tune(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.number("--vocab-size", "words (default: GPT-2's)", rule=AT_LEAST_1, default=GPT2_VOCABULARY)
-    parser.text("--table", "FILE", "the table to write (default: this user's)")
+    parser.text("--table", "FILE", "the table to write (default: the user's own)")
 
 
 def profile(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.number("--vocab-size", "words of synthetic tokens (default: GPT-2's)", rule=AT_LEAST_1)
-    parser.number("--profile-steps", "optimizer steps recorded (default: 3)", rule=AT_LEAST_1, default=3)
+    parser.number("--profile-steps", "optimizer steps to record (default: 3)", rule=AT_LEAST_1, default=3)
     parser.text("--trace", "FILE", "also write a trace for Perfetto (.json or .json.gz)")
-    parser.switch("--ncu", "count DRAM, L2 and instructions by Nsight Compute instead")
+    parser.switch("--ncu", "instead: count DRAM, L2 and instructions with Nsight Compute")
     parser.switch("--inside-ncu", argparse.SUPPRESS)  # --ncu starts the command with it
 
 
 def doctor(parser: Parser) -> None:
-    parser.switch("--net", "measure between the processes of a launch instead (torchrun, srun)")
+    parser.switch("--net", "instead: measure the network between processes (under torchrun, srun)")
     add_timeout_arguments(parser)
-    parser.text("--debug-state", "FILE", "instead: logits, loss, gradients against llm.c's debug state")
+    parser.text("--debug-state", "FILE", "instead: compare logits, loss, gradients with llm.c's debug state")
     parser.text("--model", "FILE", "the model.bin of the debug state")
 
 
@@ -307,11 +307,11 @@ def verify(parser: Parser) -> None:
     parser.text("--init-from", "DIR", "the weights that it started from (default: where the run had them)")
     parser.number("--from", "step to begin after, 0 or one with a checkpoint (default: the first)", rule=NOT_NEGATIVE)
     parser.number("--to", "last step (default: that of the last link or checkpoint)", rule=AT_LEAST_1)
-    parser.number("--segments", "instead: N of those between two checkpoints, drawn by --seed", rule=AT_LEAST_1)
+    parser.number("--segments", "instead: N segments between checkpoints, drawn by --seed", rule=AT_LEAST_1)
     parser.number("--seed", "of the draw", rule=NOT_NEGATIVE, default=0)
     parser.text("--signed-by", "SHA256", "SHA-256 of the key that must have signed the certificate (default: any, or none)")
-    parser.switch("--allow-changes", "replay although the device or versions are others (named)")
-    parser.number("--ranks", "replay by N processes, a GPU each where there are any (default: 1)", rule=AT_LEAST_1)
+    parser.switch("--allow-changes", "replay although the device or versions differ (they are named)")
+    parser.number("--ranks", "replay with N processes, on a GPU each if there are any (default: 1)", rule=AT_LEAST_1)
     parser.text("--scratch", "DIR", "an empty folder for the replay (default: a temporary one)")
 
 
@@ -323,8 +323,8 @@ def diff(parser: Parser) -> None:
 
 def certificate(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder with audit.jsonl")
-    parser.text("--out", "FILE", "the certificate, a page beside it (default: RUN/certificate.json)")
-    parser.text("--key", "FILE", "sign it by this Ed25519 key (PEM, without a password); needs the package cryptography")
+    parser.text("--out", "FILE", "the certificate; a page goes beside it (default: RUN/certificate.json)")
+    parser.text("--key", "FILE", "sign with this Ed25519 key (PEM, no password); needs the package cryptography")
 
 
 def gradcheck(parser: Parser) -> None:
@@ -338,30 +338,30 @@ def demo(parser: Parser) -> None:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
-    "demo": ("the whole way in about two minutes: stories, training, a report", demo),
-    "prepare": ("raw text -> a folder of token shards", prepare),
+    "demo": ("trains on stories and writes a report, in about two minutes", demo),
+    "prepare": ("turns raw text into a folder of token shards", prepare),
     "train": ("trains the run in --out, or resumes it", train),
-    "sweep": ("a run for every combination of values, and one report of all", sweep),
-    "recipes": ("the shipped recipes and launch files, listed; or one, printed", recipes),
-    "plan": ("memory, speed and cost of a run, here or on GPUs elsewhere", plan),
-    "sample": ("text from a checkpoint, streamed; or one for each prompt", sample),
-    "chat": ("a conversation with a model, streamed; a pipe: an answer a line", chat),
-    "serve": ("a model over HTTP: a page to talk to it, and OpenAI's API", serve),
-    "evaluate": ("loss, perplexity, bits per byte of a checkpoint; results on tasks", evaluate),
-    "export": ("a checkpoint -> transformers, PEFT, llm.c, llama.cpp; compared", export),
-    "import": ("a model of transformers, the Hub, PEFT, llm.c -> a checkpoint", import_),
-    "report": ("a self-contained HTML page of one or more runs", report),
-    "watch": ("the report of one or more runs, live in a browser", watch),
-    "runs": ("a table of the runs below a folder: steps, loss, size, state", runs),
-    "checkpoints": ("those of a run: listed, verified by their hashes, pruned", checkpoints),
+    "sweep": ("trains a run for every combination of values; one report of all", sweep),
+    "recipes": ("lists the shipped recipes and launch files, or prints one", recipes),
+    "plan": ("predicts memory, speed and cost of a run, here or on other GPUs", plan),
+    "sample": ("writes texts with a model, streamed, or one for each prompt", sample),
+    "chat": ("lets you talk to a model; through a pipe, one answer per line", chat),
+    "serve": ("serves a model over HTTP: a page to talk to it, and OpenAI's API", serve),
+    "evaluate": ("measures loss, perplexity, bits per byte, and results on tasks", evaluate),
+    "export": ("writes a checkpoint for transformers, PEFT, llm.c or llama.cpp", export),
+    "import": ("turns a model of transformers, PEFT or llm.c into a checkpoint", import_),
+    "report": ("writes a self-contained HTML page about one or more runs", report),
+    "watch": ("serves the report of one or more runs, live in a browser", watch),
+    "runs": ("lists the runs below a folder: steps, loss, size, state", runs),
+    "checkpoints": ("lists a run's checkpoints, verifies their hashes, or prunes them", checkpoints),
     "verify": ("replays an audited run from checkpoints; compares every link", verify),
-    "diff": ("where two runs part: settings, versions, data, link, tensors", diff),
-    "certificate": ("one small file that says what a run was trained on, with hashes", certificate),
-    "gradcheck": ("every gradient by hand beside differences of its forward", gradcheck),
-    "doctor": ("parts of this machine: present, in use, missing; each runs once", doctor),
-    "profile": ("time per kernel of a run's steps, beside this machine's limits", profile),
+    "diff": ("finds where runs part: settings, versions, data, link, tensors", diff),
+    "certificate": ("writes what a run was trained on, with hashes, into a small file", certificate),
+    "gradcheck": ("compares every gradient by hand with differences of its forward", gradcheck),
+    "doctor": ("checks what this machine has, uses and lacks; runs each part once", doctor),
+    "profile": ("times the kernels of a run's steps, beside this machine's limits", profile),
     "tune": ("freezes the fastest algorithm of each GEMM of a model on this GPU", tune),
-    "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
+    "bench": ("measures handgrad beside a PyTorch autograd twin", bench),
 }
 # The first command of each group, in order.
 COMMAND_GROUPS = {

@@ -20,7 +20,7 @@ def add_model_arguments(parser: Parser, *, with_fp8: bool = False) -> None:
 
 
 def add_fp8_weights(parser: Parser) -> None:
-    rounds = "round the weights of products to fp8 (e4m3, a scale a row), which one text reads on a GPU (default: no)"
+    rounds = "round the weights of GEMMs to fp8 (e4m3, a scale per row); one text on a GPU reads 8 bits (default: no)"
     parser.switch("--fp8-weights", rounds)
 
 
@@ -44,14 +44,14 @@ def sample(parser: Parser) -> None:
     add_fp8_weights(parser)
     parser.takes_one = "give a text as --prompt TEXT"
     parser.text("--prompt", "TEXT", "the beginning (default: a new document)", default=None)
-    parser.text("--prompt-file", "FILE", "a file with the beginning; - is standard input", default=None)
+    parser.text("--prompt-file", "FILE", "a file with the beginning; - reads standard input", default=None)
     parser.number("--samples", "number of samples (default: 1)", rule=AT_LEAST_1)
     parser.number("--max-tokens", "longest sample (default: 200)", default=200)
     add_sampling_arguments(parser, "a sample")
     parser.number("--seed", "of the first sample or prompt; each further one counts up", default=0)
     prompts = 'prompts, one {"prompt": TEXT} a line; may have "max_tokens"'
     parser.add_argument("--in", dest="input", metavar="FILE", help=prompts)
-    parser.text("--out", "FILE", "for --in: the same lines with text, tokens and why it stopped", default=None)
+    parser.text("--out", "FILE", "for --in: the same lines with text, tokens and the reason of the end", default=None)
     parser.number("--batch", "texts at once, of samples or prompts (default: 8)", rule=AT_LEAST_1, default=8)
 
 
@@ -59,11 +59,11 @@ def chat(parser: Parser) -> None:
     add_model_arguments(parser)
     add_fp8_weights(parser)
     parser.takes_one = "type the message at the prompt, or pipe it: echo TEXT | handgrad chat MODEL"
-    parser.text("--system", "TEXT", "the message of the system, before the conversation")
+    parser.text("--system", "TEXT", "the system message, before the conversation")
     parser.number("--max-tokens", "longest answer (default: 512)", default=512)
     add_sampling_arguments(parser, "an answer")
     parser.number("--seed", "of the first answer; each further one counts up", default=0)
-    reads = "most tokens of the conversation that the model reads (default: its own context, or what memory holds)"
+    reads = "most tokens of the conversation that the model reads (default: its context, or what fits into memory)"
     parser.number("--context", reads, rule=between(2, 1 << 24))
 
 
@@ -75,4 +75,4 @@ def serve(parser: Parser) -> None:
 def add_address(parser: Parser, port: int) -> None:
     """The place where a page is."""
     parser.number("--port", f"of the page (default: {port}, or a free one)", rule=between(1, 65535))
-    parser.text("--host", "ADDRESS", "to listen on; 0.0.0.0: for the network too", default="127.0.0.1")
+    parser.text("--host", "ADDRESS", "address to listen on; 0.0.0.0: all of the network", default="127.0.0.1")

@@ -159,9 +159,9 @@ def bind(
     graphs: bool | None = None,
     trained_tokens: TrainedTokens | None = None,
 ) -> Assembly:
-    """The step over a state: the plain program, and what each room beside it adds. `feed`: in the place of one that reads
-    `source`. `graphs`: captures CUDA graphs, by default where the backend can. `trained_tokens`: of a source that does not
-    train all of them."""
+    """The step over a state: the plain program, and the launches of the packages beside it. `feed`: used instead of one
+    that reads `source`. `graphs`: captures CUDA graphs, by default where the backend can. `trained_tokens`: of a source
+    that does not train all of them."""
     design, ranks = state.design, ranks or Ranks()
     ops, batch, guards = design.ops, design.batch, design.guards
     devices.keep_freed_memory(design.device)

@@ -65,7 +65,7 @@ class Guards:
 
 @dataclass(frozen=True)
 class Design:
-    """A resolved run. `fp8`, `dropout` and `lora` are for the rooms of that name, None where the run has none of them."""
+    """A resolved run. `fp8`, `dropout` and `lora` are for the packages of that name, None for a run without them."""
 
     device: torch.device
     dtype: torch.dtype  # of weights and activations

@@ -50,7 +50,7 @@ class Feed(Protocol):
 
 @dataclass
 class Program:
-    """The launches of a step, in their order. Rooms beside the plain path add theirs before the step is made."""
+    """The launches of a step, in their order. Packages beside the plain path add theirs before the step is made."""
 
     micro_step: list[Stage]
     norms: list[Callable[[], object]]
