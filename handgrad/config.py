@@ -247,7 +247,9 @@ def check(config: RunConfig) -> RunConfig:
         if config.moments != "fp32":
             raise UsageError(f"optimizer muon needs float32 moments, found moments {config.moments}")
         if not config.learning_rate:
-            raise UsageError("optimizer muon needs a learning_rate above 0, found 0; --optimizer adamw takes 0")
+            raise UsageError(
+                f"optimizer muon needs a learning_rate above 0, found 0; try --learning-rate {RunConfig.learning_rate:g}"
+            )
         if config.offload:
             raise UsageError("offload moves AdamW's state, found optimizer muon; leave it off, or use --optimizer adamw")
     elif config.matrix_learning_rate:

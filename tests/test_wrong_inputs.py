@@ -310,3 +310,9 @@ def test_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     line = refused(capsys, 65, "import", "someone/no-such-model", "--out", str(tmp_path / "out"))
     assert "found neither (no connection, no copy here); check the name and the connection" in line
+
+
+def test_another_kind_of_file_for_a_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make_run(tmp_path / "run")
+    line = refused(capsys, 64, "report", str(tmp_path / "run"), "--out", str(tmp_path / "compared.pdf"))
+    assert line.endswith(f"try --out {tmp_path / 'compared.html'}\n")
