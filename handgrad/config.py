@@ -304,11 +304,12 @@ def check_architecture(config: RunConfig) -> None:
         )
 
 
-def check_stride(eval_stride: int, sequence_length: int) -> None:
-    """Raises `UsageError` for windows that lie further apart than they are long: they would skip tokens."""
-    if eval_stride > sequence_length:
-        found = f"eval_stride must be at most sequence_length = {sequence_length}, found {eval_stride}"
-        raise UsageError(f"{found}; try --eval-stride {max(1, sequence_length // 2)}, half a window")
+def check_stride(eval_stride: int, length: int, setting: str = "sequence_length") -> None:
+    """Raises `UsageError` for windows that lie further apart than they are long: they would skip tokens. `setting`: the one
+    that gives the windows' `length`."""
+    if eval_stride > length:
+        found = f"eval_stride must be at most {setting} = {length}, found {eval_stride}"
+        raise UsageError(f"{found}; try --eval-stride {max(1, length // 2)}, half a window")
 
 
 def convert(name: str, value: Any) -> Any:
