@@ -345,7 +345,8 @@ def read_toml(path: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"config file {path} does not exist; `handgrad recipes` lists those that ship") from None
     except OSError as error:
-        raise DataError(f"config file {path} cannot be read: {error}") from None
+        whose = "; that of a run is RUN/config.toml" if Path(path).is_dir() else ""
+        raise DataError(f"config file {path} cannot be read: {error.strerror}{whose}") from None
     try:
         loaded = parse_toml(content)
     except ValueError as error:
