@@ -127,7 +127,7 @@ def test_a_folder_that_is_prepared(
     ready = f"which is prepared already; `handgrad train --data {shards}` trains on it"
     assert ready in refused(capsys, 65, "prepare", str(shards), "--out", "out")
     shutil.copytree(shards, "shards/first")
-    assert "choose another --out, as 'shards/my book'\n" in refused(capsys, 64, "prepare", text.name)
+    assert "choose another folder, as 'shards/my book'\n" in refused(capsys, 64, "prepare", text.name)
     Path("shards/my book").mkdir()
     for source in (text.name, "stories"):
         assert "found something else; choose another folder\n" in refused(capsys, 64, "prepare", source)
