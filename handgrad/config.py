@@ -254,6 +254,10 @@ def check(config: RunConfig) -> RunConfig:
             raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
         if config.moments != "fp32":
             raise UsageError(f"optimizer muon needs float32 moments, found moments {config.moments}")
+        if not config.learning_rate:
+            raise UsageError(
+                f"optimizer muon needs a learning_rate above 0, found 0; try --learning-rate {RunConfig.learning_rate:g}"
+            )
         if config.offload:
             raise UsageError("offload moves AdamW's state, found optimizer muon; leave it off, or use --optimizer adamw")
     elif config.matrix_learning_rate:
@@ -309,11 +313,12 @@ def check_architecture(config: RunConfig) -> None:
         )
 
 
-def check_stride(eval_stride: int, sequence_length: int) -> None:
-    """Raises `UsageError` for windows that lie further apart than they are long: they would skip tokens."""
-    if eval_stride > sequence_length:
-        found = f"eval_stride must be at most sequence_length = {sequence_length}, found {eval_stride}"
-        raise UsageError(f"{found}; try --eval-stride {max(1, sequence_length // 2)}, half a window")
+def check_stride(eval_stride: int, length: int, setting: str = "sequence_length") -> None:
+    """Raises `UsageError` for windows that lie further apart than they are long: they would skip tokens. `setting`: the one
+    that gives the windows' `length`."""
+    if eval_stride > length:
+        found = f"eval_stride must be at most {setting} = {length}, found {eval_stride}"
+        raise UsageError(f"{found}; try --eval-stride {max(1, length // 2)}, half a window")
 
 
 def convert(name: str, value: Any) -> Any:
@@ -349,7 +354,8 @@ def read_toml(path: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"config file {path} does not exist; `handgrad recipes` lists those that ship") from None
     except OSError as error:
-        raise DataError(f"config file {path} cannot be read: {error}") from None
+        whose = "; that of a run is RUN/config.toml" if Path(path).is_dir() else ""
+        raise DataError(f"config file {path} cannot be read: {error.strerror}{whose}") from None
     try:
         loaded = parse_toml(content)
     except ValueError as error:

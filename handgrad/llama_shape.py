@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from handgrad.errors import UsageError
 from handgrad.names import check_choice, named_values
 
-ROPES = ("plain", "linear", "llama3", "yarn")
+STRETCHED = ("rope_factor", "rope_length", "rope_slow", "rope_fast")
+# The rules of frequencies, each with the numbers that it reads.
+ROPES = {"plain": (), "linear": ("rope_factor",), "llama3": STRETCHED, "yarn": (*STRETCHED, "rope_scale")}
 FEED_FORWARD_MULTIPLE = 64
 WIDEST_HEAD = 1024
 
@@ -90,6 +92,8 @@ class LlamaShape:
             )
         check_choice("rope of llama", self.rope, ROPES)
         made = self.resolved(num_heads, channels)
+        others = (name for name in ROPES["yarn"] if name not in ROPES[self.rope])
+        unread = next((name for name in others if getattr(self, name) != getattr(LlamaShape, name)), "")
         rules: tuple[tuple[bool, str], ...] = (
             (made.kv_heads > 0 and num_heads % made.kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
             (0 < made.head_width <= WIDEST_HEAD and made.head_width % 2 == 0, "an even head_width"),
@@ -100,6 +104,7 @@ class LlamaShape:
             (made.rope_length > 0, "rope_length of 1 or more"),
             (0 < made.rope_slow < made.rope_fast < math.inf, "rope_slow between 0 and rope_fast"),
             (0 < made.rope_scale < math.inf, "rope_scale above 0"),
+            (not unread, f"no {unread} beside rope={self.rope}, which does not read it"),
         )
         for holds, wanted in rules:
             if not holds:

@@ -1,6 +1,7 @@
 """HTTP on this machine, for the pages of commands: a server of Python's own, on a port that is free."""
 
 import contextlib
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,4 +43,7 @@ def listen(handler: Callable[..., BaseHTTPRequestHandler], host: str, port: int,
         except OSError as error:
             refused = error
     reason = refused.strerror or refused
-    raise UsageError(f"cannot listen on {host}, port {port}: {reason}; name another --port, or none to take a free one")
+    remedy = "name another --port, or none to take a free one"
+    if isinstance(refused, socket.gaierror):
+        remedy = "name another --host, or none for this machine alone"
+    raise UsageError(f"cannot listen on {host}, port {port}: {reason}; {remedy}")

@@ -122,6 +122,7 @@ def test_the_loss_of_the_validation_split_is_what_evaluate_says(
     # Only the last micro-batch has another shape: a rounding of float32.
     assert model.loss(tokens) == pytest.approx(found.loss, rel=1e-6)
     assert model.loss(torch.from_numpy(tokens)) == model.loss(tokens.tolist()) == model.loss([tokens])
+    assert model.loss([int(tokens[0]), *tokens[1:].astype(np.uint16)]) == model.loss(tokens)  # as a tokenizer gives them
     assert handgrad.evaluate(run, eval_tokens=64, device="cpu").tokens == 64
 
 

@@ -17,7 +17,7 @@ from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
-from handgrad.evaluation.loss import bits_per_byte, floor_note, held_out_loss, mean_loss
+from handgrad.evaluation.loss import HeldOut, bits_per_byte, floor_note, held_out_loss, mean_loss
 from handgrad.models import compute_losses
 from handgrad.ops import reference as ops
 from handgrad.run import loop
@@ -103,7 +103,7 @@ def test_a_stride_of_a_window_is_none(shards: Path) -> None:
     dataset, many = open_dataset(shards), make_model(ModelShape(257, 16, 2, 2, 32), 4, 16)
     given = many.shape, ops, many.weights, many.act, dataset
     assert held_out_loss(*given, eval_tokens=160, eval_stride=16) == held_out_loss(*given, eval_tokens=160)
-    refusal = "eval_stride must be at most sequence_length = 16, found 17; try --eval-stride 8, half a window"
+    refusal = "eval_stride must be at most context = 16, found 17; try --eval-stride 8, half a window"
     with pytest.raises(UsageError, match=f"^{re.escape(refusal)}$"):
         held_out_loss(*given, eval_stride=17)
 
@@ -137,11 +137,26 @@ def test_the_stride_belongs_to_the_validations(config: RunConfig, capsys: pytest
         )
     capsys.readouterr()
     assert main(["evaluate", other.out, "--device", "cpu", "--eval-stride", "33"]) == 64
-    assert capsys.readouterr().err.startswith("handgrad: eval_stride must be at most sequence_length = 32, found 33; try")
+    assert capsys.readouterr().err.startswith("handgrad: eval_stride must be at most context = 32, found 33; try")
+    short = ["evaluate", other.out, "--device", "cpu", "--context", "8"]  # less than the run's stride
+    assert main(short) == 64
+    assert capsys.readouterr().err.endswith("at most context = 8, found 16; try --eval-stride 4, half a window\n")
+    assert main([*short, "--eval-stride", "4"]) == 0
     with pytest.raises(UsageError, match="eval_stride must be at most sequence_length = 32, found 33"):
         train(dataclasses.replace(plain, eval_stride=33))
     with pytest.raises(UsageError, match="--eval-stride must be 0 or more"):
         handgrad.evaluate(other.out, eval_stride=-1)
+
+
+def test_a_loss_that_is_not_finite_is_an_error(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    train(dataclasses.replace(config, steps=1, warmup_steps=0))
+    broken = HeldOut(math.nan, math.nan, None, 512)
+    monkeypatch.setattr(evaluate, "held_out_loss", lambda *given, **named: broken)
+    capsys.readouterr()
+    assert main(["evaluate", config.out, "--device", "cpu"]) == 76
+    assert "loss is not finite: its weights have diverged; use an earlier" in capsys.readouterr().err
 
 
 def test_bits_per_byte(shards: Path) -> None:

@@ -157,6 +157,7 @@ def test_the_validation_before_the_first_step(
             ["--freeze", "blocks.1-3.fc_*"],
             "freeze names no parameter of this model: 'blocks.3.fc_*' ('blocks.1-3.fc_*')",
         ),
+        (64, ["--freeze", "blocks.7"], "freeze names no parameter of this model: 'blocks.7' (did you mean blocks.2?)"),
         (64, ["--freeze", "blocks.2-1"], "freeze names no parameter of this model: 'blocks.2-1'"),
         (64, ["--freeze", "wte,wpe,blocks,lnf_*"], "leaves no parameter to train"),
         (65, ["--init-from", "no/such/folder"], "expected weights at no/such/folder"),

@@ -72,7 +72,7 @@ def test_a_save_is_refused_and_the_older_checkpoint_goes_on(
 def test_diverged_weights_are_not_saved(config: RunConfig) -> None:
     """The first update makes all weights infinite, with a finite loss and gradient before it."""
     run = dataclasses.replace(config, learning_rate=1e39, warmup_steps=0, save_every=1, sample_tokens=0)
-    with pytest.raises(NumericsError, match=r"step 1 is not saved: .*; the same of \d+ others: .* no checkpoint"):
+    with pytest.raises(NumericsError, match=r"step 1 is not saved: .*; the same of \d+ more: .* no checkpoint"):
         train(run)
     assert not saved_steps(Path(run.out))
 

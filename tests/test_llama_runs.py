@@ -108,6 +108,9 @@ def test_zeros_stand_for_what_follows_from_the_sizes() -> None:
         ({"llama": "kv_heads=5"}, "llama must have kv_heads that divide num_heads 12, found 'kv_heads=5'"),
         ({"llama": "head_width=63"}, "an even head_width"),
         ({"llama": "rotary_base=nan"}, "rotary_base above 1"),
+        ({"llama": "rope_factor=8.0"}, "llama must have no rope_factor beside rope=plain, which does not read it, found"),
+        ({"llama": "rope=linear,rope_factor=2.0,rope_length=16"}, "no rope_length beside rope=linear"),
+        ({"llama": "rope=llama3,rope_factor=2.0,rope_scale=0.5"}, "no rope_scale beside rope=llama3"),
         ({"llama": "rope=longrope"}, "rope of llama must be one of plain, linear, llama3, yarn"),
         ({"num_heads": 7}, "channels must be a multiple of num_heads, found 768 and 7"),
         (

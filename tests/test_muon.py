@@ -206,6 +206,8 @@ def test_what_it_does_not_do_is_refused() -> None:
         check(RunConfig(optimizer="muon", precision="bf16", master_weights=False))
     with pytest.raises(UsageError, match="muon needs float32 moments, found moments bf16"):
         check(RunConfig(optimizer="muon", moments="bf16"))
+    with pytest.raises(UsageError, match=r"needs a learning_rate above 0, found 0; try --learning-rate 0\.0006"):
+        check(RunConfig(optimizer="muon", learning_rate=0.0, matrix_learning_rate=0.02))
     with pytest.raises(UsageError, match="matrix_learning_rate is muon's"):
         check(RunConfig(matrix_learning_rate=0.02))
 

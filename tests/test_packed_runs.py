@@ -134,6 +134,10 @@ def test_other_data_are_evaluated_as_suits_them(packed: RunConfig, documents: Pa
     assert own.bits_per_byte and other.bits_per_byte is None
     assert other == evaluate(whole, str(chats), device="cpu") and other.tokens < own.tokens / 2
     assert evaluate(whole, str(documents), device="cpu").loss != own.loss, "a packed run's text is packed"
+    stream.eval_stride = 8  # as in a run's validations, which rows of whole documents cannot have
+    with pytest.raises(UsageError, match=r"as rows are packed whole, found eval_stride 8; try --eval-stride 0$"):
+        evaluate(stream, str(chats), device="cpu")
+    assert evaluate(stream, str(chats), device="cpu", eval_stride=0) == other
 
 
 def test_a_validation_is_the_mean_over_trained_tokens(packed: RunConfig, chats: Path) -> None:

@@ -5,6 +5,7 @@ python -m tests.test_planning      prints the table of docs/planning.md, to past
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import handgrad
 from handgrad.cli import main
 from handgrad.config import RunConfig
+from handgrad.errors import UsageError
 from handgrad.format import human_seconds
 from handgrad.gpus import GPUS, short_name
 from handgrad.presets import MODELS, preset
@@ -295,7 +297,10 @@ def test_no_library_of_a_gpu_is_needed(nowhere: Path) -> None:
         (["--gpu", "h100", "--fit", "much"], "fit must be a size"),
         (["--gpu", "h100", "--gpus", "3"], "expected a power of two"),
         (["--gpu", "h100", "--gpus", "2", "--ranks", "4"], "--gpus and --ranks say the same thing"),
-        (["--gpu", "h100", "--gpus", "64"], "cannot share equally"),
+        (
+            ["--gpu", "h100", "--gpus", "64"],
+            "= 64 * 8 * 64 = 32768, found 1024; try --tokens-per-step 32768, or fewer GPUs",
+        ),
         (["--gpu", "h100", "--price", "-1"], "--price"),
         (["--gpu", "h100", "--data", "."], "manifest"),
     ],
@@ -317,6 +322,17 @@ def test_from_python() -> None:
     for wrong in ({"gpu": "h10"}, {"gpu": "h100", "gpus": 0}, {"gpu": "h100", "price": -1.0}):
         with pytest.raises(handgrad.HandgradError):
             handgrad.plan("tiny", **wrong)
+
+
+@pytest.mark.parametrize("schedule", ["", "10:9216"])
+def test_a_step_that_gpus_can_share_is_one_that_trains(schedule: str) -> None:
+    """The remedy is a size that both the micro-batch and the lanes divide, of the stage that needs one."""
+    wrong = {"gpu": "h100", "micro_batch": 3, "sequence_length": 1024, "batch_schedule": schedule}
+    tokens, name = (6144, "batch_schedule") if schedule else (9216, "tokens_per_step")
+    with pytest.raises(UsageError, match=r"= 2 \* 3 \* 1024 = 6144, found .*, or fewer GPUs$") as raised:
+        handgrad.plan("d12", gpus=2, tokens_per_step=tokens, **wrong)
+    remedy = re.search(r"try (?:--tokens-per-step )?([\d:]+), or", str(raised.value))
+    assert remedy and handgrad.plan("d12", gpus=2, **({"tokens_per_step": tokens} | wrong | {name: remedy[1]}))
 
 
 # A run that has begun, and data that choose its packing.

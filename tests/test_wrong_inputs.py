@@ -1,6 +1,7 @@
 """Inputs in the wrong place: each gets one line with the command or the flag that works."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import handgrad
 from handgrad.cli import main
 from handgrad.commands.arguments import parse
 from handgrad.config import RunConfig
+from handgrad.data import prepare as preparing
 from handgrad.data.model_tokenizer import of_folder
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import ConfigError, UsageError
@@ -125,10 +127,10 @@ def test_a_folder_that_is_prepared(
     ready = f"which is prepared already; `handgrad train --data {shards}` trains on it"
     assert ready in refused(capsys, 65, "prepare", str(shards), "--out", "out")
     shutil.copytree(shards, "shards/first")
-    assert "choose another --out, as 'shards/my book'\n" in refused(capsys, 64, "prepare", text.name)
+    assert "choose another folder, as 'shards/my book'\n" in refused(capsys, 64, "prepare", text.name)
     Path("shards/my book").mkdir()
     for source in (text.name, "stories"):
-        assert "found something else; choose another --out\n" in refused(capsys, 64, "prepare", source)
+        assert "found something else; choose another folder\n" in refused(capsys, 64, "prepare", source)
     assert not Path("out").exists()
 
 
@@ -310,3 +312,41 @@ def test_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     line = refused(capsys, 65, "import", "someone/no-such-model", "--out", str(tmp_path / "out"))
     assert "found neither (no connection, no copy here); check the name and the connection" in line
+
+
+def test_another_kind_of_file_for_a_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make_run(tmp_path / "run")
+    line = refused(capsys, 64, "report", str(tmp_path / "run"), "--out", str(tmp_path / "compared.pdf"))
+    assert line.endswith(f"try --out {tmp_path / 'compared.html'}\n")
+
+
+def forbidden(source: str) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", source)
+
+
+def test_what_a_command_may_do_follows_from_what_is_there(
+    finished: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A remedy that cannot be followed is none."""
+    run = finished.out
+    weights = next(Path(run).glob("checkpoints/*/model.safetensors"))
+    line = refused(capsys, 65, "evaluate", run, "--data", str(weights))
+    assert line.endswith(f"found the file {weights}; give a folder that `handgrad prepare` has made\n"), "it is no text"
+    assert refused(capsys, 65, "evaluate", run, "--data", run).endswith(
+        f"it is a run, whose data {run}/config.toml names\n"
+    )
+    line = refused(capsys, 65, "plan", "--config", run)
+    assert line.endswith(f"config file {run} cannot be read: Is a directory; that of a run is RUN/config.toml\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "find_local", forbidden)
+        line = refused(capsys, 74, "prepare", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert line == f"handgrad: reading {tmp_path} failed: Permission denied; check its permissions\n", "not writing out"
+    line = refused(capsys, 64, "watch", run, "--host", "no.such.host.invalid")
+    assert line.endswith("; name another --host, or none for this machine alone\n")
+
+
+def test_a_value_that_begins_like_a_flag(capsys: pytest.CaptureFixture) -> None:
+    line = refused(capsys, 64, "sample", "run", "--stop", "-x")
+    assert line == "handgrad: --stop needs a value; one that begins with - stands behind an =, as --stop=VALUE\n"
+    line = refused(capsys, 64, "diff", "a", "--", "b", "--tensors", "3")
+    assert line == "handgrad: -- ends the flags, and '3' came after it; leave it out\n"

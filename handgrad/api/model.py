@@ -168,7 +168,7 @@ class Model:
                     raise UsageError(f"expected token ids from 0 to {self.shape.vocab_size - 1}, found {one}")
             if len(ids) < least:
                 raise UsageError(f"expected at least {least} token(s) in row {len(rows)}, found {len(ids)}")
-            rows.append(ids)
+            rows.append(list(map(int, ids)))  # numpy's of 16 bits beside others would have no common type
         if not rows:
             raise UsageError("expected tokens, found none; give a text, ids, or rows of them")
         return rows

@@ -1,5 +1,6 @@
 """handgrad evaluate: the loss of a checkpoint on held-out text, and its results on tasks."""
 
+import math
 import os
 import sys
 import time
@@ -35,6 +36,7 @@ from handgrad.run.start import open_rank_0_first
 
 MEMORY = "evaluation.memory"  # of the loss, then of the tasks
 PROGRESS_SECONDS = 2.0
+DIVERGED = "its weights have diverged; use an earlier checkpoint, or another --precision"
 
 
 def run(parsed: Namespace) -> int:
@@ -145,6 +147,8 @@ def loss_lines(
         ranks=ranks,
         progress=Progress(ranks, "loss: {:.0%}") if ranks.is_rank_0 else None,
     )
+    if not math.isfinite(found.loss):
+        raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
     windows = f", windows of {context}" if stride or context < model.shape.sequence_length else ""
     apart = windows + (f" every {stride}" if stride else "")
     lines = [
@@ -162,10 +166,7 @@ def loss_lines(
 def task_lines(parsed: Namespace, source: Weights, tasks: list[TaskData], results: list[TaskResult]) -> list[str]:
     """The table of results; writes `--out` and the record of the run."""
     if any(figure.value != figure.value for result in results for figure in result.figures):
-        raise NumericsError(
-            "the model's likelihoods are not finite: its weights have diverged; use an earlier checkpoint, or another"
-            " --precision"
-        )
+        raise NumericsError(f"the model's likelihoods are not finite: {DIVERGED}")
     rows = [row for result in results for row in result.lines()]
     lines = table([("task", "metric", "value", "stderr", "n"), *rows], left=2)
     lines += [note for task in tasks for note in task.notes]

@@ -1,6 +1,7 @@
 """The parser of every command: argparse with one-line errors, checked numbers, and a short and a long help."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -47,6 +48,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix("the following arguments are required: ")
+        option = re.fullmatch(r"argument (--\S+): expected one argument", message)
+        if option is not None:
+            raise UsageError(f"{option[1]} needs a value; one that begins with - stands behind an =, as {option[1]}=VALUE")
         if missing != message and self.example:
             raise UsageError(f"{missing} is missing; for example `{self.example}`; `{self.prog} --help` lists all")
         raise UsageError(f"{message}; `{self.prog} --help` lists all")
@@ -83,6 +87,8 @@ class Parser(argparse.ArgumentParser):
         """Like `parse_args`; checks the numbers, and answers unknown flags with the nearest known ones."""
         namespace, unknown = self.parse_known_args([self.dashed(word) for word in arguments])
         if unknown:
+            if "--" in arguments:
+                raise UsageError(f"-- ends the flags, and {unknown[-1]!r} came after it; leave it out")
             names = list(dict.fromkeys(word.split("=")[0] for word in unknown if word.startswith("-")))
             if self.takes_one and not names:
                 raise UsageError(f"one argument too many: {unknown[0]!r}; {self.takes_one}")

@@ -57,8 +57,7 @@ class Batches:
         assert 0 <= stride <= sequence_length > 0 and not (stride and shuffle) and packing != AUTO
         if stride not in (0, sequence_length) and packing == WHOLE:
             raise UsageError(
-                f"expected windows side by side with --packing whole, found --eval-stride {stride}; leave the stride out,"
-                " or take --packing masked"
+                f"expected windows side by side, as rows are packed whole, found eval_stride {stride}; try --eval-stride 0"
             )
         self.packing = packing
         self.shards = tuple(shards)

@@ -94,7 +94,8 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
         ready = f"`handgrad train --data {shlex.quote(source)}` trains on it"
         raise DataError(f"expected a text source, found {source}, which is prepared already; {ready}")
     with storage_errors(f"writing {out}"):
-        files = None if from_hub else [] if generated else find_local(source)
+        with storage_errors(f"reading {source}"):
+            files = None if from_hub else [] if generated else find_local(source)
         if options.chat:
             check_files(files or [])
         if options.tokenizer == "auto":

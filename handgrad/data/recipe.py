@@ -95,7 +95,7 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
         free = Path(out_for(Path(options.source)))
         like = f", as {shlex.quote(str(free))}" if Path(options.source).exists() and not free.exists() else ""
         raise UsageError(
-            f"expected no folder or a prepared dataset at {out}, found something else; choose another --out{like}"
+            f"expected no folder or a prepared dataset at {out}, found something else; choose another folder{like}"
         )
     if options.overwrite:
         return False

@@ -28,11 +28,12 @@ import numpy as np
 
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
 from handgrad.data.recommended import prepare_command
-from handgrad.data.sources import holds_text
+from handgrad.data.sources import SUFFIXES, holds_text, is_text
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_error, storage_errors
 from handgrad.files import file_sha256
 from handgrad.parsing import parse_json
+from handgrad.run_files import CONFIG_FILE
 
 MAX_SHARD_TOKENS = (1 << 31) - 1  # the header's count is an int32
 
@@ -228,7 +229,9 @@ def open_dataset(folder: str | Path) -> Dataset:
     """
     folder = Path(folder)
     if folder.is_file():
-        remedy = f"run `{prepare_command(folder)}`, then give that --out as --data"
+        remedy = "give a folder that `handgrad prepare` has made"
+        if is_text(folder, tuple(SUFFIXES)):
+            remedy = f"run `{prepare_command(folder)}`, then give that --out as --data"
         if folder.suffix == ".bin" or folder.name == MANIFEST_FILE:
             remedy = f"give its folder: --data {shlex.quote(str(folder.parent))}"
         raise DataError(f"expected a folder of token shards, found the file {folder}; {remedy}")
@@ -328,6 +331,8 @@ def _open_bare(folder: Path) -> Dataset:
     if not any(splits.values()):
         inside = sorted(shlex.quote(str(path.parent)) for path in folder.glob(f"*/{MANIFEST_FILE}"))
         remedy = f"make shards with `{prepare_command(folder) if holds_text(folder) else 'handgrad prepare'}`"
+        if (folder / CONFIG_FILE).is_file():
+            remedy = f"it is a run, whose data {folder / CONFIG_FILE} names"
         if inside:
             remedy = f"name one of the prepared folders in it, as --data {inside[0]}"
         raise DataError(

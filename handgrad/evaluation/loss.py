@@ -137,7 +137,7 @@ def held_out_loss(
     apart (0: a context), `act`'s micro-batch at a time. `packing`: of documents, for which `act` has the inputs. Raises
     `UsageError` for a stride above the context."""
     length = act.tokens.shape[1]
-    check_stride(eval_stride, length)
+    check_stride(eval_stride, length, "context")
     batches = Batches(dataset.splits["validation"], length, 0, shuffle=False, stride=eval_stride, packing=packing)
     samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
     loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks, progress=progress)

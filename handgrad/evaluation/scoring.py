@@ -99,8 +99,8 @@ def make_requests(tasks: Sequence[TaskData], tokenizer: Tokenizer, longest: int)
                     )
                 if scored > longest:
                     raise DataError(
-                        f"expected at most {longest} tokens to score, the model's context, found {scored} in"
-                        f" {example.where}; shorten or remove it, or use a model with a longer context"
+                        f"expected at most {longest} tokens to score, the context, found {scored} in"
+                        f" {example.where}; shorten or remove it, or take a longer context"
                     )
                 requests.append(Request(ids, scored))
     return requests

@@ -108,8 +108,6 @@ def network(shape: ModelShape) -> str:
     if shape.architecture == "gpt2":
         return "gpt2"
     family, kind = shape.family, model_type(shape)
-    if family.rope_scale != 1 and family.rope != "yarn":
-        raise UsageError(f"llama.cpp scales rotated heads under rope=yarn alone, found rope_scale {family.rope_scale}")
     if family.rope == "yarn" and (family.rope_fast, family.rope_slow) != YARN_BETAS:  # it reads none from the file
         found = f"rope_fast {family.rope_fast} and rope_slow {family.rope_slow}"
         raise UsageError(

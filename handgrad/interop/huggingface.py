@@ -32,7 +32,6 @@ from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import GENERATION_FILE, MODEL_FILE, of_transformers, read_object
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
-from handgrad.data.vocabulary import read_vocabulary
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import imported_config
 from handgrad.interop import huggingface_llama as llama, huggingface_modern as modern
@@ -198,10 +197,7 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
     Raises `DataError` if a file is missing or damaged, or if the model is none of ours. Reads the weights on request.
     """
     shape = read_shape(folder / CONFIG_FILE)
-    if tokenizer:
-        words = load_tokenizer(tokenizer)
-    else:  # in the Llama family any byte-level one
-        words = of_transformers(folder, shape.vocab_size) if shape.architecture == "llama" else read_vocabulary(folder)
+    words = load_tokenizer(tokenizer) if tokenizer else of_transformers(folder, shape.vocab_size)
     if words.vocab_size != shape.vocab_size:
         raise DataError(
             f"expected a tokenizer of {shape.vocab_size} tokens as {folder / CONFIG_FILE} says, found one of"

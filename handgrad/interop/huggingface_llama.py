@@ -95,6 +95,13 @@ def model_type(shape: ModelShape) -> str:
 def their_config(shape: ModelShape) -> dict[str, Any]:
     """The part of config.json that is this family's, in the form that old and new versions read."""
     family, kind = shape.family, model_type(shape)
+    if (
+        kind == "llama" and shape.channels % shape.num_heads
+    ):  # whatever the heads' own width: LlamaConfig.validate_architecture
+        raise UsageError(
+            f"transformers has no llama whose channels are no multiple of num_heads, found {shape.channels} and"
+            f" {shape.num_heads}; train one with qk_norm or qkv_bias, or with other heads"
+        )
     sizes = shape.vocab_size, shape.sequence_length, shape.num_layers, shape.num_heads, shape.channels
     biases = {"llama": ("attention_bias", "mlp_bias"), "qwen2": (), "qwen3": ("attention_bias",)}[kind]
     return {

@@ -19,7 +19,12 @@ LONGEST_TOKEN_BYTES = 255
 
 
 def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
-    """The content of the file. Raises `UsageError` if a token is too long for it."""
+    """The content of the file. Raises `UsageError` if a token is too long for it, or if no file beside it can encode: of
+    another model's tokenizer."""
+    if tokenizer.kind == "model":
+        raise UsageError(
+            "expected the tokenizer gpt2, bytes or bpe for llm.c's files, found another model's; `export --to hf` writes it"
+        )
     longest = max(map(len, tokenizer.token_bytes))
     if longest > LONGEST_TOKEN_BYTES:
         raise UsageError(

@@ -26,7 +26,8 @@ def freeze(table: Table, patterns: str) -> Table:
             found = {row.name for row in table if fnmatchcase(row.name, pattern) or fnmatchcase(row.name, below)}
             if not found:
                 where = "" if pattern == given else f" ({given!r})"
-                near = nearest_name(pattern, [row.name for row in table])
+                blocks = dict.fromkeys(filter(None, (row.name.rpartition(".")[0] for row in table)))
+                near = nearest_name(pattern, [*(row.name for row in table), *blocks])
                 raise UsageError(f"freeze names no parameter of this model: {pattern!r}{where}{near}")
             frozen |= found
     if len(frozen) == len(table):

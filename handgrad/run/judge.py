@@ -36,7 +36,7 @@ class Judge:
             self.norms = now
             return
         first, more = names[0], ", ".join(names[1:NAMED]) + (", ..." if len(names) > NAMED else "")
-        others = f"; the same of {len(names) - 1} others: {more}" if more else ""
+        others = f"; the same of {len(names) - 1} more: {more}" if more else ""
         older = f"resumes from the checkpoint of step {last_saved}" if last_saved >= 0 else "starts over: no checkpoint yet"
         raise NumericsError(
             f"step {step} is not saved: the norm of {first} is {now[first]:.3g}, {self.norms[first]:.3g} when it was last"

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from handgrad import gpus
-from handgrad.config import AUTO, RunConfig
+from handgrad.config import AUTO, RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
 from handgrad.fp8_shape import FP8_MULTIPLE
@@ -109,16 +109,13 @@ def resolved_on(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
     check_offload(config, torch.device("meta"), ranks)
     config = replace(config, precision=precision, lanes=resolve_lanes(config, ranks))
     if not micro_batches(config):
-        counts = (stage.tokens_per_step // config.sequence_length for stage in config.batch.stages)
-        samples = next((count for count in counts if not count or count % config.lanes), None)
-        if samples is None:
-            raise UsageError(
-                f"precision fp8 needs micro-batches whose tokens are a multiple of {FP8_MULTIPLE}, found none that divides"
-                f" a lane's step: samples have {config.sequence_length} tokens; use fewer GPUs or --precision bf16"
-            )
+        try:
+            check(config)
+        except UsageError as error:  # of a step that the lanes cannot share equally
+            raise UsageError(f"{error}, or fewer GPUs") from None
         raise UsageError(
-            f"a step of {samples * config.sequence_length} tokens has {samples} samples, which {config.lanes} lanes"
-            f" cannot share equally; use fewer GPUs or --tokens-per-step {config.lanes * config.sequence_length}"
+            f"precision fp8 needs micro-batches whose tokens are a multiple of {FP8_MULTIPLE}, found none that divides"
+            f" a lane's step: samples have {config.sequence_length} tokens; use fewer GPUs or --precision bf16"
         )
     return config
 

@@ -167,7 +167,7 @@ def test_a_sample_is_a_function_of_seed_and_number(shards):
 
 
 def test_what_does_not_go_together(shards, make_dataset, tmp_path):
-    with pytest.raises(UsageError, match="--packing whole, found --eval-stride 5"):
+    with pytest.raises(UsageError, match="packed whole, found eval_stride 5; try --eval-stride 0"):
         Batches(shards(False, "validation"), T, 0, shuffle=False, stride=5, packing="whole")
     bare = open_dataset(make_dataset([TRAIN[0]], [TRAIN[0]], "bare")).splits["train"][0]
     object.__setattr__(bare, "index_sha256", None)  # as in a bare folder of llm.c

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from handgrad.api.model import load
 from handgrad.checkpoint import find
 from handgrad.cli import main
+from handgrad.config import ModelShape
 from handgrad.data.tokenizer import load_tokenizer
+from handgrad.errors import UsageError
 from handgrad.evaluation.load import checkpoint_weights
 from handgrad.interop import huggingface, huggingface_llama, sources
 from handgrad.models import parameter_table
@@ -381,3 +383,12 @@ def test_greedy_texts_with_the_cache(kind: str, saved: Callable, run: Callable) 
 def test_the_first_token_is_the_models_own(content: str, begins: int) -> None:
     tokenizer = dataclasses.replace(load_tokenizer("bytes"), others={huggingface.GENERATION_FILE: content}, end_of_text=257)
     assert huggingface.begin_token(tokenizer) == begins
+
+
+@pytest.mark.parametrize(
+    ("channels", "llama", "told"),
+    [(36, "qk_norm,qkv_bias", "qk_norm and qkv_bias, found both"), (38, "head_width=8", "found 38 and 4; train one with")],
+)
+def test_networks_that_they_do_not_load(channels: int, llama: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        huggingface_llama.their_config(ModelShape(V, 16, 1, 4, channels, "llama", llama=llama))

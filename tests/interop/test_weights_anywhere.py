@@ -11,7 +11,7 @@ from handgrad.config import ModelShape
 from handgrad.data.tokenizer import load_tokenizer
 from handgrad.errors import DataError
 from handgrad.interop.sources import open_weights
-from tests.data.chats import made_tokenizer, write_folder
+from tests.data.chats import TEMPLATES, made_tokenizer, write_folder
 from tests.interop.models import make_checkpoint
 from tests.test_commands import refused
 
@@ -56,6 +56,21 @@ def test_that_of_an_exported_llama_as_well(tmp_path: Path) -> None:
     run, _ = make_checkpoint(tmp_path / "run", "bytes", sizes=(1, 2, 32, 64), architecture="llama", llama="kv_heads=1")
     assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf")]) == 0
     assert load_tokenizer(str(tmp_path / "hf")).kind == "bytes"
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "modern", "llama"])
+def test_every_network_keeps_the_tokenizer_of_another_model(
+    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A run on data that `prepare --tokenizer FOLDER` made, with its special tokens, to transformers and back."""
+    words = made_tokenizer(TEMPLATES["chatml"])
+    run, _ = make_checkpoint(tmp_path / "run", words, sizes=(1, 2, 32, 64), architecture=architecture)
+    assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf")]) == 0
+    again = open_weights(str(tmp_path / "hf")).tokenizer
+    assert (again.kind, again.sha256) == ("model", words.sha256) and words.others.items() <= again.others.items()
+    if architecture == "gpt2":  # llm.c's files have no place for it
+        line = refused(capsys, 64, "export", str(run), "--to", "llmc", str(tmp_path / "c"))
+        assert line.endswith("found another model's; `export --to hf` writes it\n") and not (tmp_path / "c").exists()
 
 
 def test_a_loss_needs_data(exported: Callable[[str], tuple[Path, Path, ModelShape]], capsys: pytest.CaptureFixture) -> None:
