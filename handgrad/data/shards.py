@@ -123,8 +123,8 @@ class Shard:
 
     @functools.cached_property
     def verified_sha256(self) -> str:
-        """SHA-256 of the token file at its first use. Without a manifest nothing says that it is right, but a later write is
-        held to it (0.13 s for 200 MB). Raises DataError: the manifest names another."""
+        """SHA-256 of the token file at its first use; raises DataError if the manifest names another. Without a manifest
+        nothing says that it is right, but later writes are held to it."""
         return _check_hash(self.sha256, self.path)
 
     @functools.cached_property
