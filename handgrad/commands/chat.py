@@ -13,10 +13,10 @@ from typing import Any
 from handgrad import devices
 from handgrad.arena import make_plan
 from handgrad.errors import DataError, print_message
-from handgrad.evaluation.load import LoadedModel, Weights, load_model, machine
+from handgrad.evaluation.load import LoadedModel, Weights, is_taught_to_talk, load_model, machine
 from handgrad.evaluation.writing import Writing
 from handgrad.format import human_bytes
-from handgrad.generation.chat import Prompt, Talk, is_taught_to_talk
+from handgrad.generation.chat import Prompt, Talk
 from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
 from handgrad.generation.generate import MAX_TOKENS, Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import stream_text

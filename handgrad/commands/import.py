@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from handgrad.commands.arguments import flag
-from handgrad.generation.chat import is_taught_to_talk
+from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.interop.sources import SIZES, import_model
 from handgrad.models import parameter_table
 from handgrad.models.rows import count_parameters

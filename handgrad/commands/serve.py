@@ -6,7 +6,7 @@ import time
 from argparse import Namespace
 
 from handgrad.commands.chat import context_of, opened
-from handgrad.generation.chat import is_taught_to_talk
+from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.generation.generate import SamplingOptions, check_writing
 from handgrad.local_server import listen
 from handgrad.serving.requests import Request

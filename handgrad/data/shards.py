@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
-from handgrad.data.recommended import prepare_command
+from handgrad.data.recommended import prepare_commands, tokenizer_of
 from handgrad.data.sources import holds_text
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_error, storage_errors
@@ -224,24 +224,28 @@ class Dataset:
         return None if nats is None else nats / self.tokens(split)
 
 
-def open_dataset(folder: str | Path) -> Dataset:
-    """Opens a prepared folder, or a bare folder of llm.c token files.
+def open_dataset(folder: str | Path, model: str = "", *, chat: bool = False) -> Dataset:
+    """Opens a prepared folder, or a bare folder of llm.c token files. `model`: whose tokens an error's command prepares;
+    `chat`: it was trained on conversations.
 
     Raises DataError: not such a folder, or damaged; StorageError: it cannot be read.
     """
     folder = Path(folder)
     if folder.is_file():
-        remedy = f"run `{prepare_command(folder)}`, then give that --out as --data"
+        remedy = f"run {prepare_commands(folder, model, chat=chat)}, then give that --out as --data"
         if folder.suffix == ".bin" or folder.name == MANIFEST_FILE:
             remedy = f"give its folder: --data {shlex.quote(str(folder.parent))}"
         raise DataError(f"expected a folder of token shards, found the file {folder}; {remedy}")
     if not folder.is_dir():
         begun = folder.with_name(folder.name + ".partial").is_dir()
-        hint = f"make one: `handgrad prepare MY_TEXT.txt --out {shlex.quote(str(folder))}`"
+        (tokenizer, first), out = tokenizer_of(model), ["--out", str(folder)]
+        hint = f"make one: {first}`{shlex.join(['handgrad', 'prepare', 'MY_TEXT.txt', *tokenizer, *out])}`"
         hint = "finish it by running its `handgrad prepare` again" if begun else hint
         raise DataError(f"expected a folder of token shards, found none at {folder}; {hint}")
     with storage_errors(f"reading {folder}"):
-        return _open_prepared(folder) if (folder / MANIFEST_FILE).is_file() else _open_bare(folder)
+        if (folder / MANIFEST_FILE).is_file():
+            return _open_prepared(folder)
+        return _open_bare(folder, model, chat=chat)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -306,7 +310,7 @@ def _open_prepared(folder: Path) -> Dataset:
     return Dataset(folder, tokenizer, splits, manifest)
 
 
-def _open_bare(folder: Path) -> Dataset:
+def _open_bare(folder: Path, model: str, *, chat: bool) -> Dataset:
     if (folder / TOKENIZER_FILE).exists():  # of a prepared folder: its tokens are no GPT-2's
         raise DataError(
             f"expected {MANIFEST_FILE} beside {folder / TOKENIZER_FILE}, found none; restore it or prepare the text again"
@@ -330,7 +334,8 @@ def _open_bare(folder: Path) -> Dataset:
             splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
     if not any(splits.values()):
         inside = sorted(shlex.quote(str(path.parent)) for path in folder.glob(f"*/{MANIFEST_FILE}"))
-        remedy = f"make shards with `{prepare_command(folder) if holds_text(folder) else 'handgrad prepare'}`"
+        text = prepare_commands(folder, model, chat=chat) if holds_text(folder) else "`handgrad prepare`"
+        remedy = f"make shards with {text}"
         if inside:
             remedy = f"name one of the prepared folders in it, as --data {inside[0]}"
         raise DataError(

@@ -13,6 +13,7 @@ from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
 from handgrad.config import FIELDS, STREAM, WHOLE, ModelShape, RunConfig, check, convert
+from handgrad.data.chat_template import template_text
 from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.models import named_weights, parameter_table
@@ -56,6 +57,11 @@ def trained_on_chats(found: Checkpoint) -> bool:
     conversations are packed unless the user asks for something else."""
     said = found.manifest.get(CHAT)
     return said if isinstance(said, bool) else checkpoint_config(found).packing == WHOLE
+
+
+def is_taught_to_talk(tokenizer: Tokenizer, found: Checkpoint | None) -> bool:
+    """True for a model with a chat template of its own, and for a checkpoint trained on conversations in the plain one."""
+    return template_text(tokenizer) is not None or (found is not None and trained_on_chats(found))
 
 
 def check_window(tokens: int, context: int) -> None:

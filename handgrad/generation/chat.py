@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from handgrad.checkpoint import Checkpoint
-from handgrad.data.chat_template import ROLES, ChatTemplate, Message, template_text
+from handgrad.data.chat_template import ROLES, ChatTemplate, Message
 from handgrad.data.model_tokenizer import GENERATION_FILE
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError, UsageError
-from handgrad.evaluation.load import trained_on_chats
 from handgrad.parsing import parse_json
 
 
@@ -60,11 +58,6 @@ class Talk:
             note = f"the message has {len(tokens)} tokens, of which the last {most} are read: the context has {context}"
             tokens = tokens[-most:]
         return Prompt(tokens, kept, min(max_tokens, context - len(tokens)) or 1, note)
-
-
-def is_taught_to_talk(tokenizer: Tokenizer, found: Checkpoint | None) -> bool:
-    """True for a model with a chat template of its own, and for a checkpoint trained on conversations in the plain one."""
-    return template_text(tokenizer) is not None or (found is not None and trained_on_chats(found))
 
 
 def listed_ends(tokenizer: Tokenizer) -> set[int]:

@@ -41,9 +41,9 @@ from handgrad.data.model_tokenizer import GENERATION_FILE
 from handgrad.data.tokenizer import Tokenizer, tokenizer_files
 from handgrad.data.vocabulary import vocabulary_files
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.evaluation.load import LoadedModel, checkpoint_config, load_model, trained_on_chats
+from handgrad.evaluation.load import LoadedModel, checkpoint_config, is_taught_to_talk, load_model, trained_on_chats
 from handgrad.files import check_free, whole
-from handgrad.generation.chat import Talk, is_taught_to_talk, listed_ends
+from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.interop import huggingface, huggingface_modern, peft
 from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_model

@@ -7,7 +7,7 @@ from typing import Any
 
 from handgrad import presets, recipes
 from handgrad.config import RunConfig, check, convert, read_toml, to_dict
-from handgrad.data.recommended import prepare_command
+from handgrad.data.recommended import prepare_commands
 from handgrad.data.sources import holds_text
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
@@ -32,7 +32,7 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     recipe_preset = recipe.pop("preset", None)
     name = preset or recipe_preset
     if name and name not in presets.PRESETS:
-        refuse_path(name, command)
+        refuse_path(name, command, str(settings.get("init_from", "")))
     merged = to_dict(presets.preset(name)) if name else {}
     if "model" in recipe:
         merged |= presets.model(recipe.pop("model"))
@@ -90,10 +90,10 @@ def first_run(command: str) -> str:
     )
 
 
-def refuse_path(name: str, command: str) -> None:
+def refuse_path(name: str, command: str, weights: str) -> None:
     """Raises `UsageError` with the command to run if `name`, in the place of a preset, is a path to a recipe, a run, shards
-    or text."""
-    path, start = Path(name), "a run begins with a preset"
+    or text, for a run that starts from these `weights`, or from none."""
+    path, start, starts = Path(name), "a run begins with a preset", ["--init-from", weights] if weights else []
     if path.suffix == ".py":
         near = nearest_name(path.stem.removeprefix("train_").replace("_", "-"), recipes.recipe_names())
         raise UsageError(f"{start}, found {name}: recipes are TOML, not programs{near}; `handgrad recipes` lists them")
@@ -102,10 +102,11 @@ def refuse_path(name: str, command: str) -> None:
     if (path / CONFIG_FILE).is_file():
         raise UsageError(f"{start}, found the run folder {name}; {goes_on(path, command)}")
     if any(path.glob("*.bin")):
-        raise UsageError(f"{start}, found shards: `handgrad {command} --data {shlex.quote(name)}`")
+        raise UsageError(f"{start}, found shards: `{shlex.join(['handgrad', command, *starts, '--data', name])}`")
     if holds_text(path):
         raise UsageError(
-            f"{start}, found text: run `{prepare_command(path)}`, then `handgrad {command} --data` with that --out"
+            f"{start}, found text: run {prepare_commands(path, weights)}, then"
+            f" `{shlex.join(['handgrad', command, *starts, '--data'])}` with that --out"
         )
 
 
