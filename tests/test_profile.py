@@ -301,7 +301,7 @@ def test_a_begun_run_is_tuned_as_it_goes_on(
     monkeypatch.setattr("handgrad.commands.tune.choose_backend", lambda *_: None)
     monkeypatch.setattr("handgrad.commands.tune.stepper_of", stop)
     capsys.readouterr()
-    tune = ["tune", "tiny", "--data", config.data, "--precision"]
+    tune = ["tune", "tiny", "--table", "table.json", "--data", config.data, "--precision"]
     assert main([*tune, "auto", "--out", config.out]) == main([*tune, "fp32", "--vocab-size", "300"]) == 130
     assert found == [("bf16", "masked", 0, 257), ("fp32", "stream", 0, 300)], "the last one of a new run"
     told = capsys.readouterr().out
