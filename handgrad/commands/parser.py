@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from handgrad.commands.epochs import epochs_in_steps
 from handgrad.config import KINDS
 from handgrad.errors import UsageError
-from handgrad.names import check_choice, nearest_name
+from handgrad.names import check_choice, is_epochs, nearest_name
 from handgrad.rules import Rule
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
@@ -89,7 +90,9 @@ class Parser(argparse.ArgumentParser):
             full = "--help-all" if self.left_out else "--help"
             known = [option for action in self._actions for option in action.option_strings]
             listed = ", ".join(f"{name!r}{nearest_name(name, known)}" for name in names or unknown[:1])
-            raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {listed}; `{self.prog} {full}` lists all")
+            counts_epochs = "preset" in namespace and any(map(is_epochs, names))
+            note = f"; {epochs_in_steps(namespace, arguments)}" if counts_epochs else ""
+            raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {listed}{note}; `{self.prog} {full}` lists all")
         for name, rule in self.rules.items():
             if getattr(namespace, name) is not None:
                 rule.check(flag(name), getattr(namespace, name))
