@@ -20,7 +20,7 @@ def epochs_in_steps(namespace: Namespace, arguments: Sequence[str]) -> str:
         namespace.preset = None  # it took the number, as nothing else does
     with contextlib.suppress(HandgradError):
         folder, steps = steps_of_an_epoch(namespace)
-        count = f"{asked:g} epochs of {folder} are" if asked else f"an epoch of {folder} is"
+        count = f"{asked:g} epochs of {folder} are" if asked not in (0, 1) else f"an epoch of {folder} is"
         return f"{count} --steps {math.ceil((asked or 1) * steps)}"
     return STEPS_OF_AN_EPOCH
 

@@ -50,7 +50,16 @@ class Parser(argparse.ArgumentParser):
         missing = message.removeprefix("the following arguments are required: ")
         if missing != message and self.example:
             raise UsageError(f"{missing} is missing; for example `{self.example}`; `{self.prog} --help` lists all")
+        if message.endswith("expected one argument"):
+            option = message.split()[1].rstrip(":").rpartition("/")[2]  # argument -a/--all: expected one argument
+            message = f"{option} needs a value, found none{self.meaning(option)}"
         raise UsageError(f"{message}; `{self.prog} --help` lists all")
+
+    def meaning(self, option: str) -> str:
+        """The help of an option, after a colon."""
+        action = self._option_string_actions[option]
+        text = self.left_out.get(action, action.help or "")
+        return f": {text.replace('%%', '%')}" if text else ""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """argparse's own check of `choices`, with a setting's message and the nearest choice."""
