@@ -61,7 +61,7 @@ SYNONYMS = {
     "dtype": "precision bf16 fp16 fp32",
     # commands
     "prepare": "tokenize tokenise preprocess",
-    "train": "finetune fine_tune sft fit resume pretrain base_train",
+    "train": "finetune fine_tune sft lora fit resume pretrain base_train",
     "sample": "generate infer inference complete",
     "evaluate": "eval validate base_eval",
     "import": "convert download pull",

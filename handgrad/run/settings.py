@@ -1,5 +1,6 @@
 """A run's configuration from a preset, a recipe, a model's name and single settings."""
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from handgrad.data.recommended import prepare_commands
 from handgrad.data.sources import holds_text
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
-from handgrad.run_files import CONFIG_FILE
+from handgrad.run_files import CHECKPOINTS, CONFIG_FILE
 from handgrad.techniques import changed, resolve_techniques
 
 # Other trainers' words in the place of weights.
@@ -39,6 +40,11 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     merged |= recipe
     listed = recipe.get("techniques", "")
     if model:
+        if model not in presets.MODELS and names_weights(model):
+            raise UsageError(
+                f"--model names a size for a new network, found {model!r}; weights to start from are named by"
+                f" `{shlex.join(['handgrad', command, '--init-from', model])}`, with --data"
+            )
         merged |= presets.model(model)
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
@@ -101,6 +107,8 @@ def refuse_path(name: str, command: str, weights: str) -> None:
         raise UsageError(f"{start}, found a recipe: `handgrad {command} --config {shlex.quote(name)}`")
     if (path / CONFIG_FILE).is_file():
         raise UsageError(f"{start}, found the run folder {name}; {goes_on(path, command)}")
+    if path.is_dir() and names_weights(name):
+        raise UsageError(f"{start}, found weights: `{shlex.join(['handgrad', command, '--init-from', name])}`, with --data")
     if any(path.glob("*.bin")):
         raise UsageError(f"{start}, found shards: `{shlex.join(['handgrad', command, *starts, '--data', name])}`")
     if holds_text(path):
@@ -108,6 +116,15 @@ def refuse_path(name: str, command: str, weights: str) -> None:
             f"{start}, found text: run {prepare_commands(path, weights)}, then"
             f" `{shlex.join(['handgrad', command, *starts, '--data'])}` with that --out"
         )
+
+
+def names_weights(name: str) -> bool:
+    """True for the folder of a run, a checkpoint, a transformers model or adapters, and for OWNER/NAME as on the Hub."""
+    path = Path(name)
+    if path.exists():
+        inside = (CHECKPOINTS, "config.json", "adapter_config.json")
+        return any((path / entry).exists() for entry in inside) or any(path.glob("model*.safetensors"))
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
 
 
 def goes_on(run: Path, command: str) -> str:
