@@ -91,7 +91,7 @@ def test_rows_in_the_place_of_shards(
 def test_weights_in_the_place_of_a_model_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """As other trainers name them: the line says --init-from, also for a name on the Hub, and no other folder is weights."""
+    """As other trainers name them: the line says --init-from, for a name on the Hub as well."""
     monkeypatch.chdir(tmp_path)
     run, _ = make_checkpoint(Path("my model"), "bytes")
     assert main(["export", str(run), "--to", "hf", "theirs"]) == 0
