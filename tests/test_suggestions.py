@@ -95,7 +95,13 @@ def test_epochs_are_told_in_steps(
         ("export run dir --to hf --dtype bfloat16", "bf16"),
         ("export run dir --to hf --precision bf16", "--dtype"),
         ("prepare text.txt --out-dir x", "--out"),
+        ("export run dir --to ollama", "gguf"),
+        ("export run dir --to llama.cpp", "gguf"),
+        ("export run dir --to transformers", "hf"),
+        ("export run dir --to lora", "peft"),
+        ("export run dir --to llm.c", "llmc"),
         ("merge run", "export"),
+        ("lora run", "train"),
         ("prepare text.txt --vocab-size 512", "--tokenizer"),
     ],
 )

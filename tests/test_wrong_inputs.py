@@ -88,6 +88,16 @@ def test_rows_in_the_place_of_shards(
         assert plain in refused(capsys, 65, "train", *SMALL, "--data", other)
 
 
+def test_a_source_that_is_nearly_named(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture) -> None:
+    """The file or the folder beside it is named; no file of another kind is."""
+    Path("chats.jsonl").write_text("{}")
+    Path("photo.jpeg").write_text("")
+    for wrong, right in (("chats.json", "chats.jsonl"), ("text", "texts"), ("./my book.tx", "my book.txt")):
+        assert f"no such file or folder (did you mean {right}?); sources" in refused(capsys, 65, "prepare", wrong)
+    for wrong in ("photo.jpg", "another.txt", "nowhere/chats.json"):
+        assert "no such file or folder; sources" in refused(capsys, 65, "prepare", wrong)
+
+
 def test_weights_in_the_place_of_a_model_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
