@@ -53,7 +53,7 @@ def meant(name: str) -> str:
 
 
 def words_of(digits: str, kilo: str) -> int:
-    """8192 of "8192" and "8k"; 0 for a size that no vocabulary here has."""
+    """The size in a name, which may count in kilo; 0 for one that no vocabulary here has."""
     words = int(digits) * (1024 if kilo else 1)
     return words if 257 <= words <= LARGEST else 0
 
