@@ -98,8 +98,8 @@ def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool)
 
 
 def tokenizer_flag(record: dict[str, Any], model: str) -> str:
-    """The option of `handgrad prepare` for the tokenizer of a manifest's `record`: by its own name, or by its model's, which
-    may have to be imported first."""
+    """The option of `handgrad prepare` for the tokenizer of a manifest's `record`: by its own name, or by its model's,
+    which may have to be imported first."""
     kind = record.get("kind")
     if kind in ("gpt2", "bytes"):
         return f"--tokenizer {kind}"
