@@ -17,7 +17,7 @@ from handgrad.fp8_shape import HEAD_GEMMS, check_fp8
 from handgrad.llama_shape import check_llama
 from handgrad.lora_shape import check_lora
 from handgrad.model_shape import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
-from handgrad.names import check_choice, nearest_name
+from handgrad.names import STEPS_OF_AN_EPOCH, check_choice, is_epochs, nearest_name
 from handgrad.parsing import parse_toml
 from handgrad.rules import (
     ABOVE_0,
@@ -324,7 +324,9 @@ def check_stride(eval_stride: int, length: int, setting: str = "sequence_length"
 def convert(name: str, value: Any) -> Any:
     """`value` (a command-line string or a TOML value) as the type of field `name`; `UsageError` if it is none."""
     if name not in FIELDS:
-        raise UsageError(f"unknown setting {name!r}{nearest_name(name, FIELDS)}; `handgrad train --help-all` lists all")
+        note = f"; {STEPS_OF_AN_EPOCH}" if is_epochs(name) else ""
+        near = nearest_name(name, FIELDS)
+        raise UsageError(f"unknown setting {name!r}{near}{note}; `handgrad train --help-all` lists all")
     kind = FIELDS[name].type
     try:
         if kind is bool:

@@ -9,6 +9,8 @@ from handgrad.errors import UsageError
 
 T = TypeVar("T")
 
+EPOCHS = "epochs epoch num_epochs n_epochs max_epochs num_train_epochs"
+STEPS_OF_AN_EPOCH = "an epoch takes the training split's tokens / tokens_per_step steps"
 # A name of ours, and other trainers' and libraries' words for it. The first name that a command knows is suggested.
 SYNONYMS = {
     "learning_rate": "lr max_lr peak_lr",
@@ -19,8 +21,7 @@ SYNONYMS = {
     "tokens_per_step": "gradient_accumulation_steps grad_accum grad_accum_steps total_batch_size",
     "batch_schedule": "batch_size_schedule rampup_batch_size step_batch_size_schedule batch_size_warmup batch_warmup",
     "packing": "pack sample_packing neat_packing padding_free",
-    "steps": "epochs epoch num_epochs num_train_epochs max_iters lr_decay_iters iters"
-    " iterations num_iterations max_steps max_steps_per_epoch train_steps",
+    "steps": f"{EPOCHS} max_iters lr_decay_iters iters iterations num_iterations max_steps max_steps_per_epoch train_steps",
     "sequence_length": "block_size context_length context context_size ctx seq_len seq_length sequence_len"
     " max_seq_len max_seq_length max_length cutoff_len n_ctx n_positions",
     "num_layers": "n_layer n_layers layers depth num_hidden_layers",
@@ -60,7 +61,7 @@ SYNONYMS = {
     "dtype": "precision bf16 fp16 fp32",
     # commands
     "prepare": "tokenize tokenise preprocess",
-    "train": "finetune fine_tune sft fit resume pretrain base_train",
+    "train": "finetune fine_tune sft lora fit resume pretrain base_train",
     "sample": "generate infer inference complete",
     "evaluate": "eval validate base_eval",
     "import": "convert download pull",
@@ -77,6 +78,10 @@ SYNONYMS = {
     "cuda": "gpu nvidia",
     "mps": "metal apple",
     "kernels": "triton",
+    "hf": "huggingface hugging_face transformers safetensors vllm",
+    "gguf": "ollama llama.cpp llama_cpp llamacpp lm_studio lmstudio",
+    "peft": "adapter adapters lora",
+    "llmc": "llm.c",
     "d12": "gpt2 gpt2_small small 124m",
     "d24": "gpt2_medium medium 350m",
     "d36": "gpt2_large large 774m",
@@ -119,6 +124,11 @@ def nearest_name(name: str, known: Any) -> str:
     if meant is None:
         meant = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
     return f" (did you mean {meant}?)" if meant else ""
+
+
+def is_epochs(name: str) -> bool:
+    """True for other trainers' names of the number of epochs."""
+    return plain_name(name) in EPOCHS.split()
 
 
 def plain_name(name: str) -> str:

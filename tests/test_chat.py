@@ -45,7 +45,8 @@ def with_template(**files: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A GPT-2 on bytes with random weights, without a template."""
-    run, _ = make_checkpoint(tmp_path_factory.mktemp("plain") / "run", "bytes", sizes=(2, 2, 32, 160), spread=0.5)
+    sizes = {"sizes": (2, 2, 32, 160), "spread": 0.5}
+    run, _ = make_checkpoint(tmp_path_factory.mktemp("plain") / "run", "bytes", chat=True, **sizes)
     return str(run)
 
 
@@ -247,10 +248,12 @@ def test_in_a_terminal(own: str, capsys: pytest.CaptureFixture, monkeypatch: pyt
 
 
 def test_a_base_model_says_that_it_is_one(plain: str, own: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """Weights from elsewhere without a template; a run of ours may have been trained on the plain one."""
-    assert main(["export", plain, "--to", "hf", str(tmp_path / "hf")]) == 0
+    """Weights without a template, of a run of ours that was not trained on the plain one as well."""
+    text = make_checkpoint(tmp_path / "text", "bytes")[0]
+    assert main(["export", str(text), "--to", "hf", str(tmp_path / "hf")]) == 0
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "imported")]) == 0
-    for model, told in ((tmp_path / "hf", True), (tmp_path / "imported", True), (plain, False), (own, False)):
+    silent = [(plain, False), (own, False)]
+    for model, told in ((text, True), (tmp_path / "hf", True), (tmp_path / "imported", True), *silent):
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.stdin", None)

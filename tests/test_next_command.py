@@ -2,16 +2,19 @@
 
 import io
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from handgrad.api.actions import evaluate
 from handgrad.cli import main
 from handgrad.commands.prepare import PlainProgress
 from handgrad.data.model_tokenizer import of_folder
 from handgrad.data.prepare import Progress
 from handgrad.data.shards import open_dataset
+from handgrad.errors import DataError
 from tests.conftest import write_text
 from tests.data.chats import CHATML, made_tokenizer, write_folder
 from tests.interop.models import TOKENIZERS, make_checkpoint
@@ -93,3 +96,55 @@ def test_a_run_names_its_tokenizer(kind: str, tmp_path: Path, capsys: pytest.Cap
         words = shlex.split(capsys.readouterr().out.splitlines()[-1])
         assert words[1:5] == ["handgrad", "train", "--init-from", spec]
         assert open_dataset(out).tokenizer.sha256 == TOKENIZERS[kind]().sha256
+
+
+TALK = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]
+RAW = {"talks": {"messages": TALK}, "both": {"messages": TALK, "text": "Hi!"}, "notes": {"text": "a few words " * 20}}
+OPENING = ["train --init-from MODEL", "plan --init-from MODEL", "profile --init-from MODEL", "evaluate MODEL", "python"]
+OPENING += ["train FILE --init-from MODEL", "train tiny --out MODEL"]
+
+
+def suggested(line: str) -> list[list[str]]:
+    """The commands in a message that are complete."""
+    return [shlex.split(words)[1:] for words in re.findall("`(handgrad [^`]*)`", line) if not words.endswith("--data")]
+
+
+@pytest.mark.parametrize("command", OPENING)
+@pytest.mark.parametrize(("name", "talks"), [("talks", True), ("notes", True), ("both", True), ("both", False)])
+def test_a_raw_file_in_the_place_of_shards_is_prepared_for_the_model(
+    command: str, name: str, talks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With its tokenizer, and with --chat what the model learned from where rows have conversations beside a text."""
+    monkeypatch.chdir(tmp_path)
+    model, _ = make_checkpoint(Path("my model"), made_tokenizer(None), chat=talks, **LLAMA)
+    Path(f"{name}.jsonl").write_text(f"{json.dumps(RAW[name])}\n" * 60)
+    words = [{"MODEL": str(model), "FILE": f"{name}.jsonl"}.get(word, word) for word in command.split()]
+    if command == "python":
+        with pytest.raises(DataError) as raised:
+            evaluate(model, f"{name}.jsonl", device="cpu")
+        line = str(raised.value)
+    else:
+        assert main([*words, *(["--data", f"{name}.jsonl"] if "FILE" not in command else [])]) in (64, 65)
+        line = capsys.readouterr().err
+    (prepare,) = suggested(line)
+    asks = name == "talks" or (name == "both" and talks and ("evaluate" in command or command == "python"))
+    assert prepare[:1] == ["prepare"] and ("--chat" in prepare) == asks
+    assert main([*prepare, "--workers", "1"]) == 0
+    assert evaluate(model, f"shards/{name}", context=4, device="cpu").tokens > 0
+
+
+def test_weights_whose_folder_is_no_tokenizer_are_imported_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights, _ = make_checkpoint(Path("weights"), "gpt2")
+    assert main(["export", str(weights), "--to", "llmc", "llmc"]) == 0
+    (model,) = Path("llmc").glob("model*.bin")
+    text = write_text(tmp_path / "text.txt")
+    capsys.readouterr()
+    assert main(["train", "--init-from", str(model), "--data", str(text)]) == 65
+    commands = suggested(capsys.readouterr().err)
+    assert [words[0] for words in commands] == ["import", "prepare"]
+    for words in commands:
+        assert main([*words, *(["--workers", "1"] if words[0] == "prepare" else [])]) == 0
+    assert open_dataset("shards/text").tokenizer.kind == "gpt2"

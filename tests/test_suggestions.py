@@ -1,5 +1,7 @@
 """A wrong word gets the right one: names of other trainers, values of other libraries, in flags, TOML keys and keywords."""
 
+import math
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -48,6 +50,28 @@ def test_words_of_other_trainers(word: str, meant: str, tmp_path: Path, capsys: 
         handgrad.train("tiny", **{word: 8})
 
 
+@pytest.mark.parametrize("word", ["--epochs", "--num_train_epochs"])
+@pytest.mark.parametrize("start", [["tiny", "--packing", "stream"], ["tiny", "--packing", "whole"], []])
+def test_epochs_are_told_in_steps(
+    start: list[str], word: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The number makes that many epochs, by the run's own header; without data the rule says how to count them."""
+    train = ["train", *start, "--data", str(shards), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    train += ["--sequence-length", "32", "--tokens-per-step", "8192", "--micro-batch", "8"]
+    line = refused(capsys, 64, *train, word, "2.5")
+    (steps,) = re.findall(rf"; 2\.5 epochs of {re.escape(str(shards))} are --steps (\d+);", line)
+    assert steps in refused(capsys, 64, *train, f"{word}=2.5", "--lr", "3")
+    for one in (refused(capsys, 64, *train, word), refused(capsys, 64, *train, word, "1")):
+        assert f"; an epoch of {shards} is --steps {math.ceil(int(steps) / 2.5 - 0.4)};" in one
+    quick = ["--num-layers", "1", "--channels", "32", "--num-heads", "2", "--sample-tokens", "0"] if start else []
+    assert main([*train, *quick, "--steps", steps]) == 0
+    (epochs,) = re.findall(r", ([\d.]+) epochs", capsys.readouterr().out)
+    assert 2.5 <= float(epochs) <= 2.5 + 8192 / 20_000
+    rule = "; an epoch takes the training split's tokens / tokens_per_step steps;"
+    assert rule in refused(capsys, 64, "train", "tiny", word, "3") and rule in mistake(word.lstrip("-"))
+    assert "epoch" not in refused(capsys, 64, "evaluate", "run", word, "3").replace(word, "")
+
+
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
@@ -71,7 +95,13 @@ def test_words_of_other_trainers(word: str, meant: str, tmp_path: Path, capsys: 
         ("export run dir --to hf --dtype bfloat16", "bf16"),
         ("export run dir --to hf --precision bf16", "--dtype"),
         ("prepare text.txt --out-dir x", "--out"),
+        ("export run dir --to ollama", "gguf"),
+        ("export run dir --to llama.cpp", "gguf"),
+        ("export run dir --to transformers", "hf"),
+        ("export run dir --to lora", "peft"),
+        ("export run dir --to llm.c", "llmc"),
         ("merge run", "export"),
+        ("lora run", "train"),
         ("prepare text.txt --vocab-size 512", "--tokenizer"),
     ],
 )

@@ -90,6 +90,37 @@ def test_rows_in_the_place_of_shards(
         assert plain in refused(capsys, 65, "train", *SMALL, "--data", other)
 
 
+def test_a_source_that_is_nearly_named(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture) -> None:
+    """The file or the folder beside it is named; no file of another kind is."""
+    Path("chats.jsonl").write_text("{}")
+    Path("photo.jpeg").write_text("")
+    for wrong, right in (("chats.json", "chats.jsonl"), ("text", "texts"), ("./my book.tx", "my book.txt")):
+        assert f"no such file or folder (did you mean {right}?); sources" in refused(capsys, 65, "prepare", wrong)
+    for wrong in ("photo.jpg", "another.txt", "nowhere/chats.json"):
+        assert "no such file or folder; sources" in refused(capsys, 65, "prepare", wrong)
+
+
+def test_weights_in_the_place_of_a_model_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As other trainers name them: the line says --init-from, for a name on the Hub as well."""
+    monkeypatch.chdir(tmp_path)
+    run, _ = make_checkpoint(Path("my model"), "bytes")
+    assert main(["export", str(run), "--to", "hf", "theirs"]) == 0
+    for name in (str(run), f"{run}/checkpoints/step_00000040", "theirs"):
+        wanted = f"`handgrad train --init-from {shlex.quote(name)}`, with --data"
+        assert f"found weights: {wanted}" in refused(capsys, 64, "train", name, "--data", "x")
+        assert f"found {name!r}; weights to start from are named by {wanted}" in refused(
+            capsys, 64, "train", "--model", name
+        )
+    hub = "`handgrad plan --init-from Owner/Name-1B`, with --data"
+    assert f"weights to start from are named by {hub}" in refused(capsys, 64, "plan", "--model", "Owner/Name-1B")
+    Path("empty").mkdir()
+    for name in ("empty", "runs/nothing"):
+        assert f"unknown preset '{name}'" in refused(capsys, 64, "train", name)
+    assert "did you mean d12?" in refused(capsys, 64, "train", "--model", "d122")
+
+
 def test_conversations_and_text(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture) -> None:
     """One prepared as the other: the line says to add --chat, or to leave it out. To train it is no setting."""
     for name, row in ROWS.items():

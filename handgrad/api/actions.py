@@ -83,7 +83,7 @@ def evaluate(
     folder = os.fspath(data) or model.data
     if not folder:
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
-    dataset = open_held_out(folder, model.tokenizer)
+    dataset = open_held_out(folder, model.tokenizer, str(model.origin["source"]), chat=model.talks)
     check_window(context, model.shape.sequence_length)
     stride = model.eval_stride if eval_stride is None else eval_stride
     packing = evaluation_packing(model.packing, dataset, other_data=bool(data))

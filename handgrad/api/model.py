@@ -15,7 +15,7 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
-from handgrad.evaluation.load import Weights, check_available, load_model, machine, usual_window
+from handgrad.evaluation.load import Weights, check_available, is_taught_to_talk, load_model, machine, usual_window
 from handgrad.evaluation.writing import GrowingMemory, Writing
 from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
@@ -63,6 +63,7 @@ class Model:
         self._writing = Writing(loaded, self.dtype, with_fp8_weights(ops, self.shape, self.weights, loaded.views))
         self.origin = source.origin  # the source of the weights
         self.data = source.config.data  # the shards they were trained on, if known
+        self.talks = is_taught_to_talk(source.tokenizer, source.checkpoint)
         self.eval_stride, self.packing = source.config.eval_stride, source.config.packing  # of its run's validations
         self.eval_context = usual_window(source)  # tokens of a window of `handgrad.evaluate`
         self._activation_memory = GrowingMemory(device)

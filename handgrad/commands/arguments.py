@@ -15,7 +15,7 @@ from handgrad.commands.model_arguments import (
     serve,
 )
 from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
-from handgrad.config import FIELDS, GPT2_VOCABULARY, PRECISIONS, TECHNIQUES, RunConfig, read_toml
+from handgrad.config import FIELDS, PRECISIONS, TECHNIQUES, RunConfig, read_toml
 from handgrad.evaluation.tasks import TASKS
 from handgrad.gpus import GPUS, short_name
 from handgrad.rules import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SECONDS
@@ -281,7 +281,7 @@ def bench(parser: Parser) -> None:
 
 def tune(parser: Parser) -> None:
     add_run_arguments(parser)
-    parser.number("--vocab-size", "words (default: GPT-2's)", rule=AT_LEAST_1, default=GPT2_VOCABULARY)
+    parser.number("--vocab-size", "words (default: those of --data, or GPT-2's)", rule=AT_LEAST_1)
     parser.text("--table", "FILE", "the table to write (default: the user's own)")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from handgrad import devices
 from handgrad.arena import make_plan
 from handgrad.errors import DataError, print_message
-from handgrad.evaluation.load import LoadedModel, Weights, from_elsewhere, load_model, machine
+from handgrad.evaluation.load import LoadedModel, Weights, is_taught_to_talk, load_model, machine
 from handgrad.evaluation.writing import Writing
 from handgrad.format import human_bytes
 from handgrad.generation.chat import Prompt, Talk
@@ -63,7 +63,7 @@ def opened(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
         weights = replace(weights, weight=rounded(weights.shape, weights.weight))
     talk = Talk(weights.tokenizer)
     model = load_model(weights, device, dtype, ops, fp8_buffers(weights.shape, ops, device) if parsed.fp8_weights else [])
-    if talk.template.is_plain and from_elsewhere(weights):
+    if not is_taught_to_talk(weights.tokenizer, weights.checkpoint):
         print_message(
             f"{parsed.checkpoint} has no chat template, so this talks in the plain one; a base model continues text and"
             " seldom answers: finetune it on conversations, which `handgrad prepare --chat` takes",

@@ -17,7 +17,15 @@ from handgrad.config import STREAM
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
 from handgrad.evaluation.likelihoods import Request, Workload
-from handgrad.evaluation.load import LoadedModel, Weights, check_window, load_model, machine, usual_window
+from handgrad.evaluation.load import (
+    LoadedModel,
+    Weights,
+    check_window,
+    is_taught_to_talk,
+    load_model,
+    machine,
+    usual_window,
+)
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
@@ -120,7 +128,8 @@ def validation_data(parsed: Namespace, source: Weights) -> Dataset:
     folder = parsed.data or source.config.data
     if not folder:
         raise UsageError(f"{parsed.checkpoint} belongs to no run; give --data DIR, prepared with its tokenizer")
-    return open_held_out(folder, source.tokenizer)
+    talks = is_taught_to_talk(source.tokenizer, source.checkpoint)
+    return open_held_out(folder, source.tokenizer, parsed.checkpoint, chat=talks)
 
 
 def packing_of(parsed: Namespace, source: Weights, dataset: Dataset) -> str:

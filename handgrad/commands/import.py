@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from handgrad.commands.arguments import flag
-from handgrad.data.chat_template import template_text
+from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.interop.sources import SIZES, import_model
 from handgrad.models import parameter_table
 from handgrad.models.rows import count_parameters
@@ -27,7 +27,7 @@ def run(parsed: Namespace) -> int:
         print(f"optimizer  {masters} after {state.step} steps; to resume from there:")
         print(f"           handgrad train {sizes} --data SHARDS --out {out} --allow-changes")
     print(f"written    {out}")
-    name, talks = shlex.quote(str(out)), template_text(found.tokenizer) is not None
+    name, talks = shlex.quote(str(out)), is_taught_to_talk(found.tokenizer, found.checkpoint)
     tries, file = ("chat", "--chat FILE") if talks else ("sample", "FILE")
     print(f"next       handgrad {tries} {name}   or, to finetune it:   handgrad prepare {file} --tokenizer {name}")
     return 0

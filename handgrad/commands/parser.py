@@ -5,9 +5,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from handgrad.commands.epochs import epochs_in_steps
 from handgrad.config import KINDS
 from handgrad.errors import UsageError
-from handgrad.names import check_choice, nearest_name
+from handgrad.names import check_choice, is_epochs, nearest_name
 from handgrad.rules import Rule
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
@@ -53,7 +54,16 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{option[1]} needs a value; one that begins with - stands behind an =, as {option[1]}=VALUE")
         if missing != message and self.example:
             raise UsageError(f"{missing} is missing; for example `{self.example}`; `{self.prog} --help` lists all")
+        if message.endswith("expected one argument"):
+            option = message.split()[1].rstrip(":").rpartition("/")[2]  # argument -a/--all: expected one argument
+            message = f"{option} needs a value, found none{self.meaning(option)}"
         raise UsageError(f"{message}; `{self.prog} --help` lists all")
+
+    def meaning(self, option: str) -> str:
+        """The help of an option, after a colon."""
+        action = self._option_string_actions[option]
+        text = self.left_out.get(action, action.help or "")
+        return f": {text.replace('%%', '%')}" if text else ""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """argparse's own check of `choices`, with a setting's message and the nearest choice."""
@@ -95,7 +105,9 @@ class Parser(argparse.ArgumentParser):
             full = "--help-all" if self.left_out else "--help"
             known = [option for action in self._actions for option in action.option_strings]
             listed = ", ".join(f"{name!r}{nearest_name(name, known)}" for name in names or unknown[:1])
-            raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {listed}; `{self.prog} {full}` lists all")
+            counts_epochs = "preset" in namespace and any(map(is_epochs, names))
+            note = f"; {epochs_in_steps(namespace, arguments)}" if counts_epochs else ""
+            raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {listed}{note}; `{self.prog} {full}` lists all")
         for name, rule in self.rules.items():
             if getattr(namespace, name) is not None:
                 rule.check(flag(name), getattr(namespace, name))

@@ -8,7 +8,7 @@ from handgrad import devices
 from handgrad.config import GPT2_VOCABULARY, RunConfig
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
-from handgrad.run.folder import as_begun
+from handgrad.run.folder import as_begun, model_of
 from handgrad.run.packing import resolve_packing, training_batches
 from handgrad.tools import nsight
 from handgrad.tools.profile import MadeUpTokens, one_micro_step, profile_run
@@ -46,7 +46,7 @@ def tokens_of(config: RunConfig, vocab_size: int | None, *, wanted: bool) -> tup
     """(`config` with the packing of the samples, samples, size of their vocabulary, description): of the data folder if it
     is `wanted` or named by a recipe and exists, and no vocabulary is given; else synthetic ones."""
     if vocab_size is None and (wanted or (config.data != RunConfig.data and Path(config.data).exists())):
-        dataset = open_dataset(config.data)
+        dataset = open_dataset(config.data, model_of(config))
         config = replace(config, packing=resolve_packing(config.packing, dataset))
         size = dataset.tokenizer.vocab_size
         return config, training_batches(config, dataset), size, f"of {config.data}, a vocabulary of {size}"

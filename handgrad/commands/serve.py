@@ -6,7 +6,7 @@ import time
 from argparse import Namespace
 
 from handgrad.commands.chat import context_of, opened
-from handgrad.config import WHOLE
+from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.generation.generate import SamplingOptions, check_writing
 from handgrad.local_server import listen
 from handgrad.serving.requests import Request
@@ -21,8 +21,7 @@ def run(parsed: Namespace) -> int:
     options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
     weights, talk, writing = opened(parsed)
     context, described = context_of(writing, parsed.context)
-    # The page begins with a conversation if the model was trained on some, as far as its files tell.
-    talks = not talk.template.is_plain or weights.config.packing == WHOLE
+    talks = is_taught_to_talk(weights.tokenizer, weights.checkpoint)  # the page begins with a conversation
     about = {"id": parsed.checkpoint, "object": "model", "created": int(time.time()), "owned_by": "handgrad"}
     about |= {"context": context, "talks": talks, "temperature": options.temperature, "max_tokens": parsed.max_tokens}
     default = Request(max_tokens=parsed.max_tokens, options=options, stops=tuple(parsed.stop))

@@ -14,6 +14,7 @@ from handgrad.errors import UsageError
 from handgrad.models import architecture
 from handgrad.run.assemble import allocate, bind
 from handgrad.run.resolve import with_precision
+from handgrad.tools.plan import as_it_runs
 from handgrad.tools.profile import set_up
 from handgrad.tools.rates import seconds_of
 from handgrad.training.step import TrainStep
@@ -29,11 +30,20 @@ class NoFeed:
         pass
 
 
+def as_tuned(parsed: Namespace) -> tuple[RunConfig, int, list[str]]:
+    """`as_it_runs`, but with the lanes that were asked for: they change no GEMM, and the GEMMs of one process are tuned."""
+    config, vocab_size, lines = as_it_runs(parsed.run_config, parsed.vocab_size or 0, given=parsed.data is not None)
+    return replace(config, lanes=parsed.run_config.lanes), vocab_size, lines
+
+
 def run(parsed: Namespace) -> int:
     config = parsed.run_config
     device = devices.resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
+    config, vocab_size, lines = as_tuned(parsed)
+    for line in lines:
+        print(line, flush=True)
     config = with_precision(config, device)
     choose_backend("kernels", device, config.precision)  # raises if a library is missing
     from handgrad.ops.cuda import cublaslt
@@ -42,14 +52,14 @@ def run(parsed: Namespace) -> int:
     config = replace(config, backend="kernels")
     path = Path(parsed.table) if parsed.table else cublaslt.user_table()
     every = replace(config, fp8_keep_bf16="") if config.precision == "fp8" else config
-    stepper_of(every, parsed.vocab_size, graphs=False).begin(0)  # launches every GEMM of a step
+    stepper_of(every, vocab_size, graphs=False).begin(0)  # launches every GEMM of a step
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     for line in tune.tune(list(cublaslt.PLANS), path):
         print(line, flush=True)
     if config.precision == "fp8":
         kept = []
-        for line in slower_in_fp8(every, parsed.vocab_size, kept):
+        for line in slower_in_fp8(every, vocab_size, kept):
             print(line, flush=True)
         from handgrad.fp8.cuda.linear import keep_bf16_key
 

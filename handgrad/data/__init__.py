@@ -4,6 +4,7 @@ stories, stories_grammar   a built-in corpus whose entropy is known exactly
 sources, hub, download     local files and datasets of the hub, as streams of documents
 cutting                    cuts of a long text that change no token
 tokenizer, model_tokenizer text <-> token ids: GPT-2's vocabulary, bytes, one trained here, that of somebody's model
+tokenizer_names            other names for them
 vocabulary                 the same as transformers keeps them, in files
 chat, questions            conversations: of files, built in
 chat_template              conversations -> tokens, and the stretches of the assistant

@@ -1,16 +1,36 @@
-"""The `prepare` command that fits a text, for messages that recommend it."""
+"""The commands that prepare a text, for messages that recommend them."""
 
 import contextlib
 import shlex
 from pathlib import Path
+from typing import Any
 
-from handgrad.data.sources import SUFFIXES, TALKS, files_below, is_text, longest_text, read_objects, reading
+from handgrad.data.sources import SUFFIXES, TALKS, files_below, is_text, longest_text, open_parquet, read_objects, reading
 from handgrad.errors import HandgradError
 
+TURNS = {"messages", "conversations"}  # those of TALKS that are conversations beside a text as well
 
-def prepare_command(text: Path) -> str:
-    """The command that prepares a text file, a file of conversations, or a folder of either."""
-    return shlex.join(["handgrad", "prepare", str(text), *flags_for(text), "--out", out_for(text)])
+
+def prepare_commands(text: Path, model: str = "", *, chat: bool = False) -> str:
+    """The command that prepares a text file, a file of conversations, or a folder of either; in the tokens of a `model`,
+    which may have to be imported first. `chat`: of one that was trained on conversations."""
+    tokenizer, first = tokenizer_of(model)
+    words = ["handgrad", "prepare", str(text), *flags_for(text, chat=chat), *tokenizer, "--out", out_for(text)]
+    return f"{first}`{shlex.join(words)}`"
+
+
+def tokenizer_of(model: str) -> tuple[list[str], str]:
+    """(the option of `prepare` for the tokenizer of a model, as `train --init-from` names it, the words with the command
+    that comes first): of weights that no command of ours has written or fetched, which --tokenizer does not take."""
+    if not model:
+        return [], ""
+    from handgrad.data.tokenizer import load_tokenizer  # imports its libraries, which `--help` spares
+
+    with contextlib.suppress(HandgradError):
+        load_tokenizer(model)
+        return ["--tokenizer", model], ""
+    run = f"runs/{Path(model).stem}"
+    return ["--tokenizer", run], f"`{shlex.join(['handgrad', 'import', model, '--out', run])}`, then "
 
 
 def out_for(text: Path) -> str:
@@ -20,15 +40,26 @@ def out_for(text: Path) -> str:
     return f"shards/{name[: len(name) - len(suffix)]}"
 
 
-def flags_for(text: Path) -> list[str]:
-    """The flags of `prepare` that the first row of a .jsonl file, or of a folder of such files alone, asks for."""
+def flags_for(text: Path, *, chat: bool = False) -> list[str]:
+    """The flags of `prepare` that the first row of a file, or of a folder of .jsonl files alone, asks for. `chat`:
+    conversations are wanted where a row has them beside its text."""
     files = [text] if text.is_file() else sorted(filter(is_text, files_below(text)))
-    if not files or any(".jsonl" not in file.name.lower() for file in files):
-        return []
-    with contextlib.suppress(HandgradError), reading(files[0]):
-        _, _, row = next(read_objects(files[0]), (0, "", None))
-        if isinstance(row, dict) and TALKS & row.keys() and "text" not in row:
-            return ["--chat"]
-        if isinstance(row, dict) and "text" not in row and (name := longest_text(row)):
-            return ["--text-field", name]
+    row = first_row(files) if files else {}
+    if (TALKS & row.keys() and "text" not in row) or (chat and TURNS & row.keys()):
+        return ["--chat"]
+    if "text" not in row and (name := longest_text(row)):
+        return ["--text-field", name]
     return []
+
+
+def first_row(files: list[Path]) -> dict[str, Any]:
+    """The first row of the first of these files, if all hold rows of one kind; of a table its columns, without texts."""
+    names = [file.name.lower() for file in files]
+    with contextlib.suppress(HandgradError), reading(files[0]):
+        if all(name.endswith(".parquet") for name in names):
+            with open_parquet(files[0]) as table:
+                return dict.fromkeys(table.schema_arrow.names)
+        if all(".json" in name for name in names):
+            _, _, row = next(read_objects(files[0]), (0, "", None))
+            return row if isinstance(row, dict) else {}
+    return {}

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
-from handgrad.data.recommended import prepare_command
+from handgrad.data.recommended import prepare_commands, tokenizer_of
 from handgrad.data.sources import SUFFIXES, holds_text, is_text
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_error, storage_errors
@@ -91,8 +91,7 @@ class Shard:
         found = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
         if found != self.token_count:
             raise DataError(f"expected {self.token_count} tokens in {self.path}, found {found}; prepare the data again")
-        if self.sha256 is not None:
-            _check_hash(self.sha256, self.path)
+        _ = self.verified_sha256
         tokens = np.frombuffer(content, form.dtype, offset=HEADER_BYTES)
         step = 1 << 24  # bounds the temporary of the comparison
         for start in range(0, len(tokens), step):
@@ -124,6 +123,12 @@ class Shard:
         return np.frombuffer(content, dtype)
 
     @functools.cached_property
+    def verified_sha256(self) -> str:
+        """SHA-256 of the token file at its first use; raises DataError if the manifest names another. Without a manifest
+        nothing says that it is right, but later writes are held to it."""
+        return _check_hash(self.sha256, self.path)
+
+    @functools.cached_property
     def written_ns(self) -> int:
         """The time of the last write to the token file before it was verified; 0 without a file."""
         with storage_errors(f"reading {self.path}"):
@@ -135,9 +140,7 @@ class Shard:
             raise DataError(
                 f"expected {self.token_count} tokens in {self.path}, but it was cut while it was read; restore it"
             )
-        if self.sha256 is None:
-            raise DataError(f"expected {self.path} as it was opened, but it was written to since; restore it")
-        _check_hash(self.sha256, self.path)
+        _check_hash(self.verified_sha256, self.path)
         vars(self)["written_ns"] = written_ns  # where the cached property keeps it
 
     @functools.cached_property
@@ -222,8 +225,9 @@ class Dataset:
         return None if nats is None else nats / self.tokens(split)
 
 
-def open_dataset(folder: str | Path) -> Dataset:
-    """Opens a prepared folder, or a bare folder of llm.c token files.
+def open_dataset(folder: str | Path, model: str = "", *, chat: bool = False) -> Dataset:
+    """Opens a prepared folder, or a bare folder of llm.c token files. `model`: whose tokens an error's command prepares;
+    `chat`: it was trained on conversations.
 
     Raises DataError: not such a folder, or damaged; StorageError: it cannot be read.
     """
@@ -231,17 +235,20 @@ def open_dataset(folder: str | Path) -> Dataset:
     if folder.is_file():
         remedy = "give a folder that `handgrad prepare` has made"
         if is_text(folder, tuple(SUFFIXES)):
-            remedy = f"run `{prepare_command(folder)}`, then give that --out as --data"
+            remedy = f"run {prepare_commands(folder, model, chat=chat)}, then give that --out as --data"
         if folder.suffix == ".bin" or folder.name == MANIFEST_FILE:
             remedy = f"give its folder: --data {shlex.quote(str(folder.parent))}"
         raise DataError(f"expected a folder of token shards, found the file {folder}; {remedy}")
     if not folder.is_dir():
         begun = folder.with_name(folder.name + ".partial").is_dir()
-        hint = f"make one: `handgrad prepare MY_TEXT.txt --out {shlex.quote(str(folder))}`"
+        (tokenizer, first), out = tokenizer_of(model), ["--out", str(folder)]
+        hint = f"make one: {first}`{shlex.join(['handgrad', 'prepare', 'MY_TEXT.txt', *tokenizer, *out])}`"
         hint = "finish it by running its `handgrad prepare` again" if begun else hint
         raise DataError(f"expected a folder of token shards, found none at {folder}; {hint}")
     with storage_errors(f"reading {folder}"):
-        return _open_prepared(folder) if (folder / MANIFEST_FILE).is_file() else _open_bare(folder)
+        if (folder / MANIFEST_FILE).is_file():
+            return _open_prepared(folder)
+        return _open_bare(folder, model, chat=chat)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -306,7 +313,7 @@ def _open_prepared(folder: Path) -> Dataset:
     return Dataset(folder, tokenizer, splits, manifest)
 
 
-def _open_bare(folder: Path) -> Dataset:
+def _open_bare(folder: Path, model: str, *, chat: bool) -> Dataset:
     if (folder / TOKENIZER_FILE).exists():  # of a prepared folder: its tokens are no GPT-2's
         raise DataError(
             f"expected {MANIFEST_FILE} beside {folder / TOKENIZER_FILE}, found none; restore it or prepare the text again"
@@ -330,7 +337,8 @@ def _open_bare(folder: Path) -> Dataset:
             splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
     if not any(splits.values()):
         inside = sorted(shlex.quote(str(path.parent)) for path in folder.glob(f"*/{MANIFEST_FILE}"))
-        remedy = f"make shards with `{prepare_command(folder) if holds_text(folder) else 'handgrad prepare'}`"
+        text = prepare_commands(folder, model, chat=chat) if holds_text(folder) else "`handgrad prepare`"
+        remedy = f"make shards with {text}"
         if (folder / CONFIG_FILE).is_file():
             remedy = f"it is a run, whose data {folder / CONFIG_FILE} names"
         if inside:
@@ -365,11 +373,13 @@ def _check_size(size_bytes: int, token_count: int, path: Path, form: TokenForm) 
     check_size(path, HEADER_BYTES + form.dtype.itemsize * token_count, size_bytes, f"{token_count} tokens")
 
 
-def _check_hash(expected: str, path: Path) -> None:
+def _check_hash(expected: str | None, path: Path) -> str:
+    """The SHA-256 of a file. Raises DataError if another one is `expected`."""
     with storage_errors(f"reading {path}"):  # a page of a map that cannot be read would be a SIGBUS
         found = file_sha256(path)
-    if found != expected:
+    if expected not in (None, found):
         raise DataError(f"expected SHA-256 {expected}, found {found} in {path}; it changed, restore it or prepare again")
+    return found
 
 
 def _memory_map(path: Path) -> Any:

@@ -7,6 +7,7 @@ the bytes read of the file as it lies on disk, for progress.
 
 import codecs
 import contextlib
+import difflib
 import glob
 import gzip
 import zlib
@@ -95,7 +96,9 @@ def find_local(spec: str) -> list[SourceFile]:
         paths = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207
         found, root = sorted(path for path in paths if is_text(path, suffixes)), Path()
         if not found:
-            hint = "the glob matches no text file" if glob.has_magic(spec) else "there is no such file or folder"
+            hint = "the glob matches no text file"
+            if not glob.has_magic(spec):
+                hint = f"there is no such file or folder{nearest_path(path)}"
             raise DataError(
                 f"expected a text source, found {spec!r}, but {hint}; sources are a file, a folder, a quoted glob, "
                 "stories, shakespeare, tinystories, fineweb, fineweb-edu, or a hub dataset OWNER/NAME[:CONFIG]"
@@ -342,6 +345,15 @@ def batches(file: Any, columns: list[str] | None = None) -> Iterator[Any]:
         rows = PARQUET_BYTES * group.num_rows // max(1, group.total_byte_size)
         rows = max(1, min(PARQUET_ROWS, rows))
         yield from file.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False)
+
+
+def nearest_path(path: Path) -> str:
+    """' (did you mean X?)' for a path that does not exist beside a text or a folder of nearly its name; or nothing."""
+    beside = list[str]()
+    with contextlib.suppress(OSError):  # no such folder, or none that may be read
+        beside = [file.name for file in path.parent.iterdir() if file.is_dir() or is_text(file, tuple(SUFFIXES))]
+    near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
+    return f" (did you mean {path.with_name(near[0])}?)" if near else ""
 
 
 def holds_text(path: Path) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 import tiktoken
 import tokenizers
 
+from handgrad.data.tokenizer_names import answer
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.parsing import parse_json
 from handgrad.run_files import BEST, CHECKPOINTS, named_run
@@ -158,12 +159,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if not path.is_file():
-        found = "no such file or folder; a model of the Hub comes by `handgrad import`"
+        found = answer(spec)
         if Path(spec).is_dir():
-            found = f"a folder without a tokenizer; {named_run(Path(spec))}"
+            found = f", a folder without a tokenizer; {named_run(Path(spec))}"
         raise UsageError(
-            f"expected the tokenizer gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json, found {spec!r},"
-            f" {found}"
+            f"expected the tokenizer gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json, found {spec!r}"
+            f"{found}"
         )
     try:
         return parse_bpe(read_small(path), where=str(path))

@@ -12,7 +12,8 @@ from handgrad import devices
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
-from handgrad.config import FIELDS, STREAM, ModelShape, RunConfig, check, convert
+from handgrad.config import FIELDS, STREAM, WHOLE, ModelShape, RunConfig, check, convert
+from handgrad.data.chat_template import template_text
 from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.models import named_weights, parameter_table
@@ -20,6 +21,7 @@ from handgrad.models.rows import ParameterRow, flat_elements
 from handgrad.techniques import of_stored
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
+CHAT = "chat"  # in a manifest: true if the shards that a run trained on are conversations
 LONGEST_WINDOW = 4096  # tokens, of a model from elsewhere, unless asked for
 CONTEXT, MOST_CONTEXT = "context", 1 << 24  # tokens of the weights that a run started from, in a manifest
 SHAPE = (*SIZES, "architecture", "techniques", "llama")  # all of a model's shape but the vocabulary's
@@ -48,6 +50,18 @@ def usual_window(weights: Weights) -> int:
 def from_elsewhere(weights: Weights) -> bool:
     """True for weights that no run of ours has trained, imported or not."""
     return weights.checkpoint is None or "imported" in weights.checkpoint.manifest
+
+
+def trained_on_chats(found: Checkpoint) -> bool:
+    """True for a checkpoint of a run on conversations. Older ones do not say so: there rows of whole documents count, as
+    conversations are packed unless the user asks for something else."""
+    said = found.manifest.get(CHAT)
+    return said if isinstance(said, bool) else checkpoint_config(found).packing == WHOLE
+
+
+def is_taught_to_talk(tokenizer: Tokenizer, found: Checkpoint | None) -> bool:
+    """True for a model with a chat template of its own, and for a checkpoint trained on conversations in the plain one."""
+    return template_text(tokenizer) is not None or (found is not None and trained_on_chats(found))
 
 
 def check_window(tokens: int, context: int) -> None:

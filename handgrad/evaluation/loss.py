@@ -1,6 +1,7 @@
 """The loss of a model on the validation split of prepared data, in the units that people compare."""
 
 import math
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,6 +12,7 @@ import torch
 from handgrad import devices
 from handgrad.config import STREAM, WHOLE, ModelShape, check_stride
 from handgrad.data.batches import Batches
+from handgrad.data.recommended import tokenizer_of
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
@@ -107,13 +109,15 @@ class HeldOut:
     tokens: int  # scored
 
 
-def open_held_out(folder: str, tokenizer: Tokenizer) -> Dataset:
-    """Opens prepared data with a validation split in the model's tokens; raises `DataError` for any other."""
-    dataset = open_dataset(folder)
+def open_held_out(folder: str, tokenizer: Tokenizer, model: str, *, chat: bool) -> Dataset:
+    """Opens prepared data with a validation split in the tokens of `model`; raises `DataError` for any other. `chat`: the
+    model was taught to talk."""
+    dataset = open_dataset(folder, model, chat=chat)
     if dataset.tokenizer.sha256 != tokenizer.sha256:
+        option, first = tokenizer_of(model)
         raise DataError(
             f"{folder} was made with another tokenizer ({dataset.tokenizer.kind}) than the model's"
-            f" ({tokenizer.kind}); prepare the text with the model's tokenizer"
+            f" ({tokenizer.kind}); prepare the text with the model's: {first}{shlex.join(option)}"
         )
     if not dataset.splits["validation"]:
         raise DataError(f"{folder} has no validation split; prepare it with --validation-fraction above 0")

@@ -34,14 +34,14 @@ from handgrad.checkpoint import (
     safetensors_bytes,
     write_file,
 )
-from handgrad.config import WHOLE, ModelShape
+from handgrad.config import ModelShape
 from handgrad.data.chat_template import CHAT_TEMPLATE_FILE, plain_template, template_text
 from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import GENERATION_FILE
 from handgrad.data.tokenizer import Tokenizer, tokenizer_files
 from handgrad.data.vocabulary import vocabulary_files
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.evaluation.load import LoadedModel, checkpoint_config, load_model
+from handgrad.evaluation.load import LoadedModel, checkpoint_config, is_taught_to_talk, load_model, trained_on_chats
 from handgrad.files import check_free, whole
 from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors
@@ -81,7 +81,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
         config = huggingface.their_config(model.shape, model.tokenizer, dtype, dropout)
         generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
         template = added_template(checkpoint, model.tokenizer)
-        talks = bool(template or template_text(model.tokenizer))
+        talks = is_taught_to_talk(model.tokenizer, checkpoint)
         files = {
             GENERATION_FILE: (json.dumps(generation, indent=2) + "\n").encode(),
             **vocabulary_files(model.tokenizer, model.shape.sequence_length),
@@ -103,7 +103,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
 def added_template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
     """The plain template in Jinja for what was trained on conversations in it, as the files of a base have none; else
     nothing."""
-    if template_text(tokenizer) is not None or checkpoint_config(checkpoint).packing != WHOLE:
+    if template_text(tokenizer) is not None or not trained_on_chats(checkpoint):
         return ""
     return plain_template(tokenizer.token_bytes[tokenizer.end_of_text].decode(errors="replace"))
 

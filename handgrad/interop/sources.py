@@ -25,7 +25,7 @@ from handgrad.checkpoint import MANIFEST, Checkpoint, Stored
 from handgrad.config import FIELDS, to_dict
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.evaluation.load import SHAPE, SIZES, Weights, checkpoint_weights, imported_config
+from handgrad.evaluation.load import CHAT, SHAPE, SIZES, Weights, checkpoint_weights, imported_config, trained_on_chats
 from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop import peft
 from handgrad.interop.adapters import base_of, merged_checkpoint
@@ -176,6 +176,7 @@ def write_imported(out: Path, found: Weights, tensors: Iterable[Stored], state: 
         "tokenizer": tokenizer_record(found.tokenizer),
         "identity": {"data": None, "tokenizer": found.tokenizer.sha256},
         "imported": found.origin,
+        CHAT: found.checkpoint is not None and trained_on_chats(found.checkpoint),
     }
     if state:  # what a run keeps beside its tensors, as at its start
         manifest |= {"loss_window": [], "norm_window": [], "skips_in_a_row": 0}

@@ -13,8 +13,10 @@ import handgrad
 from handgrad import checkpoint, devices
 from handgrad.checkpoint import Checkpoint, Stored
 from handgrad.config import RunConfig, to_dict
-from handgrad.data.tokenizer import Tokenizer, tokenizer_record
+from handgrad.data.shards import Dataset
+from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError
+from handgrad.evaluation.load import CHAT
 from handgrad.layout import Bucket, bucket_of
 from handgrad.models.rows import ParameterRow
 from handgrad.parallel.ranks import Ranks
@@ -94,13 +96,14 @@ class GatheredBucket:
         return whole
 
 
-def run_facts(config: RunConfig, tokenizer: Tokenizer, origin: dict[str, Any] | None) -> dict[str, Any]:
+def run_facts(config: RunConfig, dataset: Dataset, origin: dict[str, Any] | None) -> dict[str, Any]:
     """The parts of the manifest that stay the same during a run. `origin`: of the weights that it started from."""
     return {
         "handgrad": handgrad.__version__,
         "config": to_dict(config),
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer_record(tokenizer),
+        "vocab_size": dataset.tokenizer.vocab_size,
+        "tokenizer": tokenizer_record(dataset.tokenizer),
+        CHAT: dataset.is_chat,
         **({"init": origin} if origin else {}),
     }
 

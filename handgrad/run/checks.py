@@ -12,6 +12,7 @@ import torch
 from handgrad import checkpoint, devices
 from handgrad.config import RunConfig, check
 from handgrad.data.batches import validation_batches
+from handgrad.data.recommended import tokenizer_of
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
@@ -97,13 +98,13 @@ def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool)
 
 
 def tokenizer_flag(record: dict[str, Any], model: str) -> str:
-    """The option of `handgrad prepare` for the tokenizer of a manifest's `record`: by its own name, or by its model's."""
+    """The option of `handgrad prepare` for the tokenizer of a manifest's `record`: by its own name, or by its model's,
+    which may have to be imported first."""
     kind = record.get("kind")
     if kind in ("gpt2", "bytes"):
         return f"--tokenizer {kind}"
-    if Path(model.removesuffix(f"/{BEST}")).is_dir():
-        return f"--tokenizer {shlex.quote(model)}"
-    return "the tokenizer of the weights (`handgrad import` makes a folder of them, which --tokenizer takes)"
+    option, first = tokenizer_of(model)
+    return f"{first}{shlex.join(option)}"
 
 
 def other_tokenizer(source: str, record: dict[str, Any], remedy: str, dataset: Dataset) -> str:

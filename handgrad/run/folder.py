@@ -143,6 +143,12 @@ def inherited_settings(config: RunConfig) -> dict[str, Any]:
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
 
 
+def model_of(config: RunConfig) -> str:
+    """The model whose tokens the data of a run have to be in: the run itself if it has begun, the weights that it starts
+    from, or none."""
+    return config.out if checkpoint.peek(Path(config.out)) else config.init_from
+
+
 def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """(`config` as the run in `config.out` goes on with it, a line that names what it keeps; no line if none has begun)."""
     begun = inherited_settings(config)

@@ -383,7 +383,7 @@ class Run:
     def manifest(self) -> dict[str, Any]:
         """The manifest of a checkpoint of the completed step, without its files."""
         return {
-            **run_facts(self.config, self.tokenizer, self.origin),
+            **run_facts(self.config, self.dataset, self.origin),
             "versions": self.versions,
             "identity": self.identity,
             **run_numbers(self.training),

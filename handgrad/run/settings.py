@@ -1,5 +1,6 @@
 """A run's configuration from a preset, a recipe, a model's name and single settings."""
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,11 +8,11 @@ from typing import Any
 
 from handgrad import presets, recipes
 from handgrad.config import RunConfig, check, convert, read_toml, to_dict
-from handgrad.data.recommended import prepare_command
+from handgrad.data.recommended import prepare_commands
 from handgrad.data.sources import holds_text
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
-from handgrad.run_files import CONFIG_FILE
+from handgrad.run_files import CHECKPOINTS, CONFIG_FILE
 from handgrad.techniques import changed, resolve_techniques
 
 # Other trainers' words in the place of weights.
@@ -32,13 +33,18 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     recipe_preset = recipe.pop("preset", None)
     name = preset or recipe_preset
     if name and name not in presets.PRESETS:
-        refuse_path(name, command)
+        refuse_path(name, command, str(settings.get("init_from", "")))
     merged = to_dict(presets.preset(name)) if name else {}
     if "model" in recipe:
         merged |= presets.model(recipe.pop("model"))
     merged |= recipe
     listed = recipe.get("techniques", "")
     if model:
+        if model not in presets.MODELS and names_weights(model):
+            raise UsageError(
+                f"--model names a size for a new network, found {model!r}; weights to start from are named by"
+                f" `{shlex.join(['handgrad', command, '--init-from', model])}`, with --data"
+            )
         merged |= presets.model(model)
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
@@ -90,10 +96,10 @@ def first_run(command: str) -> str:
     )
 
 
-def refuse_path(name: str, command: str) -> None:
+def refuse_path(name: str, command: str, weights: str) -> None:
     """Raises `UsageError` with the command to run if `name`, in the place of a preset, is a path to a recipe, a run, shards
-    or text."""
-    path, start = Path(name), "a run begins with a preset"
+    or text, for a run that starts from these `weights`, or from none."""
+    path, start, starts = Path(name), "a run begins with a preset", ["--init-from", weights] if weights else []
     if path.suffix == ".py":
         near = nearest_name(path.stem.removeprefix("train_").replace("_", "-"), recipes.recipe_names())
         raise UsageError(f"{start}, found {name}: recipes are TOML, not programs{near}; `handgrad recipes` lists them")
@@ -101,12 +107,24 @@ def refuse_path(name: str, command: str) -> None:
         raise UsageError(f"{start}, found a recipe: `handgrad {command} --config {shlex.quote(name)}`")
     if (path / CONFIG_FILE).is_file():
         raise UsageError(f"{start}, found the run folder {name}; {goes_on(path, command)}")
+    if path.is_dir() and names_weights(name):
+        raise UsageError(f"{start}, found weights: `{shlex.join(['handgrad', command, '--init-from', name])}`, with --data")
     if any(path.glob("*.bin")):
-        raise UsageError(f"{start}, found shards: `handgrad {command} --data {shlex.quote(name)}`")
+        raise UsageError(f"{start}, found shards: `{shlex.join(['handgrad', command, *starts, '--data', name])}`")
     if holds_text(path):
         raise UsageError(
-            f"{start}, found text: run `{prepare_command(path)}`, then `handgrad {command} --data` with that --out"
+            f"{start}, found text: run {prepare_commands(path, weights)}, then"
+            f" `{shlex.join(['handgrad', command, *starts, '--data'])}` with that --out"
         )
+
+
+def names_weights(name: str) -> bool:
+    """True for the folder of a run, a checkpoint, a transformers model or adapters, and for OWNER/NAME as on the Hub."""
+    path = Path(name)
+    if path.exists():
+        inside = (CHECKPOINTS, "config.json", "adapter_config.json")
+        return any((path / entry).exists() for entry in inside) or any(path.glob("model*.safetensors"))
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
 
 
 def goes_on(run: Path, command: str) -> str:

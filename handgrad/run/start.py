@@ -31,7 +31,7 @@ from handgrad.run.checks import (
     tokenizer_flag,
 )
 from handgrad.run.console import ConsoleMode
-from handgrad.run.folder import RunFolder, inherited_settings, resolve_lanes
+from handgrad.run.folder import RunFolder, inherited_settings, model_of, resolve_lanes
 from handgrad.run.loop import Run
 from handgrad.run.packing import resolve_packing
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
@@ -63,7 +63,7 @@ def open_run(
         check_shared_gradients(config, ranks.size)
         check_offload(config, device, ranks.size)
         ranks.from_rank_0(lambda: sinks.chosen(config.log_to), "log_to")  # refuses one that is not installed
-        dataset = open_dataset(config.data)
+        dataset = open_dataset(config.data, model_of(config))
         config = check(replace(config, packing=resolve_packing(config.packing, dataset)))
         ranks.from_rank_0(lambda: check_tokenizer(config, dataset, allow_changes=allow_changes), "the tokenizer")
         design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)

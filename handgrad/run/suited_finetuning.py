@@ -33,7 +33,7 @@ def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: di
     source, device = settings["init_from"], devices.resolve_device(settings.get("device", RunConfig.device))
     if begun is not None:
         return {name: begun[name] for name in (*CHOSEN, "sample_tokens") if name in begun}
-    dataset = open_dataset(settings["data"]) if "data" in settings else None
+    dataset = open_dataset(settings["data"], source) if "data" in settings else None
     config = fitted(settings, sizes, dataset, device)
     chosen = {name: getattr(config, name) for name in ("sequence_length", "tokens_per_step", "micro_batch", *ENDING)}
     chosen["learning_rate"] = settings.get("learning_rate", suited_rate(source, adapters=bool(config.lora)))

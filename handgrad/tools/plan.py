@@ -10,7 +10,7 @@ from handgrad.errors import DataError
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.models.rows import count_parameters
 from handgrad.run.checks import check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
-from handgrad.run.folder import as_begun, resolve_lanes
+from handgrad.run.folder import as_begun, model_of, resolve_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.memory import memory_bytes
@@ -31,7 +31,7 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
     (config, begun), dataset, lines = as_begun(config), None, list[str]()
     if Path(config.data).exists():
         try:
-            dataset = open_dataset(config.data)
+            dataset = open_dataset(config.data, model_of(config))
             config = check(replace(config, packing=resolve_packing(config.packing, dataset)))
         except DataError:
             if given and not vocab_size:

@@ -83,15 +83,17 @@ def test_a_shard_that_is_overwritten_while_it_is_read(folder, monkeypatch):
 
 
 def test_a_bare_shard_that_is_overwritten_while_it_is_read(folder):
-    """Without a manifest nothing says what it held."""
+    """Without a manifest it is held to the content of its first use."""
     path = folder / "gpt2_train_000000.bin"
     path.write_bytes((folder / "train_000000.bin").read_bytes())
     write_at(path, 1024, np.full(1000, 40000, "<u2").tobytes())
     (folder / "manifest.json").unlink()
     shard = open_dataset(folder).splits["train"][0]
     assert shard.read(0, 10).tolist() == [40000] * 10
-    write_at(path, 1024, b"")
-    with pytest.raises(DataError, match=r"expected .*gpt2_train_000000\.bin as it was opened, but it was written to since"):
+    write_at(path, 1024, b"")  # touched
+    assert shard.read(5, 10).tolist() == [40000] * 10
+    write_at(path, 1024 + 2 * 900, b"\x01")
+    with pytest.raises(DataError, match=r"SHA-256 .*, found .* in .*gpt2_train_000000\.bin; it changed, restore it"):
         shard.read(0, 10)
 
 

@@ -79,7 +79,7 @@ def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [round(pause) for pause in pauses] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_a_signal_ends_the_restarts(capfd: pytest.CaptureFixture) -> None:
+def test_a_signal_ends_the_restarts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     """In a run, which the signal has stopped, and in a pause between two."""
 
     def start(received: list[int]) -> int:
@@ -93,8 +93,8 @@ def test_a_signal_ends_the_restarts(capfd: pytest.CaptureFixture) -> None:
         return 1
 
     previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 60.0)
     try:
-        supervisor.FIRST_PAUSE_SECONDS = 60.0
         assert supervise(crash, lambda: 10, 5) == 75
     finally:
         signal.signal(signal.SIGALRM, previous)

@@ -53,10 +53,11 @@ def make_checkpoint(
     architecture: str = "gpt2",
     techniques: str = "",
     llama: str = "",
+    chat: bool = False,
     **settings: object,
 ) -> tuple[Path, ModelShape]:
     """A run-like folder with random weights of this `spread`, large enough that no text is trivial; of a run with these
-    settings."""
+    settings, on conversations or on text."""
     tokenizer = TOKENIZERS[kind]() if isinstance(kind, str) else kind
     layers, heads, channels, context = sizes or SIZES[tokenizer.kind]
     shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels, architecture, techniques, llama)
@@ -69,6 +70,7 @@ def make_checkpoint(
         "config": to_dict(imported_config(shape)) | settings,
         "vocab_size": shape.vocab_size,
         "tokenizer": tokenizer_record(tokenizer),
+        "chat": chat,
         "identity": {"data": "abc123", "tokenizer": tokenizer.sha256},
     }
     checkpoint.save(out / "checkpoints", 40, state, manifest, tokenizer_files(tokenizer))

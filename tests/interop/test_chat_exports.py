@@ -27,7 +27,7 @@ LLAMA = {"architecture": "llama", "sizes": (2, 4, 32, 96), "llama": "kv_heads=2,
 def test_what_learned_to_talk_in_the_plain_template_talks_in_transformers(kind: str, tmp_path: Path) -> None:
     """A base has no template: its export has the one in which the run was trained, and ends where an answer ends."""
     made: str | Tokenizer = {"base": made_tokenizer(None), "bpe": bpe()}.get(kind, kind)
-    run, _ = make_checkpoint(tmp_path / "run", made, packing="whole", **(LLAMA if kind == "base" else {}))
+    run, _ = make_checkpoint(tmp_path / "run", made, chat=True, **(LLAMA if kind == "base" else {}))
     assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf")]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ours = ChatTemplate(load(run, device="cpu").tokenizer)
@@ -43,7 +43,7 @@ def test_what_learned_to_talk_in_the_plain_template_talks_in_transformers(kind: 
 
 
 def test_a_run_on_documents_has_no_template(tmp_path: Path) -> None:
-    run, _ = make_checkpoint(tmp_path / "run", "bytes", packing="stream")
+    run, _ = make_checkpoint(tmp_path / "run", "bytes", packing="whole")
     assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf")]) == 0
     assert not (tmp_path / "hf" / "chat_template.jinja").exists()
     assert "apply_chat_template" not in (tmp_path / "hf" / "README.md").read_text()
@@ -52,7 +52,7 @@ def test_a_run_on_documents_has_no_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", [CHATML, None])
 def test_the_card_shows_how_to_talk(template: str | None, tmp_path: Path) -> None:
     """The code of the card runs, and asks in the template."""
-    run, _ = make_checkpoint(tmp_path / "run", made_tokenizer(template), packing="whole", **LLAMA)
+    run, _ = make_checkpoint(tmp_path / "run", made_tokenizer(template), chat=True, **LLAMA)
     assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf")]) == 0
     (code,) = re.findall("```python\n(.*?)```", (tmp_path / "hf" / "README.md").read_text(), re.DOTALL)
     assert "apply_chat_template(messages, add_generation_prompt=True" in code and "Once upon" not in code
@@ -67,7 +67,7 @@ def test_the_card_shows_how_to_talk(template: str | None, tmp_path: Path) -> Non
 
 
 def test_the_plain_template_in_a_gguf_file(tmp_path: Path) -> None:
-    run, _ = make_checkpoint(tmp_path / "run", "bytes", packing="whole")
+    run, _ = make_checkpoint(tmp_path / "run", "bytes", chat=True)
     assert main(["export", str(run), "--to", "gguf", str(tmp_path / "a.gguf")]) == 0
     assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf")]) == 0
     field = gguf.GGUFReader(tmp_path / "a.gguf").fields["tokenizer.chat_template"]
