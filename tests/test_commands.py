@@ -173,7 +173,7 @@ def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["train", "tiny", "--sted", "3"], "did you mean --seed?"),
         (
             ["train", "tiny", "--lora"],
-            "--lora needs a value, found none: train adapters alone, like rank=16,alpha=32",
+            "--lora needs a value, found none: train only adapters, like rank=16,alpha=32",
         ),
         (
             ["prepare", "text.txt", "--tokenizer"],

@@ -378,6 +378,7 @@ def test_what_a_command_may_do_follows_from_what_is_there(
 
 def test_a_value_that_begins_like_a_flag(capsys: pytest.CaptureFixture) -> None:
     line = refused(capsys, 64, "sample", "run", "--stop", "-x")
-    assert line == "handgrad: --stop needs a value; one that begins with - stands behind an =, as --stop=VALUE\n"
+    assert line.startswith("handgrad: --stop needs a value, found none: ")
+    assert line.endswith("; one that begins with - stands behind an =, as --stop=VALUE\n")
     line = refused(capsys, 64, "diff", "a", "--", "b", "--tensors", "3")
     assert line == "handgrad: -- ends the flags, and '3' came after it; leave it out\n"

@@ -1,7 +1,6 @@
 """The parser of every command: argparse with one-line errors, checked numbers, and a short and a long help."""
 
 import argparse
-import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -49,14 +48,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix("the following arguments are required: ")
-        option = re.fullmatch(r"argument (--\S+): expected one argument", message)
-        if option is not None:
-            raise UsageError(f"{option[1]} needs a value; one that begins with - stands behind an =, as {option[1]}=VALUE")
         if missing != message and self.example:
             raise UsageError(f"{missing} is missing; for example `{self.example}`; `{self.prog} --help` lists all")
         if message.endswith("expected one argument"):
             option = message.split()[1].rstrip(":").rpartition("/")[2]  # argument -a/--all: expected one argument
-            message = f"{option} needs a value, found none{self.meaning(option)}"
+            found = f"{option} needs a value, found none{self.meaning(option)}"
+            raise UsageError(f"{found}; one that begins with - stands behind an =, as {option}=VALUE")
         raise UsageError(f"{message}; `{self.prog} --help` lists all")
 
     def meaning(self, option: str) -> str:
