@@ -107,5 +107,7 @@ def test_micro_batches_that_are_found_are_some_that_train(config: RunConfig, mon
     with pytest.raises(DataError, match=told):
         checks.check_fits(leaving, resolve(leaving, 257), None)  # type: ignore[arg-type]
     assert list(forecast.micro_batches(dataclasses.replace(config, lanes=1))) == [2, 4, 8]
-    with pytest.raises(UsageError, match="multiple of 16, found none that divides a lane's step: samples have 24 tokens"):
-        forecast.resolved_on(dataclasses.replace(config, lanes=8), GPUS["h100"], 8)
+    eight = dataclasses.replace(config, lanes=8)
+    with pytest.raises(UsageError, match=r"= 8 \* 8 \* 24 = 1536, found 192; try --tokens-per-step 1536, or fewer GPUs$"):
+        forecast.resolved_on(eight, GPUS["h100"], 8)
+    assert forecast.micro_batches(forecast.resolved_on(dataclasses.replace(eight, tokens_per_step=1536), GPUS["h100"], 8))

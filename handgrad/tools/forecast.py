@@ -10,7 +10,6 @@ from handgrad import gpus
 from handgrad.config import AUTO, RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
-from handgrad.fp8_shape import FP8_MULTIPLE
 from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
@@ -113,10 +112,7 @@ def resolved_on(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
             check(config)
         except UsageError as error:  # of a step that the lanes cannot share equally
             raise UsageError(f"{error}, or fewer GPUs") from None
-        raise UsageError(
-            f"precision fp8 needs micro-batches whose tokens are a multiple of {FP8_MULTIPLE}, found none that divides"
-            f" a lane's step: samples have {config.sequence_length} tokens; use fewer GPUs or --precision bf16"
-        )
+        raise AssertionError("a step that `check` admits has the micro-batch of the configuration at least")
     return config
 
 
