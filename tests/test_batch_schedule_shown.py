@@ -102,7 +102,7 @@ def test_a_forecast_takes_every_stage_at_its_speed() -> None:
     assert not forecast(dataclasses.replace(full, batch_schedule=f"100:{1 << 18}"), 50257, "h200").measured
     odd = dataclasses.replace(d12, batch_schedule=f"100:{96 * 1024}")
     assert forecast(odd, 50257, "h200").micro_batch == 32, "of samples 64 and 96"
-    with pytest.raises(UsageError, match="found 100:7168; try 100:8192, or fewer GPUs$"):
+    with pytest.raises(UsageError, match=r"found 100:7168; try 100:8192, or fewer GPUs$"):
         forecast(check(dataclasses.replace(d12, micro_batch=1, batch_schedule="100:7168")), 50257, "h200", ranks=2)
 
 
