@@ -18,11 +18,14 @@ def epochs_in_steps(namespace: Namespace, arguments: Sequence[str]) -> str:
     asked = value_of(arguments)
     if namespace.preset not in presets.PRESETS:
         namespace.preset = None  # it took the number, as nothing else does
-    with contextlib.suppress(HandgradError):
-        folder, steps = steps_of_an_epoch(namespace)
-        count = f"{asked:g} epochs of {folder} are" if asked not in (0, 1) else f"an epoch of {folder} is"
-        return f"{count} --steps {math.ceil((asked or 1) * steps)}"
-    return STEPS_OF_AN_EPOCH
+    found = None
+    with contextlib.suppress(HandgradError):  # other arguments are wrong as well; this one is answered first
+        found = steps_of_an_epoch(namespace)
+    if found is None:
+        return STEPS_OF_AN_EPOCH
+    folder, steps = found
+    count = f"{asked:g} epochs of {folder} are" if asked not in (0, 1) else f"an epoch of {folder} is"
+    return f"{count} --steps {math.ceil((asked or 1) * steps)}"
 
 
 def value_of(arguments: Sequence[str]) -> float:
@@ -35,15 +38,15 @@ def value_of(arguments: Sequence[str]) -> float:
     return 0.0
 
 
-def steps_of_an_epoch(namespace: Namespace) -> tuple[str, float]:
-    """(the data of a run, the steps that take all of it once). Raises `HandgradError` without data, or for a step that
-    changes its size."""
+def steps_of_an_epoch(namespace: Namespace) -> tuple[str, float] | None:
+    """(the data of a run, the steps that take all of it once); None without data, or if the steps grow. Raises
+    `HandgradError` for settings that do not fit."""
     from handgrad.commands.arguments import run_config
     from handgrad.data.shards import MANIFEST_FILE, open_dataset
 
     config = run_config(namespace)
     if config.batch_schedule or not (Path(config.data) / MANIFEST_FILE).is_file():
-        raise HandgradError("unknown")
+        return None
     from handgrad.run.packing import resolve_packing, training_batches  # imports torch
 
     dataset = open_dataset(config.data)
