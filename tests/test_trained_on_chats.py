@@ -1,4 +1,4 @@
-"""Whether a run was trained on conversations is the data's to say, in every command that asks; not the packing's."""
+"""The data of a run tell every command that asks if it was trained on conversations; its packing does not."""
 
 import json
 from pathlib import Path
