@@ -1,9 +1,11 @@
-"""The cost in loss of the head's GEMMs in fp8: none of them, forward and input gradient, all three, by several seeds.
+"""The cost in loss of fp8: blocks alone, with the head's forward and input gradient, with all three of its GEMMs, by
+several seeds; `bf16` is the same run without fp8.
 
     python -m benchmarks.fp8_head OUT.json --data shards/sources --work FOLDER [--seeds 1,2,3] [--set steps=300 ...]
         [--heads none,all] [--shared]
+    python -m benchmarks.fp8_head OUT.json --data shards/sources --work FOLDER --heads bf16,all
 
-Every run is GPT-2 124M in fp8 for 200 steps of 131,072 tokens; `--set` changes a setting of all, the network included.
+Every run is GPT-2 124M for 200 steps of 131,072 tokens; `--set` changes a setting of all, the network included.
 Runs of FOLDER that are finished are not made again. `--shared`: other work ran beside them, so the record has no seconds.
 Means and standard errors by `benchmarks.tokens_to_loss`, whose first group is the measure.
 """
@@ -15,9 +17,14 @@ from pathlib import Path
 
 from benchmarks import tokens_to_loss
 
-HEADS = {"none": "none", "forward and dgrad": "forward,dgrad", "all": "forward,dgrad,wgrad"}
+HEADS = {
+    "none": {"precision": "fp8", "fp8_head": "none"},
+    "forward and dgrad": {"precision": "fp8", "fp8_head": "forward,dgrad"},
+    "all": {"precision": "fp8", "fp8_head": "forward,dgrad,wgrad"},
+    "bf16": {"precision": "bf16"},
+}
+FP8 = tuple(name for name, head in HEADS.items() if head["precision"] == "fp8")
 SETTINGS = {
-    "precision": "fp8",
     "steps": "200",
     "tokens_per_step": "131072",
     "micro_batch": "64",
@@ -32,22 +39,22 @@ SETTINGS = {
 }
 
 
-def train(data: str, folder: Path, head: str, seed: int, changes: dict[str, str]) -> None:
+def train(data: str, folder: Path, head: dict[str, str], seed: int, changes: dict[str, str]) -> None:
     """Makes one run, or goes on with it."""
-    settings = SETTINGS | {"data": data, "out": str(folder), "fp8_head": head, "seed": str(seed)} | changes
+    settings = SETTINGS | head | {"data": data, "out": str(folder), "seed": str(seed)} | changes
     words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
     subprocess.run([sys.executable, "-m", "handgrad", "train", "d12", *words], check=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The cost in loss of the head's GEMMs in fp8.")
+    parser = argparse.ArgumentParser(description="The cost in loss of fp8 and of its head's GEMMs.")
     parser.add_argument("out", help="the results file")
     parser.add_argument("--data", required=True, metavar="DIR", help="shards of real text, made by `handgrad prepare`")
     parser.add_argument("--work", required=True, metavar="FOLDER", help="folder of the runs")
     parser.add_argument("--seeds", default="1,2,3", help="seeds of the runs, with commas")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings that differ from these here")
     parser.add_argument(
-        "--heads", default=",".join(HEADS), help=f"those to compare, the measure first (of {', '.join(HEADS)})"
+        "--heads", default=",".join(FP8), help=f"those to compare, the measure first (of {', '.join(HEADS)})"
     )
     parser.add_argument("--shared", action="store_true", help="the machine is busy: leave the seconds out")
     given = parser.parse_args()

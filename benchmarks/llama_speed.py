@@ -1,8 +1,8 @@
 """Whole steps of Llama models at their published sizes: handgrad, the tuned twin, and transformers under its Trainer.
 
 Weights are random and the same for all contenders, which alternate as in `handgrad bench step`. The losses of their first
-steps must agree: else one of them computes another model, and the command ends with 1. Each Trainer is measured alone,
-after the others have freed the device's memory.
+steps must agree: else one of them computes another model, and the command ends with 1. Each Trainer, and with `--alone`
+each contender, is measured by itself, after the others have freed the device's memory.
 
     python -m benchmarks.llama_speed --out-folder benchmarks/results
     python -m benchmarks.llama_speed --precision fp8 --out-folder benchmarks/results
@@ -100,22 +100,26 @@ def other_models(rows: dict[str, Any]) -> list[str]:
     ]
 
 
-def measure(commands: dict[str, list[str]], seconds: float, turn_seconds: float, device: torch.device) -> dict[str, Any]:
-    """The raw figures of all contenders: of the Trainers one by one, each in the memory of the whole device; of the others,
-    which alternate, together."""
-    alone = [{name: command} for name, command in commands.items() if trainer_switches(name)]
-    together = {name: command for name, command in commands.items() if not trainer_switches(name)}
+def measure(
+    commands: dict[str, list[str]], alone: list[str], seconds: float, turn_seconds: float, device: torch.device
+) -> dict[str, Any]:
+    """The raw figures of all contenders: of those `alone` one by one, each in the memory of the whole device; of the
+    others, which alternate, together."""
+    apart = [{name: commands[name]} for name in alone]
+    together = {name: command for name, command in commands.items() if name not in alone}
     rows: dict[str, Any] = {}
-    for group in [together, *alone] if together else alone:
+    for group in [together, *apart] if together else apart:
         rows |= gpu_step.measure(group, seconds, turn_seconds, device, twice=False, single_steps=FIRST_STEPS - 1)
     return rows
 
 
-def compare(settings: Settings, names: list[str], seconds: float, turn_seconds: float, out: str) -> dict[str, Any]:
+def compare(
+    settings: Settings, names: list[str], alone: list[str], seconds: float, turn_seconds: float, out: str
+) -> dict[str, Any]:
     """Measures one shape, prints its table, writes the record to `out` if that is not empty; returns the rows."""
     device, config, tokens = devices.resolve_device(settings.device), settings.config(), tokens_of(settings)
     commands = {name: [sys.executable, "-m", "benchmarks.llama_speed", name, settings.to_json()] for name in names}
-    raw = measure(commands, seconds, turn_seconds, device)
+    raw = measure(commands, alone, seconds, turn_seconds, device)
     shape = config.shape(tokens.vocab_size)
     flops, peak = architecture(shape).flops_per_token(shape), devices.peak_flops(device)
     rows = {name: gpu_step.figures(row, config.tokens_per_step, flops, peak) for name, row in raw.items()}
@@ -128,7 +132,7 @@ def compare(settings: Settings, names: list[str], seconds: float, turn_seconds: 
             print(f"{name}: loss {row['losses'][0]:.5f} at step 1, within {row['loss_difference']:.1e} of handgrad's")
     if out:
         described = {**dataclasses.asdict(settings), "seconds": seconds, "turn_seconds": turn_seconds}
-        described["measured_alone"] = [name for name in names if trainer_switches(name)]
+        described["measured_alone"] = alone
         versions = {**gpu_step.libraries(), **{name: version(name) for name in ("transformers", "accelerate")}}
         counted = {"flops_per_token": flops, "peak_flop_per_second": peak}
         figures = rounded(rows)
@@ -148,6 +152,9 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recompute", type=int, default=0, help="of handgrad")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each contender")
     parser.add_argument("--turn-seconds", type=float, default=5.0)
+    parser.add_argument(
+        "--alone", action="store_true", help="one contender at a time, as Trainers always are: it has all memory"
+    )
     parser.add_argument("--out-folder", default="", help="for a record of each shape")
     return parser.parse_args(given)
 
@@ -158,6 +165,7 @@ def main() -> int:
     names, shapes = check_contenders(chosen, options.precision), options.shapes.split(",")
     if unknown := [shape for shape in shapes if shape not in SHAPES]:
         raise UsageError(f"unknown shapes {', '.join(unknown)}; known: {', '.join(SHAPES)}")
+    alone = [name for name in names if options.alone or trainer_switches(name)]
     keep_commit()
     if options.out_folder:
         Path(options.out_folder).mkdir(parents=True, exist_ok=True)
@@ -177,7 +185,7 @@ def main() -> int:
         kind = "h200" if options.device == "cuda" else options.device
         name = f"{kind}-llama-speed-{'fp8-' if options.precision == 'fp8' else ''}{shape.lower()}.json"
         out = Path(options.out_folder) / name if options.out_folder else ""
-        lines += other_models(compare(settings, names, options.seconds, options.turn_seconds, str(out)))
+        lines += other_models(compare(settings, names, alone, options.seconds, options.turn_seconds, str(out)))
     print("\n".join(lines), file=sys.stderr)
     return 1 if lines else 0
 

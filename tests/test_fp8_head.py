@@ -124,13 +124,14 @@ def test_the_benchmark_makes_all_runs_once(shards: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "argv", ["fp8_head", *arguments, "--set", *sizes.split(), *quick.split()])
     fp8_head.main()
     groups = json.loads(out.read_text())["groups"]
-    assert list(groups) == list(fp8_head.HEADS) and all(row["seeds"] == [1, 2] for row in groups.values())
+    assert list(groups) == list(fp8_head.FP8) and all(row["seeds"] == [1, 2] for row in groups.values())
     assert groups["none"]["difference"] == 0 and groups["all"]["standard_error"] > 0
-    assert [len(list(work.glob(f"{name.replace(' ', '-')}-*"))) for name in fp8_head.HEADS] == [2, 2, 2]
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--heads", "none,all", "--shared"])
+    assert [len(list(work.glob(f"{name.replace(' ', '-')}-*"))) for name in fp8_head.FP8] == [2, 2, 2]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--heads", "bf16,all", "--shared"])
     fp8_head.main()
     groups = json.loads(out.read_text())["groups"]
-    assert list(groups) == ["none", "all"] and not any("seconds" in row for row in groups.values())
+    assert list(groups) == ["bf16", "all"] and not any("seconds" in row for row in groups.values())
+    assert (peek_config(work / "bf16-1") or {})["precision"] == "bf16" and groups["all"]["difference"] != 0
     before = {path: path.stat().st_mtime_ns for path in work.rglob("model.safetensors")}
     fp8_head.main()
     assert {path: path.stat().st_mtime_ns for path in work.rglob("model.safetensors")} == before

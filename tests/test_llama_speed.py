@@ -150,19 +150,32 @@ def test_the_compiled_trainer_makes_the_same_steps(monkeypatch: pytest.MonkeyPat
     assert losses == pytest.approx(losses_of("handgrad", SMALL, 3), abs=5e-5)
 
 
-def test_trainers_are_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each after the others are gone, which alternate; the rows stand in one record."""
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], [["handgrad", "twin-flash"], ["transformers"], ["transformers+compiled+liger"]]),
+        (["--alone"], [["transformers"], ["handgrad"], ["transformers+compiled+liger"], ["twin-flash"]]),
+        (["--contenders=transformers"], [["transformers"]]),
+    ],
+)
+def test_trainers_are_measured_alone(
+    given: list[str], expected: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each after the others are gone, which alternate unless all are to be alone; the rows stand in one record."""
     groups: list[list[str]] = []
 
     def measure(commands: dict[str, list[str]], *_: Any, **options: Any) -> dict[str, Any]:
         groups.append([*commands])
-        return {name: {"turns": []} for name in commands}
+        return rows_of({name: [5.0, 2.0] for name in commands})
 
     monkeypatch.setattr(gpu_step, "measure", measure)
-    names = ["transformers", "handgrad", "transformers+compiled+liger", "twin-flash"]
-    rows = llama_speed.measure({name: [] for name in names}, 1, 1, torch.device("cpu"))
-    assert groups == [["handgrad", "twin-flash"], ["transformers"], ["transformers+compiled+liger"]] and {*rows} == {*names}
-    assert len(llama_speed.measure({"transformers": []}, 1, 1, torch.device("cpu"))) == 1 and groups[-1] == ["transformers"]
+    names = "--contenders=transformers,handgrad,transformers+compiled+liger,twin-flash"
+    words = ["--shapes=tiny-llama", "--device=cpu", "--precision=fp32", f"--out-folder={tmp_path}", names, *given]
+    monkeypatch.setattr(sys, "argv", ["llama_speed", *words])
+    assert llama_speed.main() == 0
+    record = json.loads((tmp_path / "cpu-llama-speed-tiny-llama.json").read_text())
+    assert groups == expected and {*record["figures"]} == {name for group in expected for name in group}
+    assert record["settings"]["measured_alone"] == [group[0] for group in expected if len(group) == 1]
 
 
 def test_what_stops_a_trainer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
