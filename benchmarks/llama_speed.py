@@ -28,6 +28,7 @@ from benchmarks.trainer_run import TrainerRun, trainer_switches
 from benchmarks.turns import Run, answers, contend
 from handgrad import devices
 from handgrad.errors import UsageError
+from handgrad.gpus import short_name
 from handgrad.models import architecture
 
 TRAINERS = (
@@ -182,7 +183,7 @@ def main() -> int:
             learning_rate=LEARNING_RATE,
             vocab_size=SHAPES[shape][0],
         )
-        kind = "h200" if options.device == "cuda" else options.device
+        kind = short_name(torch.cuda.get_device_name()) if options.device == "cuda" else options.device
         name = f"{kind}-llama-speed-{'fp8-' if options.precision == 'fp8' else ''}{shape.lower()}.json"
         out = Path(options.out_folder) / name if options.out_folder else ""
         lines += other_models(compare(settings, names, alone, options.seconds, options.turn_seconds, str(out)))

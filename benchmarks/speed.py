@@ -30,16 +30,9 @@ def measured() -> dict[str, dict[str, float | None]]:
         bf16 = {name: row["tokens_per_second"] for name, row in rows.items() if row["precision"] == "bf16"}
         twin = max((speed for name, speed in bf16.items() if name.startswith("twin")), default=None)
         llmc = next(speed for name, speed in peers.items() if name.startswith(f"{model},"))
-        speeds[model] = dict(zip(COLORS, (fp8_speed(model, rows), bf16["handgrad"], twin, llmc), strict=True))
+        fp8 = done(RESULTS / f"h200-fp8-head-step-{model.lower()}.json")["handgrad-fp8"]["tokens_per_second"]
+        speeds[model] = dict(zip(COLORS, (fp8, bf16["handgrad"], twin, llmc), strict=True))
     return speeds
-
-
-def fp8_speed(model: str, rows: dict[str, dict[str, Any]]) -> float:
-    """With the loss head in fp8 where that was measured; `rows`: of a record that may have fp8 beside bf16."""
-    head, blocks = (RESULTS / f"h200-fp8-{kind}step-{model.lower()}.json" for kind in ("head-", ""))
-    if head.exists():
-        return max(row["tokens_per_second"] for row in done(head).values())
-    return (rows if "handgrad-fp8" in rows else done(blocks))["handgrad-fp8"]["tokens_per_second"]
 
 
 def done(path: Path) -> dict[str, dict[str, Any]]:

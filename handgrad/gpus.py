@@ -61,8 +61,8 @@ GPUS = {
 
 
 def short_name(name: str) -> str:
-    """The key of a name as people write it: RTX 4090, NVIDIA H100-SXM5, A100-80GB."""
-    short = re.sub(r"nvidia|geforce|rtx|tesla|[ _-]*80 ?gb|[ _-]*sxm[0-9]?", "", name.lower())
+    """The key of a name as people write it, RTX 4090, NVIDIA H100-SXM5, A100-80GB, or torch, with the kind of memory."""
+    short = re.sub(r"nvidia|geforce|rtx|tesla|[ _-]*80 ?gb|[ _-]*sxm[0-9]?|[ _-]*hbm[0-9]e?", "", name.lower())
     return "-".join(re.split(r"[ _-]+", short.strip(" _-")))
 
 

@@ -88,7 +88,9 @@ MEASURED = [  # record, contender, preset, the head's GEMMs in fp8
     ("h200-step-350m", "handgrad-fp8", "d24", "none"),
     ("h200-fp8-step-774m", "handgrad-fp8", "d36", "none"),
     ("h200-fp8-step-1558m", "handgrad-fp8", "d48", "none"),
-    ("h200-fp8-head-step-124m", "handgrad-fp8-head", "d12", "auto"),
+    ("h200-fp8-head-step-124m", "handgrad-fp8", "d12", "auto"),
+    ("h200-fp8-head-step-350m", "handgrad-fp8", "d24", "auto"),
+    ("h200-fp8-head-step-774m", "handgrad-fp8", "d36", "auto"),
     ("h200-fp8-head-step-1558m", "handgrad-fp8", "d48", "auto"),
 ]
 

@@ -223,7 +223,10 @@ def test_the_micro_batch_that_fits() -> None:
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("RTX 4090", "4090"), ("A100-80GB", "a100"), ("NVIDIA H100-SXM5", "h100"), ("h100 pcie", "h100-pcie"), ("T4", "t4")],
+    [
+        *(("RTX 4090", "4090"), ("A100-80GB", "a100"), ("NVIDIA H100-SXM5", "h100"), ("h100 pcie", "h100-pcie")),
+        *(("T4", "t4"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100")),
+    ],
 )
 def test_names_as_people_write_them(name: str, key: str) -> None:
     assert short_name(name) == key and key in GPUS
@@ -314,7 +317,7 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, nowhere: Path
 def test_from_python() -> None:
     found = handgrad.plan("d12", gpu="h200", gpus=1, price=2.5, precision="fp8", data="nowhere")
     assert found == forecast(dataclasses.replace(preset("d12"), precision="fp8"), 50257, "h200", price=2.5)
-    assert found.measured and found.tokens_per_second == 820630
+    assert found.measured and found.tokens_per_second == 809850
     kept = handgrad.plan("d12", gpu="h200", gpus=1, precision="fp8", fp8_head="none", data="nowhere")
     assert kept.measured and kept.tokens_per_second == 733030, "with the head in bf16"
     half = handgrad.plan("d12", gpu="h200", gpus=1, precision="fp8", fp8_head="forward", data="nowhere")

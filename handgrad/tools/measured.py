@@ -42,8 +42,10 @@ ROWS = (
     Measured("h200", 1, "d24", "fp8", 32, 8, 291660, "h200-step-350m"),
     Measured("h200", 1, "d36", "fp8", 32, 8, 149730, "h200-fp8-step-774m"),
     Measured("h200", 1, "d48", "fp8", 16, 8, 78712, "h200-fp8-step-1558m"),
-    Measured("h200", 1, "d12", "fp8", 64, 8, 820630, "h200-fp8-head-step-124m", WHOLE_HEAD),
-    Measured("h200", 1, "d48", "fp8", 16, 8, 82064, "h200-fp8-head-step-1558m", WHOLE_HEAD),
+    Measured("h200", 1, "d12", "fp8", 64, 8, 809850, "h200-fp8-head-step-124m", WHOLE_HEAD),
+    Measured("h200", 1, "d24", "fp8", 32, 8, 309400, "h200-fp8-head-step-350m", WHOLE_HEAD),
+    Measured("h200", 1, "d36", "fp8", 32, 8, 155450, "h200-fp8-head-step-774m", WHOLE_HEAD),
+    Measured("h200", 1, "d48", "fp8", 16, 8, 80944, "h200-fp8-head-step-1558m", WHOLE_HEAD),
     Measured("h200", 1, "d12", "bf16", 64, 1, 615860, "h200-step-124m-one-micro-step"),
     Measured("h200", 4, "d12", "bf16", 64, 2, 2424063, "h200-x4-scaling-124m"),
     Measured("h200", 4, "d48", "bf16", 16, 8, 222165, "h200-x4-scaling-1558m"),
@@ -52,6 +54,8 @@ ROWS = (
     Measured("h100", 1, "d48", "fp8", 16, 8, 74622, "h100-fp8-step-1558m"),
     Measured("h100", 1, "d24", "bf16", 32, 8, 212100, "h100-step-350m"),
     Measured("h100", 1, "d24", "fp8", 32, 8, 272600, "h100-step-350m"),
+    Measured("h100", 1, "d12", "fp8", 64, 8, 747830, "h100-fp8-head-step-124m", WHOLE_HEAD),
+    Measured("h100", 1, "d48", "fp8", 16, 8, 76300, "h100-fp8-head-step-1558m", WHOLE_HEAD),
 )
 
 
