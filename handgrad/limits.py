@@ -25,14 +25,14 @@ def levels(top: Path, group: str) -> Iterator[Path]:
     yield from (folder for folder in inner.parents if folder.is_relative_to(top))
 
 
-# Of version 1 and 2: the limit, the memory in use, and the prefix of the fields of memory.stat that count the groups below too.
+# Of version 1 and 2: the limit, the memory in use, the prefix of the counts in memory.stat that include the groups below.
 # https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, https://docs.kernel.org/admin-guide/cgroup-v2.html
 MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
-# Pages of files that the kernel evicts before it kills a process, also those in recent use, as in MemAvailable of /proc/meminfo.
-# Shared memory and locked pages stand on other lists (anon, unevictable).
+# Pages of files that the kernel evicts before it kills a process, also those in recent use, as in MemAvailable of
+# /proc/meminfo. Shared memory and locked pages are on other lists (anon, unevictable).
 FILE_CACHE = ("inactive_file", "active_file")
 # Pages among them that must be written to disk first; version 1's names are without "file_".
 UNWRITTEN = ("dirty", "writeback", "file_dirty", "file_writeback")

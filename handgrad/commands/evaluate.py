@@ -27,9 +27,10 @@ from handgrad.evaluation.load import (
     usual_window,
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
-from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
+from handgrad.evaluation.records import AFTERWARDS, append_to_run, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
+from handgrad.files import check_writable
 from handgrad.format import table
 from handgrad.generation.fp8_weights import rounded
 from handgrad.interop.sources import open_weights
@@ -48,8 +49,11 @@ DIVERGED = "its weights have diverged; use an earlier checkpoint, or another --p
 
 
 def run(parsed: Namespace) -> int:
-    if not parse_tasks(parsed.tasks) and (parsed.out or parsed.limit):
+    tasks = parse_tasks(parsed.tasks)
+    if not tasks and (parsed.out or parsed.limit):
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
+    if tasks and parsed.precision == "fp8":
+        raise UsageError("tasks are scored in 16 bits, found --precision fp8; use bf16, or leave out --tasks")
     info = find_rank_info(os.environ)
     device = devices.resolve_device(parsed.device, info.local_rank)
     with joined(info, device, Timeouts(parsed.join_seconds, parsed.silence_seconds, parsed.stall_seconds)) as ranks:
@@ -62,6 +66,8 @@ def run(parsed: Namespace) -> int:
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """The lines to print, computed by all `ranks` together."""
     _, parsed.precision, dtype, ops = machine(device, parsed.precision, parsed.backend)
+    if parsed.out:
+        ranks.from_rank_0(lambda: check_writable(Path(parsed.out)), "--out")
     source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     if parsed.fp8_weights:
         source = replace(source, weight=rounded(source.shape, source.weight))
@@ -74,8 +80,6 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     plans: dict[str, Plan] = {}  # by the evaluation that uses the memory
     buffers: list[Buffer] = []
     work, in_fp8 = None, None
-    if tasks and parsed.precision == "fp8":
-        raise UsageError("tasks are scored in 16 bits, found --precision fp8; use bf16, or leave out --tasks")
     if dataset is not None:
         chunk = source.config.head_chunk_tokens
         packed = packing_of(parsed, source, dataset) != STREAM
@@ -117,8 +121,6 @@ def read_tasks(parsed: Namespace, source: Weights, context: int) -> tuple[list[T
     """The tasks and their requests, read by rank 0 for all."""
     if not parsed.tasks:
         return [], []
-    if parsed.out:
-        check_writable(Path(parsed.out))
     tasks = load_tasks(parsed.tasks, parsed.limit)
     return tasks, make_requests(tasks, source.tokenizer, context)
 
