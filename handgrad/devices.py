@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,8 @@ def use_precision(device: torch.device, precision: str) -> torch.dtype:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         gpus.check_precision(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), precision)
     if device.type == "cpu":  # after set_float32_matmul_precision("medium") oneDNN would round float32 to bf16
-        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+        onednn: Any = torch.backends.mkldnn
+        onednn.matmul.fp32_precision = "ieee"
     return DTYPES[precision]
 
 

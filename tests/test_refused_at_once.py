@@ -40,6 +40,7 @@ def root(tmp_path: Path) -> Path:
         (EVALUATE, 64, ["evaluate", "m", *TASKS, "--out", "{root}/file"], "already exists; give --out another name"),
         (EVALUATE, 74, ["evaluate", "m", *TASKS, "--out", "{root}/no/x"], "in an existing folder; give --out another name"),
         (EVALUATE, 64, ["evaluate", "m", *TASKS, "--precision", "fp8"], "tasks are scored in 16 bits"),
+        (EVALUATE, 64, ["evaluate", "m", *TASKS], "{root}/arc.jsonl"),
         (IMPORT, 64, ["import", "owner/name", "--out", "{root}/file/below"], "cannot be made: {root}/file is a file"),
         (IMPORT, 64, ["import", "owner/name", "--out", "{root}/new", "--tokenizer", "{root}/none.json"], "none.json"),
         (PROFILE, 64, ["profile", "tiny", "--device", "cpu", "--trace", "{root}/empty"], "empty is a folder; name a file"),
@@ -96,6 +97,15 @@ def test_an_export_that_cannot_be_written(
     found = refused(capsys, code, "export", config.out, *(word.format(root=root) for word in line))
     assert told.format(root=root) in found, found
     assert not (root / "new").exists()
+
+
+def test_windows_that_skip_tokens(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    train(config)
+    monkeypatch.setattr("handgrad.commands.evaluate.load_model", begun)
+    capsys.readouterr()
+    assert "eval_stride must be at most context" in refused(capsys, 64, "evaluate", config.out, "--eval-stride", "99")
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

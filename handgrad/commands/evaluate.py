@@ -13,10 +13,10 @@ import torch
 
 from handgrad import devices
 from handgrad.arena import Buffer, Plan, make_plan
-from handgrad.config import STREAM
+from handgrad.config import STREAM, check_stride
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
-from handgrad.evaluation.likelihoods import Request, Workload
+from handgrad.evaluation.likelihoods import Workload
 from handgrad.evaluation.load import (
     LoadedModel,
     Weights,
@@ -66,15 +66,16 @@ def run(parsed: Namespace) -> int:
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """The lines to print, computed by all `ranks` together."""
     _, parsed.precision, dtype, ops = machine(device, parsed.precision, parsed.backend)
-    if parsed.out:
-        ranks.from_rank_0(lambda: check_writable(Path(parsed.out)), "--out")
+    tasks = ranks.from_rank_0(lambda: read_tasks(parsed), "the tasks")  # before a model is downloaded in vain
     source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     if parsed.fp8_weights:
         source = replace(source, weight=rounded(source.shape, source.weight))
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
-    tasks, requests = ranks.from_rank_0(lambda: read_tasks(parsed, source, context), "the tasks")
+    requests = ranks.from_rank_0(lambda: make_requests(tasks, source.tokenizer, context), "the requests") if tasks else []
     dataset = None if tasks and not parsed.data else validation_data(parsed, source)
+    if dataset is not None:
+        check_stride(stride_of(parsed, source), context, "context")
 
     shape = replace(source.shape, sequence_length=context)  # of the memory; the weights are the model's own
     plans: dict[str, Plan] = {}  # by the evaluation that uses the memory
@@ -117,12 +118,16 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     return lines
 
 
-def read_tasks(parsed: Namespace, source: Weights, context: int) -> tuple[list[TaskData], list[Request]]:
-    """The tasks and their requests, read by rank 0 for all."""
-    if not parsed.tasks:
-        return [], []
-    tasks = load_tasks(parsed.tasks, parsed.limit)
-    return tasks, make_requests(tasks, source.tokenizer, context)
+def read_tasks(parsed: Namespace) -> list[TaskData]:
+    """The tasks; raises the errors of a file or of an `--out` that cannot be written."""
+    if parsed.out:
+        check_writable(Path(parsed.out))
+    return load_tasks(parsed.tasks, parsed.limit) if parsed.tasks else []
+
+
+def stride_of(parsed: Namespace, source: Weights) -> int:
+    """The tokens between two windows of the validation: those asked for, or the run's."""
+    return source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride
 
 
 def validation_data(parsed: Namespace, source: Weights) -> Dataset:
@@ -143,7 +148,7 @@ def loss_lines(
     parsed: Namespace, source: Weights, model: LoadedModel, dataset: Dataset, views: dict[str, Any], ranks: Ranks
 ) -> list[str]:
     """The validation loss in nats, as perplexity and in bits per byte."""
-    stride = source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride
+    stride = stride_of(parsed, source)
     act = named_activations(model.shape, views)
     context, packing = act.tokens.shape[1], packing_of(parsed, source, dataset)
     found = held_out_loss(
