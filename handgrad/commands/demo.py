@@ -7,6 +7,7 @@ from pathlib import Path
 from handgrad import presets
 from handgrad.commands.prepare import prepare_with_progress, show_prepared
 from handgrad.data.prepare import PrepareOptions
+from handgrad.files import check_above
 from handgrad.reports.page import write_report
 from handgrad.run.folder import check_place
 from handgrad.run.start import train
@@ -18,6 +19,7 @@ DEMO_TOKENIZER = "bpe:1024"
 
 def run(parsed: Namespace) -> int:
     check_place(Path(parsed.out))
+    check_above(Path(parsed.out))
     options = PrepareOptions(
         "stories", Path(parsed.data), tokenizer=DEMO_TOKENIZER, documents=DEMO_DOCUMENTS, validation_fraction=0.01
     )

@@ -10,7 +10,7 @@ from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint
 from handgrad.config import AUTO, STREAM, RunConfig, check, differences, to_dict, to_toml
 from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
-from handgrad.files import check_above, sync_folder, write_durably
+from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.listing import Records, failed_twice, last_failure, records_of
 from handgrad.run.lock import take_lock
@@ -146,7 +146,6 @@ def check_place(path: Path) -> None:
     is_run = (path / LOCK_FILE).exists() or checkpoint.folders(path / CHECKPOINTS)  # a copy may lack the lock
     if path.is_dir() and any(path.iterdir()) and not is_run:
         raise UsageError(f"--out {path} has files in it but is no run folder; choose another folder")
-    check_above(path)
 
 
 def model_of(config: RunConfig) -> str:
