@@ -42,7 +42,6 @@ def root(tmp_path: Path) -> Path:
         (EVALUATE, 64, ["evaluate", "m", *TASKS, "--precision", "fp8"], "tasks are scored in 16 bits"),
         (EVALUATE, 64, ["evaluate", "m", *TASKS], "{root}/arc.jsonl"),
         (IMPORT, 64, ["import", "owner/name", "--out", "{root}/file/below"], "cannot be made: {root}/file is a file"),
-        (IMPORT, 64, ["import", "owner/name", "--out", "{root}/new", "--tokenizer", "{root}/none.json"], "none.json"),
         (PROFILE, 64, ["profile", "tiny", "--device", "cpu", "--trace", "{root}/empty"], "empty is a folder; name a file"),
         (BENCH, 64, ["bench", "step", "--device", "cpu", "--out", "{root}/full"], "--out {root}/full is a folder"),
         (TUNE, 64, ["tune", "tiny", "--table", "{root}/no/table.json"], "--table {root}/no/table.json: there is no folder"),
