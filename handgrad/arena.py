@@ -110,7 +110,7 @@ def make_plan(buffers: Iterable[Buffer]) -> Plan:
             for start, stop, others_ticks in placed:
                 if start >= offset + size:
                     break  # the gap before this one is large enough, and the list is sorted
-                if ticks & others_ticks and stop > offset:
+                if stop > offset and ticks & others_ticks:
                     offset = stop
             offsets[buffer.name] = offset
             bisect.insort(placed, (offset, offset + size, ticks))

@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def precision_note(device: torch.device, precision: str) -> str:
 
 
 def use_precision(device: torch.device, precision: str) -> torch.dtype:
-    """The dtype of weights and activations; sets torch's global switches (TF32, bf16 reductions)."""
+    """The dtype of weights and activations; sets torch's global switches (TF32, bf16 reductions, float32 on a CPU)."""
     if precision == "tf32" and device.type != "cuda":
         raise UsageError(f"precision tf32 exists on NVIDIA GPUs only, the device is {device.type}; use fp32 or bf16")
     if device.type == "cuda":
@@ -81,6 +82,9 @@ def use_precision(device: torch.device, precision: str) -> torch.dtype:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         gpus.check_precision(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), precision)
+    if device.type == "cpu":  # after set_float32_matmul_precision("medium") oneDNN would round float32 to bf16
+        onednn: Any = torch.backends.mkldnn
+        onednn.matmul.fp32_precision = "ieee"
     return DTYPES[precision]
 
 

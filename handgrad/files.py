@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from handgrad.errors import UsageError, storage_error
+from handgrad.errors import StorageError, UsageError, storage_error
 
 
 def file_sha256(path: Path) -> str:
@@ -57,9 +57,33 @@ def sync_name(path: Path) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raises `UsageError` if `path` exists; an empty folder counts as free."""
+    """Raises `UsageError` if `path` exists, or cannot be made; an empty folder counts as free."""
     if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise UsageError(f"{path} already exists; give another name or remove it")
+    check_above(path)
+
+
+def check_above(path: Path) -> None:
+    """Raises `UsageError` if the nearest thing above `path` that exists is no folder."""
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise UsageError(f"{path} cannot be made: {above} is a file; give another name")
+
+
+def check_writable(path: Path) -> None:
+    """Raises, before the work, `UsageError` if the file exists, `StorageError` if it cannot be written afterwards."""
+    if path.is_file():
+        raise UsageError(f"{path} already exists; give --out another name or remove it")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise StorageError(f"expected a file to write at {path}, in an existing folder; give --out another name")
+
+
+def check_replaceable(path: Path, flag: str) -> None:
+    """Raises `UsageError`, before the work, if the file of a `flag` cannot be written: it is a folder, or lies in none."""
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {path.absolute().parent}; make it, or write elsewhere")
+    if path.is_dir():
+        raise UsageError(f"{flag} {path} is a folder; name a file")
 
 
 @contextlib.contextmanager

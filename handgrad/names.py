@@ -57,7 +57,9 @@ SYNONYMS = {
     "samples": "num_samples n",
     "max_tokens": "max_new_tokens length",
     "temperature": "temp",
-    "prompt": "start",
+    "prompt": "start text input message question query p",
+    "prompt_file": "prompts prompts_file input_file",
+    "system": "system_prompt system_message",
     "dtype": "precision bf16 fp16 fp32",
     # commands
     "prepare": "tokenize tokenise preprocess",
@@ -115,15 +117,20 @@ def nearest_name(name: str, known: Any) -> str:
     ...)' for a word of other trainers that is no setting of a run; or nothing."""
     known = list(known)
     names = {plain_name(option): option for option in known}
+    meant = next((names[word] for word in meanings(name) if word in names), None)
     plain = plain_name(name)
-    other_words = (target for target, words in SYNONYMS.items() if plain in words.split())
-    meant = next((names[word] for word in (plain, *other_words) if word in names), None)
     place = next((place for place, words in ELSEWHERE.items() if plain in words.split()), "")
     if meant is None and place and "learning_rate" in names:
         return f" (that is done {place})"
     if meant is None:
         meant = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
     return f" (did you mean {meant}?)" if meant else ""
+
+
+def meanings(name: str) -> list[str]:
+    """The names of ours that `name` may say: itself, and those that it is another word for."""
+    plain = plain_name(name)
+    return [plain, *(target for target, words in SYNONYMS.items() if plain in words.split())]
 
 
 def is_epochs(name: str) -> bool:

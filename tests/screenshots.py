@@ -62,8 +62,10 @@ def framed(url: str, width: int, height: int, script: str = "") -> Iterator[str]
         handler = functools.partial(Quiet, directory=folder)
         with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-            yield f"http://127.0.0.1:{server.server_address[1]}/frame.html"
-            server.shutdown()
+            try:
+                yield f"http://127.0.0.1:{server.server_address[1]}/frame.html"
+            finally:
+                server.shutdown()
 
 
 def screenshot(

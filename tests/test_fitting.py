@@ -12,6 +12,7 @@ from handgrad.cli import main
 from handgrad.errors import DataError
 from handgrad.gpus import GPUS
 from handgrad.presets import preset
+from handgrad.run import resolve as resolving
 from handgrad.run.checks import can_offload, check_fits
 from handgrad.run.memory import memory_bytes
 from handgrad.tools.absent import resolve_for
@@ -91,6 +92,16 @@ def test_adapters_fit_by_recompute_alone(tmp_path: Path, monkeypatch, capsys) ->
         assert "take       --recompute 1\n" in text and "--offload" not in text
         totals.append([float(level) for level in re.findall(r"([\d.]+) GiB", re.search(r"^  total.*$", text, re.M)[0])])
     assert all(fp8 < bf16 - 0.5 for bf16, fp8 in zip(*totals, strict=True))
+
+
+def test_a_design_is_resolved_once(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The table of memory, the largest micro-batches and the settings that fit share the designs."""
+    monkeypatch.chdir(tmp_path)
+    asked, rows = [], resolving.activation_rows
+    monkeypatch.setattr(resolving, "activation_rows", lambda *these: asked.append((these[0], these[4])) or rows(*these))
+    assert main(["plan", "d12", "--fit", "24GB", "--device", "cpu", "--precision", "fp32"]) == 0
+    assert "\nsame bits  within 22.4 GiB" in capsys.readouterr().out
+    assert len(asked) == len(set(asked)) > 20
 
 
 def test_nothing_fits(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -29,6 +29,7 @@ from handgrad.fp8.formats import (
     USED_SCALE,
     VANISHED,
     Quantized,
+    largest_scale,
 )
 from handgrad.ops import CONTROL_STEP, CONTROLS
 
@@ -177,6 +178,7 @@ def test_a_scale_is_the_largest_that_clips_nothing(kind: torch.dtype, margin: in
     ops.update_scaling(scaling, torch.zeros(len(amax), 1), totals, report, exponents, controls, **settings)
     expected = largest_scales(amax.float(), kind, margin)
     assert torch.equal(scaling[:, SCALE], expected) and torch.equal(scaling[:, INVERSE], 1 / expected)
+    assert [largest_scale(number, kind, margin) for number in amax.float().tolist()] == expected.tolist(), "on the host"
 
 
 @BOTH

@@ -43,10 +43,33 @@ def test_the_limit_of_version_1(tmp_path: Path) -> None:
     folder = "sys/fs/cgroup/memory/job"
     files = {"memory.limit_in_bytes": "5000", "memory.usage_in_bytes": "1000", "memory.stat": "total_inactive_file 10\n"}
     groups = {"proc/self/cgroup": "5:cpu,cpuacct:/job\n4:memory:/job\n"}
-    assert (
-        min(limits.memory_left(put(tmp_path, {**UNLIMITED, **groups, **{f"{folder}/{n}": v for n, v in files.items()}})))
-        == 4010
-    )
+    root = put(tmp_path, {**UNLIMITED, **groups, **{f"{folder}/{n}": v for n, v in files.items()}})
+    assert min(limits.memory_left(root)) == 4010
+    own = "inactive_file 1\nactive_file 2\ndirty 4\n"  # without the groups below
+    below = "total_inactive_file 10\ntotal_active_file 600\ntotal_dirty 30\ntotal_writeback 7\ntotal_unevictable 50\n"
+    (root / folder / "memory.stat").write_text(own + below)
+    assert min(limits.memory_left(root)) == 4000 + 10 + 600 - 30 - 7
+
+
+@pytest.mark.parametrize(
+    ("stat", "left"),
+    [
+        ({"active_file": 3000, "inactive_file": 500}, 1100 + 3500),
+        ({"active_file": 3000, "file": 3900, "shmem": 900, "unevictable": 100}, 1100 + 3000),
+        ({"active_file": 3000, "file_dirty": 200, "file_writeback": 40}, 1100 + 3000 - 240),
+        ({"active_file": 100, "file_dirty": 200}, 1100),
+        ({"active_file": 3900, "inactive_file": 200}, 5000),
+    ],
+    ids=["a full cache", "shared and locked memory", "unwritten pages", "counts of two moments", "no more than the limit"],
+)
+def test_the_part_of_the_page_cache_that_makes_room(stat: dict[str, int], left: int, tmp_path: Path) -> None:
+    """Files that a process has read twice are active: the kernel evicts them all the same before a limit kills anything."""
+    folder = "sys/fs/cgroup/job"
+    counts = {"memory.max": "5000\n", "memory.current": "3900\n"}
+    counts["memory.stat"] = "".join(f"{name} {number}\n" for name, number in stat.items())
+    files = {f"{folder}/{name}": text for name, text in counts.items()}
+    root = put(tmp_path, {**UNLIMITED, "proc/self/cgroup": "0::/job\n", **files})
+    assert limits.memory_left(root) == [left]
 
 
 def test_no_limit(tmp_path: Path) -> None:

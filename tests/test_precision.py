@@ -1,6 +1,7 @@
 """precision auto: the choice by device, its reason in the header, and a run that goes on as it began."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from handgrad.presets import PRESETS
 from handgrad.run.folder import inherited_settings
 from handgrad.run.resolve import resolve, with_precision
 from handgrad.run.start import train
+from tests.test_runs import records
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -101,3 +103,27 @@ def test_a_gpu_without_bf16_refuses_muon(capability: dict[str, tuple[int, int]],
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UsageError, match="optimizer muon"):
         resolve(wanted, 300, device=CUDA)
+
+
+@pytest.fixture
+def switch() -> Iterator[None]:
+    """torch's, back at its place after the test."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("switch")
+def test_a_switch_of_torch_does_not_reach_a_cpu_run(config: RunConfig, tmp_path: Path) -> None:
+    """Scripts set it for a model of their own; on a CPU that multiplies bf16 it rounds the inputs of GEMMs."""
+    plain = dataclasses.replace(config, channels=256, steps=2, eval_every=0, save_every=0, sample_tokens=0)
+    after = dataclasses.replace(plain, out=str(tmp_path / "after"))
+    train(plain)
+    torch.set_float32_matmul_precision("medium")
+    train(after)
+    assert records(plain.out) == records(after.out)
+    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee", "whatever this CPU multiplies"
+    torch.set_float32_matmul_precision("medium")
+    load(after.out, device="cpu").generate("a", max_tokens=1)
+    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"

@@ -31,6 +31,17 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 CONTEXT = 160
 
 
+@pytest.fixture(autouse=True)
+def no_thread_remains() -> Iterator[None]:
+    """After a test: none waits for further requests, with a model in memory."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(60)
+    assert not [thread.name for thread in left if thread.is_alive()]
+
+
 class Client:
     """A served model with random weights on bytes, of a short context, and the lines that its terminal shows."""
 
@@ -44,6 +55,14 @@ class Client:
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         threading.Thread(target=write_all, args=(self.served, self.writer, self.lines.append), daemon=True).start()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.served.jobs.put(None)
 
     def send(self, path: str, content: Any = None, **headers: str) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -83,9 +102,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(run: Path) -> Iterator[Client]:
-    client = Client(load(run, device="cpu"))
-    yield client
-    client.server.shutdown()
+    with Client(load(run, device="cpu")) as client:
+        yield client
 
 
 def test_an_answer_is_that_of_the_model(client: Client, run: Path) -> None:
@@ -147,12 +165,13 @@ def test_a_seed_gives_the_same_text_every_time(client: Client) -> None:
 
 
 def test_the_system_of_the_server(run: Path) -> None:
-    client, kind = Client(load(run, device="cpu"), system="Be kind."), {"role": "system", "content": "Be kind."}
-    with_it, without = (
-        client.text(messages=messages, **GREEDY) for messages in ([kind, *HELLO], [kind | {"content": ""}, *HELLO])
-    )
-    assert client.text(messages=HELLO, **GREEDY) == with_it != without
-    assert without == Client(load(run, device="cpu")).text(messages=HELLO, **GREEDY)
+    kind = {"role": "system", "content": "Be kind."}
+    with Client(load(run, device="cpu"), system="Be kind.") as client, Client(load(run, device="cpu")) as plain:
+        with_it, without = (
+            client.text(messages=messages, **GREEDY) for messages in ([kind, *HELLO], [kind | {"content": ""}, *HELLO])
+        )
+        assert client.text(messages=HELLO, **GREEDY) == with_it != without
+        assert without == plain.text(messages=HELLO, **GREEDY)
 
 
 def test_a_conversation_that_does_not_fit(client: Client) -> None:

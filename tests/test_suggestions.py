@@ -129,6 +129,7 @@ def test_a_setting_may_be_written_as_in_python() -> None:
         (["train", "tiny", "shards/mine"], "--data DIR"),
         (["sample", "run", "Once upon"], "one argument too many: 'Once upon'; give a text as --prompt TEXT"),
         (["chat", "run", "Hello"], "echo TEXT | handgrad chat MODEL"),
+        (["serve", "run", "Hello"], "one argument too many: 'Hello'; its page and its API take the messages"),
         (["evaluate", "run", "another"], "one MODEL at a time; `handgrad report RUN RUN` compares runs"),
         (["train", "--init-from", "resume"], "found 'resume': a run resumes by itself, by the same command again"),
         (["train", "tiny", "--init_from=scratch"], "found 'scratch': a run starts from nothing without it"),
@@ -137,6 +138,28 @@ def test_a_setting_may_be_written_as_in_python() -> None:
 )
 def test_a_word_in_the_wrong_place(line: list[str], told: str, capsys: pytest.CaptureFixture) -> None:
     assert told in refused(capsys, 64, *line)
+
+
+@pytest.mark.parametrize("word", ["--prompt", "-p", "--message", "--text", "--prompt_file", "--in"])
+def test_a_message_as_a_flag(word: str, capsys: pytest.CaptureFixture) -> None:
+    """A conversation takes its messages elsewhere; `sample` is the command that continues one text."""
+    ways = {"chat": "pipe it: echo TEXT | handgrad chat MODEL", "serve": "its page and its API take the messages"}
+    for command, way in ways.items():
+        for line in ([command, "run", word, "Hello"], [command, f"{word}=Hello", "run"]):
+            told = refused(capsys, 64, *line)
+            assert f"'{word}' (" in told and way in told and "`handgrad sample MODEL --prompt TEXT` continues" in told
+            assert "did you mean" not in told
+
+
+@pytest.mark.parametrize("word", ["--message", "--text", "-p", "--question", "--prompts"])
+def test_a_message_continued_by_sample(word: str, capsys: pytest.CaptureFixture) -> None:
+    meant = "--prompt-file" if word == "--prompts" else "--prompt"
+    assert f"(did you mean {meant}?)" in refused(capsys, 64, "sample", "run", word, "Hello")
+
+
+def test_a_conversation_is_another_command_than_sample(capsys: pytest.CaptureFixture) -> None:
+    for line in (["--system", "Be brief."], ["--system-prompt", "Be brief."], ["--chat"]):
+        assert "(`handgrad chat MODEL --system TEXT` talks)" in refused(capsys, 64, "sample", "run", *line)
 
 
 def test_the_first_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

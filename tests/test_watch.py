@@ -36,8 +36,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def serving(watched: Watched) -> Iterator[str]:
     with listen(functools.partial(Handler, watched), "127.0.0.1", 0, may_move=False) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/"
+        finally:
+            server.shutdown()
 
 
 def get(url: str) -> tuple[int, str]:

@@ -12,14 +12,14 @@ from handgrad import devices, presets
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import flag
 from handgrad.errors import UsageError
+from handgrad.files import check_replaceable
 
 
 def run(parsed: Namespace) -> int:
     presets.model(parsed.model)  # raises for an unknown name
     device = devices.resolve_device(parsed.device).type
-    folder = Path(parsed.out).absolute().parent
-    if parsed.out and not folder.is_dir():
-        raise UsageError(f"--out {parsed.out}: there is no folder {folder}; make it, or write elsewhere")
+    if parsed.out:
+        check_replaceable(Path(parsed.out), "--out")
     name = "step on a CPU" if parsed.what == "step" and device == "cpu" else parsed.what
     benchmark, taken = BENCHMARKS[name]
     check_flags(parsed, name, taken)

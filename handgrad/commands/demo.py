@@ -7,7 +7,9 @@ from pathlib import Path
 from handgrad import presets
 from handgrad.commands.prepare import prepare_with_progress, show_prepared
 from handgrad.data.prepare import PrepareOptions
+from handgrad.files import check_above
 from handgrad.reports.page import write_report
+from handgrad.run.folder import check_place
 from handgrad.run.start import train
 from handgrad.run_files import REPORT_FILE
 
@@ -16,6 +18,8 @@ DEMO_TOKENIZER = "bpe:1024"
 
 
 def run(parsed: Namespace) -> int:
+    check_place(Path(parsed.out))
+    check_above(Path(parsed.out))
     options = PrepareOptions(
         "stories", Path(parsed.data), tokenizer=DEMO_TOKENIZER, documents=DEMO_DOCUMENTS, validation_fraction=0.01
     )

@@ -13,10 +13,10 @@ import torch
 
 from handgrad import devices
 from handgrad.arena import Buffer, Plan, make_plan
-from handgrad.config import STREAM
+from handgrad.config import STREAM, check_stride
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
-from handgrad.evaluation.likelihoods import Request, Workload
+from handgrad.evaluation.likelihoods import Workload
 from handgrad.evaluation.load import (
     LoadedModel,
     Weights,
@@ -27,9 +27,10 @@ from handgrad.evaluation.load import (
     usual_window,
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
-from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
+from handgrad.evaluation.records import AFTERWARDS, append_to_run, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
+from handgrad.files import check_writable
 from handgrad.format import table
 from handgrad.generation.fp8_weights import rounded
 from handgrad.interop.sources import open_weights
@@ -48,8 +49,11 @@ DIVERGED = "its weights have diverged; use an earlier checkpoint, or another --p
 
 
 def run(parsed: Namespace) -> int:
-    if not parse_tasks(parsed.tasks) and (parsed.out or parsed.limit):
+    tasks = parse_tasks(parsed.tasks)
+    if not tasks and (parsed.out or parsed.limit):
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
+    if tasks and parsed.precision == "fp8":
+        raise UsageError("tasks are scored in 16 bits, found --precision fp8; use bf16, or leave out --tasks")
     info = find_rank_info(os.environ)
     device = devices.resolve_device(parsed.device, info.local_rank)
     with joined(info, device, Timeouts(parsed.join_seconds, parsed.silence_seconds, parsed.stall_seconds)) as ranks:
@@ -62,20 +66,21 @@ def run(parsed: Namespace) -> int:
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """The lines to print, computed by all `ranks` together."""
     _, parsed.precision, dtype, ops = machine(device, parsed.precision, parsed.backend)
+    tasks = ranks.from_rank_0(lambda: read_tasks(parsed), "the tasks")  # before a model is downloaded in vain
     source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     if parsed.fp8_weights:
         source = replace(source, weight=rounded(source.shape, source.weight))
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
-    tasks, requests = ranks.from_rank_0(lambda: read_tasks(parsed, source, context), "the tasks")
+    requests = ranks.from_rank_0(lambda: make_requests(tasks, source.tokenizer, context), "the requests") if tasks else []
     dataset = None if tasks and not parsed.data else validation_data(parsed, source)
+    if dataset is not None:
+        check_stride(stride_of(parsed, source), context, "context")
 
     shape = replace(source.shape, sequence_length=context)  # of the memory; the weights are the model's own
     plans: dict[str, Plan] = {}  # by the evaluation that uses the memory
     buffers: list[Buffer] = []
     work, in_fp8 = None, None
-    if tasks and parsed.precision == "fp8":
-        raise UsageError("tasks are scored in 16 bits, found --precision fp8; use bf16, or leave out --tasks")
     if dataset is not None:
         chunk = source.config.head_chunk_tokens
         packed = packing_of(parsed, source, dataset) != STREAM
@@ -113,14 +118,16 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     return lines
 
 
-def read_tasks(parsed: Namespace, source: Weights, context: int) -> tuple[list[TaskData], list[Request]]:
-    """The tasks and their requests, read by rank 0 for all."""
-    if not parsed.tasks:
-        return [], []
+def read_tasks(parsed: Namespace) -> list[TaskData]:
+    """The tasks; raises the errors of a file or of an `--out` that cannot be written."""
     if parsed.out:
         check_writable(Path(parsed.out))
-    tasks = load_tasks(parsed.tasks, parsed.limit)
-    return tasks, make_requests(tasks, source.tokenizer, context)
+    return load_tasks(parsed.tasks, parsed.limit) if parsed.tasks else []
+
+
+def stride_of(parsed: Namespace, source: Weights) -> int:
+    """The tokens between two windows of the validation: those asked for, or the run's."""
+    return source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride
 
 
 def validation_data(parsed: Namespace, source: Weights) -> Dataset:
@@ -141,7 +148,7 @@ def loss_lines(
     parsed: Namespace, source: Weights, model: LoadedModel, dataset: Dataset, views: dict[str, Any], ranks: Ranks
 ) -> list[str]:
     """The validation loss in nats, as perplexity and in bits per byte."""
-    stride = source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride
+    stride = stride_of(parsed, source)
     act = named_activations(model.shape, views)
     context, packing = act.tokens.shape[1], packing_of(parsed, source, dataset)
     found = held_out_loss(

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from handgrad import checkpoint
 from handgrad.errors import UsageError
+from handgrad.files import check_free
 from handgrad.interop import peft
-from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft, push
+from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft, make_repository, push
 from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
 from handgrad.names import check_choice
 
@@ -19,7 +20,10 @@ def run(parsed: Namespace) -> int:
     dtype = parsed.dtype or ("f16" if parsed.to == "gguf" else "fp32")
     check_choice(f"--dtype of --to {parsed.to}", dtype, GGUF_TYPES if parsed.to == "gguf" else EXPORT_DTYPES)
     source = checkpoint.find(parsed.checkpoint, strict=parsed.strict)
-    path, read_back = Path(parsed.folder), "every number is the same bits"
+    path, read_back, address = Path(parsed.folder), "every number is the same bits", ""
+    if parsed.push:
+        check_free(path)
+        address = make_repository(parsed.push)
     if parsed.to == "peft":
         done = export_peft(source, path, EXPORT_DTYPES[dtype])
         read_back += f"; the adapters of {peft.read_config(path)[1]}"
@@ -36,5 +40,6 @@ def run(parsed: Namespace) -> int:
     if dtype != "fp32" and parsed.to != "peft":
         print(f"rounding   to {dtype} moves a logit by {done.rounding:.2g} at most")
     if parsed.push:
-        print(f"pushed     {push(done.folder, parsed.push)}")
+        push(done.folder, parsed.push)
+        print(f"pushed     {address}")
     return 0

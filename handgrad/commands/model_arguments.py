@@ -43,6 +43,7 @@ def sample(parser: Parser) -> None:
     add_model_arguments(parser)
     add_fp8_weights(parser)
     parser.takes_one = "give a text as --prompt TEXT"
+    parser.elsewhere = dict.fromkeys(("system", "chat"), "`handgrad chat MODEL --system TEXT` talks")
     parser.text("--prompt", "TEXT", "the beginning (default: a new document)", default=None)
     parser.text("--prompt-file", "FILE", "a file with the beginning; - reads standard input", default=None)
     parser.number("--samples", "number of samples (default: 1)", rule=AT_LEAST_1)
@@ -58,7 +59,7 @@ def sample(parser: Parser) -> None:
 def chat(parser: Parser) -> None:
     add_model_arguments(parser)
     add_fp8_weights(parser)
-    parser.takes_one = "type the message at the prompt, or pipe it: echo TEXT | handgrad chat MODEL"
+    takes_messages(parser, "type the message at the prompt, or pipe it: echo TEXT | handgrad chat MODEL")
     parser.text("--system", "TEXT", "the system message, before the conversation")
     parser.number("--max-tokens", "longest answer (default: 512)", default=512)
     add_sampling_arguments(parser, "an answer")
@@ -69,7 +70,16 @@ def chat(parser: Parser) -> None:
 
 def serve(parser: Parser) -> None:
     chat(parser)
+    takes_messages(parser, "its page and its API take the messages; for one: echo TEXT | handgrad chat MODEL")
     add_address(parser, 8361)
+
+
+def takes_messages(parser: Parser, way: str) -> None:
+    """A command that answers messages, and takes none in its arguments: `way` is theirs."""
+    parser.takes_one = way
+    parser.elsewhere = dict.fromkeys(
+        ("prompt", "prompt_file", "in"), f"{way}; `handgrad sample MODEL --prompt TEXT` continues a text"
+    )
 
 
 def add_address(parser: Parser, port: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from handgrad.commands.epochs import epochs_in_steps
 from handgrad.config import KINDS
 from handgrad.errors import UsageError
-from handgrad.names import check_choice, is_epochs, nearest_name
+from handgrad.names import check_choice, is_epochs, meanings, nearest_name
 from handgrad.rules import Rule
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
@@ -40,6 +40,7 @@ class Parser(argparse.ArgumentParser):
         self.rules: dict[str, Rule] = {}
         self.example = ""  # a command line that works, for an error
         self.takes_one = ""  # the remedy for a second argument where one stands for several
+        self.elsewhere: dict[str, str] = {}  # a flag of another command, and the way to the same here
         self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
 
     def show_all(self) -> None:
@@ -101,7 +102,7 @@ class Parser(argparse.ArgumentParser):
                 raise UsageError(f"one argument too many: {unknown[0]!r}; {self.takes_one}")
             full = "--help-all" if self.left_out else "--help"
             known = [option for action in self._actions for option in action.option_strings]
-            listed = ", ".join(f"{name!r}{nearest_name(name, known)}" for name in names or unknown[:1])
+            listed = ", ".join(f"{name!r}{self.hint(name, known)}" for name in names or unknown[:1])
             counts_epochs = "preset" in namespace and any(map(is_epochs, names))
             note = f"; {epochs_in_steps(namespace, arguments)}" if counts_epochs else ""
             raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {listed}{note}; `{self.prog} {full}` lists all")
@@ -109,6 +110,11 @@ class Parser(argparse.ArgumentParser):
             if getattr(namespace, name) is not None:
                 rule.check(flag(name), getattr(namespace, name))
         return namespace
+
+    def hint(self, name: str, known: list[str]) -> str:
+        """' (the way)' to a flag of another command, else the nearest `known` flag to an unknown one."""
+        way = next((self.elsewhere[word] for word in meanings(name) if word in self.elsewhere), "")
+        return f" ({way})" if way else nearest_name(name, known)
 
     def dashed(self, word: str) -> str:
         """--tokens_per_step=8 -> --tokens-per-step=8: a setting's name in TOML and Python is its flag as well."""

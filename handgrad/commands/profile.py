@@ -8,6 +8,7 @@ from handgrad import devices
 from handgrad.config import GPT2_VOCABULARY, RunConfig
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
+from handgrad.files import check_replaceable
 from handgrad.run.folder import as_begun, model_of
 from handgrad.run.packing import resolve_packing, training_batches
 from handgrad.tools import nsight
@@ -21,8 +22,8 @@ def run(parsed: Namespace) -> int:
     if device.type == "mps":
         raise UsageError("torch's profiler sees no kernels on Apple GPUs; use --device cpu")
     trace = Path(parsed.trace) if parsed.trace else None
-    if trace and not trace.absolute().parent.is_dir():
-        raise UsageError(f"--trace {trace}: there is no folder {trace.absolute().parent}; make it, or write elsewhere")
+    if trace:
+        check_replaceable(trace, "--trace")
     if parsed.ncu:
         nsight.find_ncu()
         if device.type != "cuda":

@@ -17,7 +17,7 @@ import handgrad
 from handgrad import devices
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import LoadedModel, Weights, load_model, machine
-from handgrad.files import check_free
+from handgrad.files import check_writable
 from handgrad.generation.chat import listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
@@ -40,7 +40,7 @@ def run(parsed: Namespace) -> int:
     options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
     prompts = read_prompts(Path(parsed.input)) if parsed.input else [{"prompt": prompt_of(parsed)}] * (parsed.samples or 1)
     if parsed.out:
-        check_free(Path(parsed.out))
+        check_writable(Path(parsed.out))
     batch = min(parsed.batch, len(prompts))
     device, precision, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)

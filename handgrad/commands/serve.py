@@ -8,7 +8,7 @@ from argparse import Namespace
 from handgrad.commands.chat import context_of, opened
 from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.generation.generate import SamplingOptions, check_writing
-from handgrad.local_server import listen
+from handgrad.local_server import LocalHandler, listen
 from handgrad.serving.requests import Request
 from handgrad.serving.server import Handler, Served, write_all
 from handgrad.serving.writer import Writer
@@ -19,6 +19,8 @@ PORT = 8361
 def run(parsed: Namespace) -> int:
     check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
     options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
+    listening = functools.partial(listen, host=parsed.host, port=parsed.port or PORT, may_move=parsed.port is None)
+    listening(LocalHandler).server_close()  # a port that is taken is refused before the model is read
     weights, talk, writing = opened(parsed)
     context, described = context_of(writing, parsed.context)
     talks = is_taught_to_talk(weights.tokenizer, weights.checkpoint)  # the page begins with a conversation
@@ -27,7 +29,7 @@ def run(parsed: Namespace) -> int:
     default = Request(max_tokens=parsed.max_tokens, options=options, stops=tuple(parsed.stop))
     served = Served(about | {"system": parsed.system}, default, parsed.system)
     handler = functools.partial(Handler, served)
-    with listen(handler, parsed.host, parsed.port or PORT, may_move=parsed.port is None) as server:
+    with listening(handler) as server:
         host, port = server.server_address[:2]
         print(f"model      {parsed.checkpoint}, {described}")
         print(f"page       http://{host}:{port}/   (Ctrl-C ends it)")

@@ -11,6 +11,7 @@ from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.config import RunConfig
 from handgrad.errors import UsageError
+from handgrad.files import check_replaceable
 from handgrad.models import architecture
 from handgrad.run.assemble import allocate, bind
 from handgrad.run.resolve import with_precision
@@ -38,6 +39,8 @@ def as_tuned(parsed: Namespace) -> tuple[RunConfig, int, list[str]]:
 
 def run(parsed: Namespace) -> int:
     config = parsed.run_config
+    if parsed.table:
+        check_replaceable(Path(parsed.table), "--table")
     device = devices.resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")

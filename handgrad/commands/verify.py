@@ -25,6 +25,8 @@ def run(parsed: Namespace) -> int:
     tells = info.rank == 0 and not launched
     if info.size > 1 and not launched and not parsed.scratch:
         raise UsageError("expected --scratch DIR, an empty folder that all ranks see, where a launcher starts the ranks")
+    if parsed.scratch and info.size == 1:
+        check_free(Path(parsed.scratch))
     record = open_record(Path(parsed.run), parsed.signed_by)
     if record.signer is not None and tells:
         print(f"signed by  {f'the key {record.signer}' if record.signer else 'nobody'}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.checkpoint import Checkpoint
-from handgrad.errors import StorageError, UsageError, storage_errors
+from handgrad.errors import storage_errors
 from handgrad.evaluation.scoring import TaskResult
 from handgrad.evaluation.tasks import TaskData
 from handgrad.files import write_durably
@@ -54,14 +54,6 @@ def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> 
             file.flush()
             os.fsync(file.fileno())
     return f"recorded in {path}"
-
-
-def check_writable(path: Path) -> None:
-    """Raises, before the work, `UsageError` if the file exists, `StorageError` if it cannot be written afterwards."""
-    if path.is_file():
-        raise UsageError(f"{path} already exists; give --out another name or remove it")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise StorageError(f"expected a file to write at {path}, in an existing folder; give --out another name")
 
 
 def write_rows(path: Path, results: Sequence[TaskResult]) -> None:

@@ -8,6 +8,7 @@ The formats (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): e4m3 w
 2^-9 to 448; e5m2 with 2 bits, from 2^-16 to 57344.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -48,6 +49,14 @@ REPORT_PLACES = 5
 def largest_number(kind: torch.dtype) -> float:
     """The largest number of an fp8 format."""
     return LARGEST_MANTISSA * 2.0 ** LARGEST_EXPONENT[kind]
+
+
+def largest_scale(amax: float, kind: torch.dtype, margin: int) -> float:
+    """The scale that `write_scales` of the reference makes for numbers up to `amax` (finite, above 0): the largest power of
+    two that clips none of them, with `margin` binades left free."""
+    mantissa, exponent = math.frexp(amax)  # amax = mantissa 2^exponent, 1/2 <= mantissa < 1
+    e = LARGEST_EXPONENT[kind] - (exponent - 1) - (mantissa > LARGEST_MANTISSA / 2) - margin
+    return 2.0 ** max(-LARGEST_SCALE_EXPONENT, min(LARGEST_SCALE_EXPONENT, e))
 
 
 # The numbers of e4m3 by their bits. On a CPU torch widens this format without vector instructions.

@@ -1,12 +1,13 @@
 """Findings about an fp8 run's quantised tensors: for the record, and when one of them saturates."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from handgrad.fp8.formats import AMAX, CLIPPED, SATURATED, USED_SCALE, VANISHED, largest_number
+from handgrad.fp8.formats import AMAX, CLIPPED, SATURATED, USED_SCALE, VANISHED, largest_number, largest_scale
 from handgrad.fp8.scaling import Scaling
 from handgrad.fp8.tables import HEAD, WEIGHT
 
@@ -26,14 +27,19 @@ class Finding:
 
 
 def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: bool) -> tuple[Finding, ...]:
-    """The rows of a report (n, REPORT_PLACES) on the host. `micro_steps`: of all lanes."""
+    """The rows of a report (n, REPORT_PLACES) on the host. `micro_steps`: of all lanes.
+
+    A current scale is that of the step's largest number: the report has a rank's last one, and other ranks have others.
+    """
     found = []
     for row, elements, numbers in zip(scaling.fp8.table, scaling.numbers, report.tolist(), strict=True):
-        scale = numbers[USED_SCALE]
+        amax, scale = numbers[AMAX], numbers[USED_SCALE]
+        if not scaling.fp8.delayed and 0 < amax < math.inf:
+            scale = largest_scale(amax, row.format, scaling.fp8.margin)
         limit = largest_number(row.format) / scale
         seen = elements * (1 if row.kind == WEIGHT else micro_steps)
         clipped, vanished = (numbers[place] / seen if counted else None for place in (CLIPPED, VANISHED))
-        found.append(Finding(row.name, row.part, numbers[AMAX], limit, scale, int(numbers[SATURATED]), clipped, vanished))
+        found.append(Finding(row.name, row.part, amax, limit, scale, int(numbers[SATURATED]), clipped, vanished))
     return tuple(found)
 
 

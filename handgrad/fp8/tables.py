@@ -89,11 +89,13 @@ def quantized_table(
     """All quantised tensors whose scales follow from earlier steps, by layer and part, weights last."""
     layers = 1 + max((layer for layer, _ in gemms.blocks), default=-1)
     made, weights = list[QuantizedRow](), list[QuantizedRow]()
+    tagged = [(row, row.fp8) for row in rows if row.fp8 is not None]
+    tagged_weights = [(row, row.fp8) for row in parameters if row.fp8 is not None]
     for layer, part in product(range(layers), parts):
         if (layer, part) not in gemms.blocks:
             continue
         label, prefix = f"{layer}.{part}", f"blocks.{layer}."
-        read = [(row, row.fp8) for row in rows if row.fp8 is not None and row.fp8.part == part]
+        read = [(row, tag) for row, tag in tagged if tag.part == part]
         for row, tag in read:
             if row.name.startswith(prefix):
                 plain = row.name if tag.keeps_16bit else ""
@@ -102,8 +104,8 @@ def quantized_table(
             if tag.gradient:
                 stored = row.name, (row.of or row.name) if tag.keeps_16bit else "", tag.workspace
                 made.append(QuantizedRow(prefix + row.name, GRADIENT, gradients[0], label, *stored))
-        for weight in parameters:
-            if weight.fp8 is not None and weight.fp8.part == part and weight.name.startswith(prefix):
+        for weight, tag in tagged_weights:
+            if tag.part == part and weight.name.startswith(prefix):
                 weights.append(QuantizedRow(weight.name, WEIGHT, E4M3, label, weight.name, weight.name))
     if gemms.head:
         norm = next(row for row in rows if row.fp8 is not None and row.fp8.part == HEAD and not row.fp8.gradient)

@@ -17,6 +17,7 @@ llm.c           model.bin               the weights
 
 import functools
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,14 @@ from handgrad.data.model_tokenizer import GENERATION_FILE
 from handgrad.data.tokenizer import Tokenizer, tokenizer_files
 from handgrad.data.vocabulary import vocabulary_files
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.evaluation.load import LoadedModel, checkpoint_config, is_taught_to_talk, load_model, trained_on_chats
+from handgrad.evaluation.load import (
+    LoadedModel,
+    Weights,
+    checkpoint_config,
+    is_taught_to_talk,
+    load_model,
+    trained_on_chats,
+)
 from handgrad.files import check_free, whole
 from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors
@@ -211,7 +219,7 @@ def export(
     returns other numbers than were written.
     """
     check_free(folder)
-    model = load_to_check(checkpoint)
+    model = load_to_check(weights_of(checkpoint))
     flat, table = model.views["parameters"], parameter_table(model.shape)
     before = logits(model)
     for row in table:
@@ -233,9 +241,8 @@ def export(
     return Exported(folder, size, len(before), float((before - logits(model)).abs().max()))
 
 
-def load_to_check(checkpoint: Checkpoint) -> LoadedModel:
-    """The checkpoint in float32, with the buffers for `logits`. Raises `DataError` if it is damaged."""
-    source = weights_of(checkpoint)
+def load_to_check(source: Weights) -> LoadedModel:
+    """The weights in float32, with the buffers for `logits`. Raises `DataError` if they are damaged."""
     # Contexts can be so long that their cache would not fit.
     shape = replace(source.shape, sequence_length=min(CHECKED_TOKENS, source.shape.sequence_length))
     buffers = decode_buffers(shape, 1, torch.float32, reference)
@@ -256,20 +263,28 @@ def logits(model: LoadedModel) -> Tensor:
     return torch.stack(rows)
 
 
-def push(folder: Path, name: str) -> str:
-    """Uploads an exported folder to the Hub as model `name`, private if it is new; returns its address.
-
-    Raises `StorageError` if the Hub refuses; the folder stays.
-    """
+def make_repository(name: str) -> str:
+    """The model `name` on the Hub, private if it is new; returns its address. Raises `StorageError` if the Hub refuses."""
     import huggingface_hub
 
     try:
-        api = huggingface_hub.HfApi()
-        address = api.create_repo(name, repo_type="model", private=True, exist_ok=True)
-        api.upload_folder(repo_id=name, repo_type="model", folder_path=folder, commit_message="Exported by handgrad")
+        return str(huggingface_hub.HfApi().create_repo(name, repo_type="model", private=True, exist_ok=True))
     except hub_failures() as error:
         raise StorageError(
-            f"pushing {folder} to {name} failed: {error!s:.200}; check the name, the connection and `hf auth login`;"
-            " the folder itself is complete"
+            f"{name} cannot be pushed to: {error!s:.200}; check the name, the connection and `hf auth login`, or leave"
+            " out --push"
         ) from None
-    return str(address)
+
+
+def push(folder: Path, name: str) -> None:
+    """Uploads an exported folder to the Hub as model `name`. Raises `StorageError` if the Hub refuses; the folder stays."""
+    import huggingface_hub
+
+    try:
+        files = {"folder_path": folder, "commit_message": "Exported by handgrad"}
+        huggingface_hub.HfApi().upload_folder(repo_id=name, repo_type="model", **files)
+    except hub_failures() as error:
+        raise StorageError(
+            f"pushing {folder} to {name} failed: {error!s:.200}; the folder itself is complete:"
+            f" `hf upload {name} {shlex.quote(str(folder))}` sends it"
+        ) from None

@@ -38,6 +38,7 @@ from handgrad.interop import huggingface
 from handgrad.interop.export import Exported, added_template, load_to_check, logits
 from handgrad.interop.gguf_tokens import add_tokenizer
 from handgrad.interop.huggingface_llama import model_type
+from handgrad.interop.sources import weights_of
 from handgrad.models import parameter_table
 
 GGUF_TYPES = ("f16", "bf16", "q8_0")
@@ -85,9 +86,12 @@ def export_gguf(checkpoint: Checkpoint, file: Path, kind: str = "f16") -> Export
     except ImportError:
         raise UsageError(INSTALL) from None
     check_free(file)
-    model = load_to_check(checkpoint)
+    if file.is_dir():
+        raise UsageError(f"--to gguf writes one file, found the folder {file}; name a file, like {file / 'model.gguf'}")
+    source = weights_of(checkpoint)
+    name = network(source.shape)
+    model = load_to_check(source)
     shape, before = model.shape, logits(model)
-    name = network(shape)
     parts = list(tensors(shape, model.views["parameters"], name))
     writer = gguf.GGUFWriter(None, name)
     writer.add_name(checkpoint.folder.resolve().parent.parent.name)

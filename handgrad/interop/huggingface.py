@@ -46,7 +46,8 @@ PREFIX = "transformer."
 HEAD = "lm_head.weight"
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers of old versions: the causal mask
 DTYPES = ("F32", "BF16", "F16")
-MODEL_FILES = ("*.json", "model*.safetensors", "merges.txt", "*.jinja")
+SMALL_FILES = ("*.json", "merges.txt", "*.jinja")  # without the weights
+MODEL_FILES = (*SMALL_FILES, "model*.safetensors")
 
 BLOCK_NAMES = {
     "qkv": "attn.c_attn",
@@ -196,6 +197,12 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
 
     Raises `DataError` if a file is missing or damaged, or if the model is none of ours. Reads the weights on request.
     """
+    shape, words = read_shape_and_words(folder, tokenizer)
+    return HuggingFaceFolder(shape, words, find_tensors(folder, shape))
+
+
+def read_shape_and_words(folder: Path, tokenizer: str) -> tuple[ModelShape, Tokenizer]:
+    """The sizes and the tokenizer of `read_folder`, without the weights. Raises `DataError` for those of another model."""
     shape = read_shape(folder / CONFIG_FILE)
     words = load_tokenizer(tokenizer) if tokenizer else of_transformers(folder, shape.vocab_size)
     if words.vocab_size != shape.vocab_size:
@@ -203,7 +210,7 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
             f"expected a tokenizer of {shape.vocab_size} tokens as {folder / CONFIG_FILE} says, found one of"
             f" {words.vocab_size} ({words.kind}); name the model's own with `handgrad import --tokenizer gpt2|bytes|FILE`"
         )
-    return HuggingFaceFolder(shape, words, find_tensors(folder, shape))
+    return shape, words
 
 
 def read_shape(path: Path) -> ModelShape:

@@ -29,7 +29,17 @@ from handgrad.evaluation.load import CHAT, SHAPE, SIZES, Weights, checkpoint_wei
 from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop import peft
 from handgrad.interop.adapters import base_of, merged_checkpoint
-from handgrad.interop.huggingface import CONFIG_FILE, MODEL_FILES, HuggingFaceFolder, fetch, on_hub, read_folder, read_shape
+from handgrad.interop.huggingface import (
+    CONFIG_FILE,
+    MODEL_FILES,
+    SMALL_FILES,
+    HuggingFaceFolder,
+    fetch,
+    on_hub,
+    read_folder,
+    read_shape,
+    read_shape_and_words,
+)
 from handgrad.interop.llmc_model import LlmcModel, read_model
 from handgrad.interop.llmc_state import OptimizerState, read_state
 from handgrad.models import parameter_table
@@ -62,6 +72,8 @@ def open_weights(source: str, tokenizer: str = "", *, strict: bool = False, base
             other = "" if base else f"; other weights than it names: `handgrad import {source} --base MODEL`"
             raise DataError(f"{error}{other}") from None
         return peft.adapted(path, found)
+    if on_hub(source):  # another network or tokenizer is refused before its weights, often gigabytes, are downloaded
+        read_shape_and_words(fetch(source, SMALL_FILES), tokenizer)
     found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
     return imported("hf", source, found, sorted({file for file, _ in found.tensors.values()}))
 

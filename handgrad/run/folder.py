@@ -40,11 +40,7 @@ class RunFolder:
 
     def _open(self, *, allow_changes: bool, strict: bool) -> Path | None:
         """Locks the folder; returns that of the newest valid checkpoint."""
-        if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"--out {self.path} is a file; give a folder for the run")
-        is_run = (self.path / LOCK_FILE).exists() or checkpoint.folders(self.checkpoints)  # a copy may lack the lock
-        if self.path.is_dir() and any(self.path.iterdir()) and not is_run:
-            raise UsageError(f"--out {self.path} has files in it but is no run folder; choose another folder")
+        check_place(self.path)
         with storage_errors(f"making the run folder {self.path}"):
             self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -141,6 +137,15 @@ def inherited_settings(config: RunConfig) -> dict[str, Any]:
     # (setting, left open, before it was a setting)
     decided = (("precision", AUTO, AUTO), ("packing", AUTO, STREAM), ("lanes", 0, 1), ("fp8_head", AUTO, ""))
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
+
+
+def check_place(path: Path) -> None:
+    """Raises `UsageError` if no run can be at `path`: a file is there, or a folder with other files."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"--out {path} is a file; give a folder for the run")
+    is_run = (path / LOCK_FILE).exists() or checkpoint.folders(path / CHECKPOINTS)  # a copy may lack the lock
+    if path.is_dir() and any(path.iterdir()) and not is_run:
+        raise UsageError(f"--out {path} has files in it but is no run folder; choose another folder")
 
 
 def model_of(config: RunConfig) -> str:

@@ -40,14 +40,13 @@ class Served:
     about: dict[str, Any]  # of the model, as `/v1/models` lists it
     default: Request
     system: str
-    jobs: SimpleQueue[Job] = field(default_factory=SimpleQueue)
+    jobs: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
     numbers: Iterator[int] = field(default_factory=partial(count, 1))  # of the answers
 
 
 def write_all(served: Served, writer: Writer, tell: Callable[[str], object]) -> None:
-    """Writes the text of every job that comes, for ever; tells a line about each."""
-    while True:
-        job = served.jobs.get()
+    """Writes the text of every job that comes, until a None does; tells a line about each."""
+    while (job := served.jobs.get()) is not None:
         try:
             for part in writer.write(job.request):
                 job.arrived.put(part)

@@ -1,6 +1,7 @@
 """The cost of a run before it starts: memory by component, the largest micro-batch that fits, a bound on its speed."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from handgrad import devices
@@ -51,7 +52,8 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     config = check(replace(config, lanes=resolve_lanes(config, ranks)))
     check_shared_gradients(config, ranks)
     check_offload(config, device, ranks)
-    designs = [resolve(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]
+    resolved = cache(resolve)  # the search for a micro-batch and `fit` ask for some of these designs again
+    designs = [resolved(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]
     design = designs[0]
     flops_per_token = design.flops_per_token
     tokens = config.batch.tokens_before(config.steps)
@@ -68,10 +70,10 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     available, there = (fit, "allowed") if fit else (devices.available_bytes(device), "free")
     for level in RECOMPUTE_LEVELS if available is not None else ():
         other = replace(config, recompute=level)
-        fitting = largest_micro_batch(other, vocab_size, available or 0, ranks)
+        fitting = largest_micro_batch(other, vocab_size, available or 0, ranks, resolved=resolved)
         lines.append(fits_line(other, fitting, available or 0, there))
     if fit:
-        found = candidates(config, device, ranks, lambda other: resolve(other, vocab_size, ranks=ranks), None)
+        found = candidates(config, device, ranks, lambda other: resolved(other, vocab_size, ranks=ranks), None)
         lines += fitting_lines(found, fit)
     return lines
 

@@ -17,6 +17,7 @@ KINDS: dict[str, dict[str, object]] = {
     "fp32": LONG,
     "bf16": {"precision": "bf16"},
     "fp8": {**FP8, "steps": 6, "eval_every": 3},
+    "fp8-current": {**FP8, "fp8_scaling": "current", "fp8_margin": 1, "steps": 6, "eval_every": 3},
     "rounded": {"reduce_precision": "bf16"},  # on their way between lanes
     "dropout": {"dropout": 0.3, "steps": 6, "eval_every": 3},
     "fp8-dropout": {**FP8, "dropout": 0.3, "steps": 6, "eval_every": 3},
@@ -51,7 +52,7 @@ def alone(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPathFac
     [
         *(("fp32", ranks, zero) for ranks in (2, 4) for zero in (0, 1)),
         *(("bf16", 4, 1), ("bf16", 2, 0)),
-        *(("fp8", 2, 1), ("fp8", 4, 1), ("fp8", 2, 0)),
+        *(("fp8", 2, 1), ("fp8", 4, 1), ("fp8", 2, 0), ("fp8-current", 2, 1), ("fp8-current", 4, 0)),
         *(("rounded", 2, 1), ("rounded", 4, 1), ("rounded", 2, 0)),
         *(("bf16-alone", 2, 1), ("bf16-alone", 4, 0), ("moments", 2, 1), ("moments", 4, 0)),
         *(("rounded-bf16", 2, 1), ("dropout", 2, 1), ("fp8-dropout", 2, 1)),
@@ -62,6 +63,8 @@ def test_ranks_do_not_matter(kind: str, ranks: int, zero: int, launcher: Launche
     settings = KINDS[kind]
     launcher.run(ranks, arguments(shards, tmp_path / "run", zero=zero, **settings))
     same_run(alone(**settings), tmp_path / "run", last_step(settings))
+    logged = [[line["tensors"] for line in records(run, ("fp8",))] for run in (alone(**settings), tmp_path / "run")]
+    assert logged[0] == logged[1] and len(logged[0]) == 3 * kind.startswith("fp8")
     norms = [record["norm"] for record in records(tmp_path / "run", ("step",))]
     assert min(norms) > 0.5, "every step must clip"
 

@@ -188,7 +188,8 @@ def test_the_hub(exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyP
         huggingface_hub, "snapshot_download", lambda name, **rest: asked.append((name, rest)) or str(folder)
     )
     assert main(["import", "somebody/some-gpt2", "--out", str(tmp_path / "run")]) == 0
-    assert asked[0][0] == "somebody/some-gpt2" and "model*.safetensors" in asked[0][1]["allow_patterns"]
+    assert [name for name, _ in asked] == ["somebody/some-gpt2"] * 2
+    assert ["model*.safetensors" in rest["allow_patterns"] for _, rest in asked] == [False, True], "the weights last"
 
     class Api:
         def create_repo(self, name: str, **rest: object) -> str:
@@ -200,7 +201,7 @@ def test_the_hub(exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf"), "--push", "me/mine"]) == 0
-    assert asked[1]["repo_id"] == "me/mine" and asked[1]["folder_path"] == tmp_path / "hf"
+    assert asked[2]["repo_id"] == "me/mine" and asked[2]["folder_path"] == tmp_path / "hf"
 
     def full(self: Api, **rest: object) -> None:
         raise OSError("no route")
@@ -208,6 +209,40 @@ def test_the_hub(exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Api, "upload_folder", full)
     with pytest.raises(StorageError, match="the folder itself is complete"):
         export.push(tmp_path / "hf", "me/mine")
+
+
+@pytest.mark.parametrize(
+    ("changed", "more", "code", "told"),
+    [
+        ({"model_type": "gemma2"}, [], 65, "gemma2"),
+        ({"vocab_size": 300}, [], 65, "expected a tokenizer of 300 tokens"),
+        ({}, ["--tokenizer", "none.json"], 64, "none.json"),
+    ],
+    ids=["network", "vocabulary", "tokenizer"],
+)
+def test_weights_are_downloaded_for_a_known_model_alone(
+    changed: dict,
+    more: list[str],
+    code: int,
+    told: str,
+    exported: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    _, folder, _ = exported("bytes")
+    cache = shutil.copytree(folder, tmp_path / "cache", ignore=shutil.ignore_patterns("*.safetensors"))
+    change_config(cache, **changed)
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        assert "model*.safetensors" not in allow_patterns, "the weights come last"
+        return str(cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    capsys.readouterr()
+    assert told in refused(capsys, code, "import", "owner/name", "--out", str(tmp_path / "run"), *more)
+    if not more:
+        assert told in refused(capsys, code, "sample", "owner/name")
 
 
 def test_an_export_that_reads_back_otherwise(exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
