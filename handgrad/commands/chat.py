@@ -6,18 +6,17 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from handgrad import devices
 from handgrad.arena import make_plan
 from handgrad.errors import DataError, print_message
-from handgrad.evaluation.load import LoadedModel, Weights, is_taught_to_talk, load_model, machine
+from handgrad.evaluation.load import LoadedModel, Weights, is_taught_to_talk, load_model, machine, rounded_to_fp8
 from handgrad.evaluation.writing import Writing
 from handgrad.format import human_bytes
 from handgrad.generation.chat import Prompt, Talk
-from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
+from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import MAX_TOKENS, Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import stream_text
 from handgrad.interop.sources import open_weights
@@ -60,7 +59,7 @@ def opened(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
     device, _, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     if parsed.fp8_weights:
-        weights = replace(weights, weight=rounded(weights.shape, weights.weight))
+        weights = rounded_to_fp8(weights)
     talk = Talk(weights.tokenizer)
     model = load_model(weights, device, dtype, ops, fp8_buffers(weights.shape, ops, device) if parsed.fp8_weights else [])
     if not is_taught_to_talk(weights.tokenizer, weights.checkpoint):

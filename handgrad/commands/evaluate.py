@@ -24,6 +24,7 @@ from handgrad.evaluation.load import (
     is_taught_to_talk,
     load_model,
     machine,
+    rounded_to_fp8,
     usual_window,
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
@@ -31,7 +32,6 @@ from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writabl
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
 from handgrad.format import table
-from handgrad.generation.fp8_weights import rounded
 from handgrad.interop.sources import open_weights
 from handgrad.models import forward_buffers, named_activations
 from handgrad.models.rows import KIND
@@ -64,7 +64,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     _, parsed.precision, dtype, ops = machine(device, parsed.precision, parsed.backend)
     source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     if parsed.fp8_weights:
-        source = replace(source, weight=rounded(source.shape, source.weight))
+        source = rounded_to_fp8(source)
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
     tasks, requests = ranks.from_rank_0(lambda: read_tasks(parsed, source, context), "the tasks")

@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch
 import handgrad
 from handgrad import devices
 from handgrad.errors import DataError, UsageError, storage_errors
-from handgrad.evaluation.load import LoadedModel, Weights, load_model, machine
+from handgrad.evaluation.load import LoadedModel, Weights, load_model, machine, rounded_to_fp8
 from handgrad.files import check_free
 from handgrad.generation.chat import listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
-from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
+from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.generation.text import cropped, document, stream_text
@@ -45,7 +45,7 @@ def run(parsed: Namespace) -> int:
     device, precision, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     if parsed.fp8_weights:
-        weights = replace(weights, weight=rounded(weights.shape, weights.weight))
+        weights = rounded_to_fp8(weights)
     with contextlib.ExitStack() as opened:
         written, write = {}, None
         if parsed.out:
