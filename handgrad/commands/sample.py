@@ -15,6 +15,7 @@ import torch
 
 import handgrad
 from handgrad import devices
+from handgrad.commands.writing import sampling_options
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import LoadedModel, Weights, load_model, machine, rounded_to_fp8
 from handgrad.files import check_free
@@ -37,7 +38,7 @@ def run(parsed: Namespace) -> int:
         raise UsageError("expected one of --prompt, --prompt-file and --in, found several")
     if parsed.input and parsed.samples is not None:
         raise UsageError("--samples is not for --in: repeat the lines")
-    options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
+    options = sampling_options(parsed)
     prompts = read_prompts(Path(parsed.input)) if parsed.input else [{"prompt": prompt_of(parsed)}] * (parsed.samples or 1)
     if parsed.out:
         check_free(Path(parsed.out))
