@@ -9,6 +9,7 @@ from handgrad import presets
 from handgrad.commands.bench_arguments import bench
 from handgrad.commands.epochs import epochs_in_steps
 from handgrad.commands.model_arguments import (
+    WATCH_PORT,
     add_address,
     add_fp8_weights,
     add_model_arguments,
@@ -234,7 +235,7 @@ def recipes(parser: Parser) -> None:
 
 def watch(parser: Parser) -> None:
     add_runs(parser)
-    add_address(parser, 8360)
+    add_address(parser, WATCH_PORT)
 
 
 def runs(parser: Parser) -> None:

@@ -4,6 +4,7 @@ from handgrad.commands.parser import Parser
 from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.rules import AT_LEAST_1, between
 
+WATCH_PORT, SERVE_PORT = 8360, 8361
 FP8_NOTE = "; fp8: as a run in fp8 validates"
 
 
@@ -69,7 +70,7 @@ def chat(parser: Parser) -> None:
 
 def serve(parser: Parser) -> None:
     chat(parser)
-    add_address(parser, 8361)
+    add_address(parser, SERVE_PORT)
 
 
 def add_address(parser: Parser, port: int) -> None:

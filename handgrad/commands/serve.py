@@ -5,6 +5,7 @@ import threading
 import time
 from argparse import Namespace
 
+from handgrad.commands.model_arguments import SERVE_PORT
 from handgrad.commands.writing import context_of, open_talking_model, sampling_options
 from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.generation.generate import check_writing
@@ -12,8 +13,6 @@ from handgrad.local_server import listen
 from handgrad.serving.requests import Request
 from handgrad.serving.server import Handler, Served, write_all
 from handgrad.serving.writer import Writer
-
-PORT = 8361
 
 
 def run(parsed: Namespace) -> int:
@@ -27,7 +26,7 @@ def run(parsed: Namespace) -> int:
     default = Request(max_tokens=parsed.max_tokens, options=options, stops=tuple(parsed.stop))
     served = Served(about | {"system": parsed.system}, default, parsed.system)
     handler = functools.partial(Handler, served)
-    with listen(handler, parsed.host, parsed.port or PORT, may_move=parsed.port is None) as server:
+    with listen(handler, parsed.host, parsed.port or SERVE_PORT, may_move=parsed.port is None) as server:
         host, port = server.server_address[:2]
         print(f"model      {parsed.checkpoint}, {described}")
         print(f"page       http://{host}:{port}/   (Ctrl-C ends it)")
