@@ -25,6 +25,7 @@ from handgrad.data.tokenizer import (
 from handgrad.data.vocabulary import is_bytes, read_vocabulary
 from handgrad.errors import DataError
 from handgrad.parsing import parse_json
+from handgrad.run_files import CHECKPOINTS
 
 KIND, GENERATION_FILE, CONFIG_FILE = "model", "generation_config.json", "tokenizer_config.json"
 MODEL_FILE = "config.json"  # of which nothing but the padding token travels with the tokenizer
@@ -165,7 +166,7 @@ def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:
 
 def of_folder(folder: Path) -> Tokenizer:
     """The tokenizer of a run or a checkpoint of ours, or of a transformers folder."""
-    checkpoints = sorted(folder.glob("checkpoints/step_*/manifest.json"))
+    checkpoints = sorted(folder.glob(f"{CHECKPOINTS}/step_*/manifest.json"))
     manifest = checkpoints[-1] if checkpoints else folder / "manifest.json"
     record = read_object(manifest).get("tokenizer") if manifest.is_file() else None
     if isinstance(record, dict):

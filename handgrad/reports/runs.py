@@ -328,7 +328,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
         elif kind == "event":
             events.append((line.count("step"), line.text("text")))
     if not launches:
-        raise DataError(f"{run['folder'] / 'metrics.jsonl'} has no 'run' line, so `handgrad train` did not write it")
+        raise DataError(f"{run['folder'] / METRICS_FILE} has no 'run' line, so `handgrad train` did not write it")
     if not found["step"]:
         raise DataError(f"{run['folder']} has no finished step yet; wait for the first, or resume it by `handgrad train`")
     ordered = {kind: sorted(values.items()) for kind, values in found.items()}
