@@ -22,7 +22,7 @@ from handgrad.evaluation.tasks import load_tasks
 from handgrad.generation.prompts import read_prompts
 from handgrad.interop.huggingface import read_shape, weight_files
 from handgrad.parsing import MOST_DEPTH, parse_json, parse_toml
-from handgrad.reports.runs import read_run
+from handgrad.reports.reading import read_run
 from handgrad.run.start import train
 from tests.test_report import make_run, start_line
 
