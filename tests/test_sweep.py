@@ -104,9 +104,7 @@ def test_an_interrupted_sweep_goes_on(
     assert [run.state for run in list_runs(tmp_path / "sweep")] == ["finished"] * 3
 
 
-def test_other_settings_are_not_taken_for_finished(
-    command: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_other_settings_are_not_taken_for_finished(command: Arguments, capsys: pytest.CaptureFixture) -> None:
     assert main(command("seed=1")) == 0
     assert main(command("seed=1", more=("--log-every", "3"))) == 0
     assert "seed=1 was finished" in capsys.readouterr().out, "what does not touch the numbers may change"

@@ -227,7 +227,7 @@ def test_splitters() -> None:
             gguf_tokens.splitter(pre(*other))
 
 
-def test_words_of_gpt2_and_bytes(tmp_path: Path) -> None:
+def test_words_of_gpt2_and_bytes() -> None:
     """Vocabularies without a file of their own. llama.cpp refuses one without merges: bytes have one that leads nowhere."""
     for kind in ("gpt2", "bytes"):
         writer = gguf.GGUFWriter(None, "gpt2")
