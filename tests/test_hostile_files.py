@@ -16,7 +16,7 @@ from handgrad import checkpoint
 from handgrad.config import RunConfig, read_toml
 from handgrad.data.shards import open_dataset
 from handgrad.data.sources import find_local, read_rows as read_documents
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, HandgradError
 from handgrad.evaluation.tasks import load_tasks
 from handgrad.generation.prompts import read_prompts

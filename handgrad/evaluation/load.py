@@ -14,7 +14,8 @@ from handgrad.backend import choose_backend
 from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
 from handgrad.config import FIELDS, STREAM, WHOLE, ModelShape, RunConfig, check, convert
 from handgrad.data.chat_template import template_text
-from handgrad.data.tokenizer import Tokenizer, read_tokenizer
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.generation.fp8_weights import rounded
 from handgrad.models import named_weights, parameter_table

@@ -17,7 +17,8 @@ from handgrad.api.model import Model, load
 from handgrad.cli import main
 from handgrad.config import ModelShape
 from handgrad.data.model_tokenizer import model_tokenizer
-from handgrad.data.tokenizer import Tokenizer, load_tokenizer
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import StorageError, UsageError
 from handgrad.interop import gguf_file, gguf_tokens
 from handgrad.interop.gguf_file import in_halves, interleaved, network
