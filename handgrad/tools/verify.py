@@ -13,7 +13,6 @@ from torch import Tensor
 
 from handgrad import checkpoint
 from handgrad.audit.chain import Line, differing, meaning, numbers_text
-from handgrad.audit.digest import buffers
 from handgrad.config import RunConfig, check
 from handgrad.errors import AuditError, ConfigError, UsageError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
@@ -180,12 +179,11 @@ class Comparing:
         training, source = self.run.training, checkpoint.open_checkpoint(self.at_hand[step])
         training.await_weights()
         state, names, counts, elements = training.state, list[str](), list[float](), list[int]()
-        for prefix, flat in buffers(state).items():
+        for prefix, flat in state.saved_buffers().items():
             for row in state.design.parameters:
-                name = row.name if prefix == "weights" else f"{prefix}.{row.name}"
-                file = WEIGHTS_FILE if prefix == "weights" else OPTIMIZER_FILE
+                name, file = prefix + row.name, OPTIMIZER_FILE if prefix else WEIGHTS_FILE
                 values = source.tensor(file, name, row.stored_shape).reshape(-1)
-                whole = flat.numel() == state.parameters.numel()
+                whole = state.is_whole(flat)
                 pieces = [(row.stored(flat).reshape(-1), slice(None))] if whole else list(state.shard_pieces(flat, row))
                 if whole and not self.run.ranks.is_rank_0:
                     pieces = []  # all ranks hold it, one counts
