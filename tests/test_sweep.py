@@ -181,7 +181,10 @@ def test_a_run_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices_of(None, 3, {}) == ["0", "1", "2"]
     assert devices_of(None, 2, {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}) == ["5", "GPU-7"]
     assert devices_of(3, 2, {}) == ["0", "1", "0"] and devices_of(1, 2, {}) == ["0"]
-    assert devices.gpu_count() >= 0
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for available, count in ((True, 2), (False, 0)):  # a GPU whose driver does not answer is none
+        monkeypatch.setattr("torch.cuda.is_available", lambda available=available: available)
+        assert devices.gpu_count() == count
 
 
 def test_a_warm_up_as_long_as_the_run(
