@@ -249,19 +249,7 @@ def check(config: RunConfig) -> RunConfig:
         )
     if not config.master_weights and config.precision not in (AUTO, "bf16", "fp8"):
         raise UsageError(f"master_weights false needs precision bf16 or fp8, found {config.precision}")
-    if config.optimizer == "muon":
-        if not config.master_weights:
-            raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
-        if config.moments != "fp32":
-            raise UsageError(f"optimizer muon needs float32 moments, found moments {config.moments}")
-        if not config.learning_rate:
-            raise UsageError(
-                f"optimizer muon needs a learning_rate above 0, found 0; try --learning-rate {RunConfig.learning_rate:g}"
-            )
-        if config.offload:
-            raise UsageError("offload moves AdamW's state, found optimizer muon; leave it off, or use --optimizer adamw")
-    elif config.matrix_learning_rate:
-        raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
+    check_optimizer(config)
     check_architecture(config)
     if config.precision == "fp8":
         check_fp8(config)
@@ -275,12 +263,32 @@ def check(config: RunConfig) -> RunConfig:
         remedy = f"set it to 0, or --packing {STREAM}"
         raise UsageError(f"packing {WHOLE} has no eval_stride, found eval_stride {config.eval_stride}; {remedy}")
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
-        save = config.save_every
-        remedy = (
-            f"keep-every {save * max(1, round(config.keep_every / save))}" if save else f"save-every {config.keep_every}"
-        )
-        found = f"{config.keep_every} and {save}"
-        raise UsageError(f"keep_every must be a multiple of save_every, found {found}; try --{remedy}")
+        every, save = config.keep_every, config.save_every
+        remedy = f"keep-every {save * max(1, round(every / save))}" if save else f"save-every {every}"
+        raise UsageError(f"keep_every must be a multiple of save_every, found {every} and {save}; try --{remedy}")
+    check_batch(config)
+    return config
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Raises `UsageError` for settings that the optimizer does not take."""
+    if config.optimizer != "muon":
+        if config.matrix_learning_rate:
+            raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
+        return
+    if not config.master_weights:
+        raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
+    if config.moments != "fp32":
+        raise UsageError(f"optimizer muon needs float32 moments, found moments {config.moments}")
+    if not config.learning_rate:
+        remedy = f"try --learning-rate {RunConfig.learning_rate:g}"
+        raise UsageError(f"optimizer muon needs a learning_rate above 0, found 0; {remedy}")
+    if config.offload:
+        raise UsageError("offload moves AdamW's state, found optimizer muon; leave it off, or use --optimizer adamw")
+
+
+def check_batch(config: RunConfig) -> None:
+    """Raises `UsageError` for a step, of any stage of the batch, that micro-batches and lanes cannot share equally."""
     factors = {"micro_batch": config.micro_batch, "sequence_length": config.sequence_length}
     if config.lanes > 1:
         factors = {"lanes": config.lanes, **factors}
@@ -296,7 +304,6 @@ def check(config: RunConfig) -> RunConfig:
                 f"{name} must be a multiple of {' * '.join(factors)} = {' * '.join(map(str, factors.values()))} ="
                 f" {least}, found {found}; try {remedy}"
             )
-    return config
 
 
 def check_architecture(config: RunConfig) -> None:

@@ -19,6 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
+RESUMABLE = 75  # the exit code of a run that the same command resumes: EX_TEMPFAIL of sysexits.h
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended, as shells have it
+
 
 class HandgradError(ValueError):
     """Base of all messages for users; `exit_code` is the exit status of the command that raised it."""
@@ -50,14 +53,14 @@ class StorageError(HandgradError):
 class Preempted(HandgradError):
     """A signal stopped the run after it saved its state; the same command resumes it."""
 
-    exit_code = 75
+    exit_code = RESUMABLE
     shared = True
 
 
 class LostRank(HandgradError):
     """Another process of the run is gone; the same command resumes from the last checkpoint."""
 
-    exit_code = 75
+    exit_code = RESUMABLE
 
 
 class MemoryShort(HandgradError):
@@ -128,7 +131,6 @@ def storage_errors(doing: str) -> Iterator[None]:
         raise storage_error(error, doing) from None
 
 
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended, as shells have it
 # Signals that stop a training run, beside SIGINT: of a job that has to go, of a terminal or its connection that is gone, of
 # schedulers' warnings (SLURM's --signal), of a limit of CPU time.
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)

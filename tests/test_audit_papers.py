@@ -186,7 +186,7 @@ def test_runs_without_a_chain(finished: Path, shards: Path, tmp_path: Path, caps
     assert main(["diff", str(tmp_path / "certificate.json"), str(same)]) == 64
 
 
-def test_runs_of_other_networks(finished: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_other_networks(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checkpoints of other tensors are a difference like any other: the settings before it are still told."""
     train(audited(shards, tmp_path / "modern", architecture="modern", steps=4))
     train(audited(shards, tmp_path / "gpt2", steps=4))
@@ -196,7 +196,7 @@ def test_runs_of_other_networks(finished: Path, shards: Path, tmp_path: Path, ca
     assert "hold other tensors, the first is" in out
 
 
-def test_a_run_that_began_twice(finished: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_began_twice(finished: Path, shards: Path, tmp_path: Path) -> None:
     """Ended before its first checkpoint and begun again with the other's seed: the last beginning counts."""
     for seed, steps in ((2, 2), (1337, 12)):
         with open_run(audited(shards, tmp_path / "run", seed=seed)) as run:

@@ -22,7 +22,8 @@ from handgrad.parallel.step import ParallelStep, PausedStages
 from handgrad.presets import preset
 from handgrad.reports import results
 from handgrad.reports.plots import choose_plots
-from handgrad.reports.runs import Run, read_run, read_start
+from handgrad.reports.reading import read_run, read_start
+from handgrad.reports.runs import Run
 from handgrad.reports.script import tokens_axis
 from handgrad.reports.sections import description, validations
 from handgrad.run.start import train

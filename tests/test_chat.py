@@ -19,7 +19,8 @@ from handgrad.api.model import Model, load
 from handgrad.cli import main
 from handgrad.commands import chat as chat_command
 from handgrad.data.chat_template import ChatTemplate
-from handgrad.data.tokenizer import Tokenizer, load_tokenizer
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import UsageError
 from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import with_cache

@@ -187,7 +187,7 @@ def test_a_figure_without_a_record_is_found() -> None:
     assert check(page, f"{text}\n\nIt takes 3 ms.\n\n<!-- figures cpu-demo: 3 ms -->\n").errors
 
 
-def test_the_picture_is_drawn_from_the_records(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_the_picture_is_drawn_from_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/speed.png carries a digest of its figures (tests/test_readme.py compares it); other figures, another digest."""
     before, measured = speed.digest(), speed.measured()
     assert {name for speeds in measured.values() for name in speeds} == set(speed.COLORS)

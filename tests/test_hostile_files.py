@@ -16,13 +16,13 @@ from handgrad import checkpoint
 from handgrad.config import RunConfig, read_toml
 from handgrad.data.shards import open_dataset
 from handgrad.data.sources import find_local, read_rows as read_documents
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, HandgradError
 from handgrad.evaluation.tasks import load_tasks
 from handgrad.generation.prompts import read_prompts
 from handgrad.interop.huggingface import read_shape, weight_files
 from handgrad.parsing import MOST_DEPTH, parse_json, parse_toml
-from handgrad.reports.runs import read_run
+from handgrad.reports.reading import read_run
 from handgrad.run.start import train
 from tests.test_report import make_run, start_line
 

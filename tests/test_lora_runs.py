@@ -129,7 +129,7 @@ def test_ranks_do_not_matter(bases: dict[str, RunConfig], launcher: Launcher, sh
         same_run(tmp_path / "alone", out, 4)
 
 
-def test_one_layer_on_two_ranks(bases: dict[str, RunConfig], launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+def test_one_layer_on_two_ranks(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     """One bucket alone has gradients."""
     sizes = {"num_layers": 1, "num_heads": 2, "channels": 32}
     base = arguments(shards, tmp_path / "base", **sizes, steps=2)

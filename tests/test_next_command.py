@@ -11,9 +11,9 @@ import pytest
 from handgrad.api.actions import evaluate
 from handgrad.cli import main
 from handgrad.commands.prepare import PlainProgress
-from handgrad.data.model_tokenizer import of_folder
 from handgrad.data.prepare import Progress
 from handgrad.data.shards import open_dataset
+from handgrad.data.tokenizer_loading import of_folder
 from handgrad.errors import DataError
 from tests.conftest import write_text
 from tests.data.chats import CHATML, made_tokenizer, write_folder

@@ -152,7 +152,7 @@ def test_a_validation_is_the_mean_over_trained_tokens(packed: RunConfig, chats: 
     starts = torch.zeros(samples, 32, dtype=torch.int32)
     batches.fill(tokens, targets, 0, starts)
     folder = Path(config.out) / "checkpoints" / "step_00000001"
-    model = load_twin(config, folder)
+    model = load_twin(folder)
     total, trained = 0.0, 0
     for row in range(samples):
         for start in starts[row].unique().tolist():
@@ -167,7 +167,7 @@ def test_a_validation_is_the_mean_over_trained_tokens(packed: RunConfig, chats: 
     assert validation["loss"] == pytest.approx(total / trained, rel=1e-5)
 
 
-def load_twin(config: RunConfig, folder: Path):
+def load_twin(folder: Path):
     from benchmarks.twin import Twin
     from handgrad.models import parameter_table
 

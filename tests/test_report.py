@@ -17,8 +17,8 @@ from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.reports import page as pages
 from handgrad.reports.curves import envelope, smooth, thin
 from handgrad.reports.page import write_report
+from handgrad.reports.reading import read_run, read_runs
 from handgrad.reports.results import bits_per_byte, bytes_text, duration_text, perplexity, short_text
-from handgrad.reports.runs import read_run, read_runs
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 SAMPLE = 'Tom said: <script>alert("1 & 2")</script>\n\x00 the end'

@@ -110,7 +110,7 @@ def test_stop_strings(sample: Callable[..., str]) -> None:
     assert found == whole[:at] + "\n"
 
 
-def test_a_file_of_prompts(sample: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_file_of_prompts(sample: Callable[..., str], tmp_path: Path) -> None:
     """In the order of the input, whoever is done first; the text of each is what it is alone."""
     rows = [{"prompt": "river " * n, "max_tokens": 40 - 7 * n, "id": f"n{n}", "nested": {"é": [n, None]}} for n in range(5)]
     rows.append({"prompt": "stone"})
@@ -260,7 +260,7 @@ def test_an_interrupted_file_of_prompts_goes_on(
     assert out.read_bytes() == whole.read_bytes() and not partial.exists()
 
 
-def test_texts_of_another_model_are_refused(run: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_texts_of_another_model_are_refused(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source, out = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}]), tmp_path / "out.jsonl"
     other = str(tmp_path / "other")
     assert main(["train", *SMALL, "--data", str(shards), "--out", other, "--seed", "5", "--sample-tokens", "0"]) == 0

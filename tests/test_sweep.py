@@ -104,9 +104,7 @@ def test_an_interrupted_sweep_goes_on(
     assert [run.state for run in list_runs(tmp_path / "sweep")] == ["finished"] * 3
 
 
-def test_other_settings_are_not_taken_for_finished(
-    command: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_other_settings_are_not_taken_for_finished(command: Arguments, capsys: pytest.CaptureFixture) -> None:
     assert main(command("seed=1")) == 0
     assert main(command("seed=1", more=("--log-every", "3"))) == 0
     assert "seed=1 was finished" in capsys.readouterr().out, "what does not touch the numbers may change"
@@ -183,7 +181,10 @@ def test_a_run_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices_of(None, 3, {}) == ["0", "1", "2"]
     assert devices_of(None, 2, {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}) == ["5", "GPU-7"]
     assert devices_of(3, 2, {}) == ["0", "1", "0"] and devices_of(1, 2, {}) == ["0"]
-    assert devices.gpu_count() >= 0
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for available, count in ((True, 2), (False, 0)):  # a GPU whose driver does not answer is none
+        monkeypatch.setattr("torch.cuda.is_available", lambda available=available: available)
+        assert devices.gpu_count() == count
 
 
 def test_a_warm_up_as_long_as_the_run(

@@ -10,7 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from handgrad.data.tokenizer import load_tokenizer, train_bpe
+from handgrad.data.tokenizer import train_bpe
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.likelihoods import Likelihoods, Request
 from handgrad.evaluation.scoring import Encoder, make_requests, results_of

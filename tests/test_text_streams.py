@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from handgrad.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from handgrad.data.tokenizer import Tokenizer, train_bpe
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.generation.generate import Continuation
 from handgrad.generation.text import TextStream
 

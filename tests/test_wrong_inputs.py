@@ -16,8 +16,8 @@ from handgrad.cli import main
 from handgrad.commands.arguments import parse
 from handgrad.config import RunConfig
 from handgrad.data import prepare as preparing
-from handgrad.data.model_tokenizer import of_folder
 from handgrad.data.prepare import PrepareOptions, prepare
+from handgrad.data.tokenizer_loading import of_folder
 from handgrad.errors import ConfigError, UsageError
 from handgrad.reports import page as pages
 from handgrad.run.start import train

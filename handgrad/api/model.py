@@ -4,7 +4,6 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -15,10 +14,18 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
-from handgrad.evaluation.load import Weights, check_available, is_taught_to_talk, load_model, machine, usual_window
+from handgrad.evaluation.load import (
+    Weights,
+    check_available,
+    is_taught_to_talk,
+    load_model,
+    machine,
+    rounded_to_fp8,
+    usual_window,
+)
 from handgrad.evaluation.writing import GrowingMemory, Writing
 from handgrad.generation.chat import Talk, listed_ends
-from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
+from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import Continuation, SamplingOptions, check_writing
 from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
@@ -54,7 +61,7 @@ class Model:
         self.device, self.precision = device, precision
         self.dtype = devices.use_precision(device, precision)
         if fp8_weights:
-            source = replace(source, weight=rounded(source.shape, source.weight))
+            source = rounded_to_fp8(source)
         fp8 = fp8_buffers(source.shape, ops, device) if fp8_weights else []
         loaded = load_model(source, device, self.dtype, ops, fp8)
         self.shape, self.tokenizer, self.ops = loaded.shape, loaded.tokenizer, ops

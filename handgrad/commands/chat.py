@@ -6,21 +6,16 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from handgrad import devices
-from handgrad.arena import make_plan
+from handgrad.commands.writing import context_of, open_talking_model, sampling_options
 from handgrad.errors import DataError, print_message
-from handgrad.evaluation.load import LoadedModel, Weights, is_taught_to_talk, load_model, machine
+from handgrad.evaluation.load import LoadedModel
 from handgrad.evaluation.writing import Writing
-from handgrad.format import human_bytes
 from handgrad.generation.chat import Prompt, Talk
-from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
 from handgrad.generation.generate import MAX_TOKENS, Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import stream_text
-from handgrad.interop.sources import open_weights
 
 NEW, QUIT = "/new", "/quit"
 
@@ -47,40 +42,12 @@ class Interrupts:
 
 def run(parsed: Namespace) -> int:
     check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
-    options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
-    _, talk, writing = opened(parsed)
+    options = sampling_options(parsed)
+    _, talk, writing = open_talking_model(parsed)
     interrupts = Interrupts()
     with interrupts.handled():
         converse(parsed, talk, writing, options, interrupts)
     return 0
-
-
-def opened(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
-    """The model of a command that talks, in memory; says so if nobody has taught it to."""
-    device, _, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
-    weights = open_weights(parsed.checkpoint, strict=parsed.strict)
-    if parsed.fp8_weights:
-        weights = replace(weights, weight=rounded(weights.shape, weights.weight))
-    talk = Talk(weights.tokenizer)
-    model = load_model(weights, device, dtype, ops, fp8_buffers(weights.shape, ops, device) if parsed.fp8_weights else [])
-    if not is_taught_to_talk(weights.tokenizer, weights.checkpoint):
-        print_message(
-            f"{parsed.checkpoint} has no chat template, so this talks in the plain one; a base model continues text and"
-            " seldom answers: finetune it on conversations, which `handgrad prepare --chat` takes",
-            ends=False,
-        )
-    return weights, talk, Writing(model, dtype, with_fp8_weights(ops, model.shape, model.weights, model.views))
-
-
-def context_of(writing: Writing, asked: int | None) -> tuple[int, str]:
-    """(tokens of the longest conversation, the same in words): the context that is `asked` for, or the model's, or the part
-    of it that memory holds."""
-    own = writing.model.shape.sequence_length
-    wanted = min(asked, own) if asked else own
-    context = writing.fitting(wanted)
-    memory = human_bytes(make_plan(writing.table(1, context)).total_bytes)
-    less = f" of {wanted}: memory holds no more" if context < wanted else ""
-    return context, f"context of {context}{less} ({memory} when it is full)"
 
 
 def converse(parsed: Namespace, talk: Talk, writing: Writing, options: SamplingOptions, interrupts: Interrupts) -> None:

@@ -3,24 +3,25 @@
 import contextlib
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from handgrad import presets
+from handgrad.config import RunConfig
 from handgrad.errors import HandgradError
 from handgrad.names import STEPS_OF_AN_EPOCH, is_epochs
 
 
-def epochs_in_steps(namespace: Namespace, arguments: Sequence[str]) -> str:
+def epochs_in_steps(config_of: Callable[[Namespace], RunConfig], namespace: Namespace, arguments: Sequence[str]) -> str:
     """'3 epochs of shards/mine are --steps 120', for a run with the other `arguments`; the rule where no data are
-    prepared."""
+    prepared. `config_of`: the configuration that parsed arguments describe."""
     asked = value_of(arguments)
     if namespace.preset not in presets.PRESETS:
         namespace.preset = None  # it took the number, as nothing else does
     found = None
     with contextlib.suppress(HandgradError):  # other arguments are wrong as well; this one is answered first
-        found = steps_of_an_epoch(namespace)
+        found = steps_of_an_epoch(config_of(namespace))
     if found is None:
         return STEPS_OF_AN_EPOCH
     folder, steps = found
@@ -38,13 +39,11 @@ def value_of(arguments: Sequence[str]) -> float:
     return 0.0
 
 
-def steps_of_an_epoch(namespace: Namespace) -> tuple[str, float] | None:
+def steps_of_an_epoch(config: RunConfig) -> tuple[str, float] | None:
     """(the data of a run, the steps that take all of it once); None without data, or if the steps grow. Raises
-    `HandgradError` for settings that do not fit."""
-    from handgrad.commands.arguments import run_config
-    from handgrad.data.shards import MANIFEST_FILE, open_dataset
+    `HandgradError` for data that cannot be read."""
+    from handgrad.data.shards import MANIFEST_FILE, open_dataset  # imports numpy, which `--help` spares
 
-    config = run_config(namespace)
     if config.batch_schedule or not (Path(config.data) / MANIFEST_FILE).is_file():
         return None
     from handgrad.run.packing import resolve_packing, training_batches  # imports torch

@@ -12,18 +12,20 @@ from typing import Any
 import torch
 
 from handgrad import devices
-from handgrad.arena import Buffer, Plan, make_plan
-from handgrad.config import STREAM, check_stride
+from handgrad.arena import Buffer, make_plan
+from handgrad.config import STREAM, ModelShape, check_stride
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
-from handgrad.evaluation.likelihoods import Workload
+from handgrad.evaluation.likelihoods import Request, Workload
 from handgrad.evaluation.load import (
     LoadedModel,
+    Machine,
     Weights,
     check_window,
     is_taught_to_talk,
     load_model,
     machine,
+    rounded_to_fp8,
     usual_window,
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
@@ -32,7 +34,6 @@ from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
 from handgrad.files import check_writable
 from handgrad.format import table
-from handgrad.generation.fp8_weights import rounded
 from handgrad.interop.sources import open_weights
 from handgrad.models import forward_buffers, named_activations
 from handgrad.models.rows import KIND
@@ -65,11 +66,11 @@ def run(parsed: Namespace) -> int:
 
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """The lines to print, computed by all `ranks` together."""
-    _, parsed.precision, dtype, ops = machine(device, parsed.precision, parsed.backend)
+    on = machine(device, parsed.precision, parsed.backend)
     tasks = ranks.from_rank_0(lambda: read_tasks(parsed), "the tasks")  # before a model is downloaded in vain
     source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     if parsed.fp8_weights:
-        source = replace(source, weight=rounded(source.shape, source.weight))
+        source = rounded_to_fp8(source)
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
     requests = ranks.from_rank_0(lambda: make_requests(tasks, source.tokenizer, context), "the requests") if tasks else []
@@ -78,43 +79,19 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
         check_stride(stride_of(parsed, source), context, "context")
 
     shape = replace(source.shape, sequence_length=context)  # of the memory; the weights are the model's own
-    plans: dict[str, Plan] = {}  # by the evaluation that uses the memory
-    buffers: list[Buffer] = []
-    work, in_fp8 = None, None
+    parts: list[LossPart | TasksPart] = []
     if dataset is not None:
-        chunk = source.config.head_chunk_tokens
-        packed = packing_of(parsed, source, dataset) != STREAM
-        if parsed.precision == "fp8":
-            in_fp8 = CheckpointForward(source, shape, parsed.micro_batch, device, parsed.backend, packed=packed)
-            plans["loss"] = make_plan(in_fp8.activations)
-            buffers += in_fp8.forward.beside
-        else:
-            rows = forward_buffers(shape, parsed.micro_batch, context, dtype, ops, chunk=chunk, packed=packed)
-            plans["loss"] = make_plan(rows)
+        parts.append(LossPart(parsed, source, dataset, shape, on, ranks))
     if tasks:
-        positions = parsed.micro_batch * context
-        work = Workload(requests, shape, dtype, ops, device, positions_per_batch=positions, ranks=ranks)
-        plans["tasks"] = make_plan(work.activation_buffers())
-        buffers += work.buffers()
-    memory_bytes = max(plan.size_bytes[KIND] for plan in plans.values())
-    buffers.append(Buffer(MEMORY, (memory_bytes,), torch.uint8, KIND))
-    model = load_model(source, device, dtype, ops, buffers)
-    views: dict[str, dict[str, Any]] = {n: plan.lay_over({KIND: model.views[MEMORY]}) for n, plan in plans.items()}
-    if in_fp8 is not None:
-        model, views["loss"] = in_fp8.quantized(model, views["loss"])
+        parts.append(TasksPart(parsed, source, tasks, requests, shape, on, ranks))
+    memory_bytes = max(part.plan.size_bytes[KIND] for part in parts)
+    buffers = [*(buffer for part in parts for buffer in part.beside), Buffer(MEMORY, (memory_bytes,), torch.uint8, KIND)]
+    model = load_model(source, device, on.dtype, on.ops, buffers)
 
     step = "" if source.checkpoint is None else f" (step {source.checkpoint.step})"
     lines = [f"checkpoint        {parsed.checkpoint}{step}{', weights rounded to fp8' if parsed.fp8_weights else ''}"]
-    if dataset is not None:
-        lines += loss_lines(parsed, source, model, dataset, views["loss"], ranks)
-    if work is not None:
-        found = work.score(
-            model.weights,
-            model.views | views["tasks"],
-            Progress(ranks, "tasks: {:.0%} launched") if ranks.is_rank_0 else None,
-        )
-        results = results_of(tasks, requests, found)
-        lines += ranks.from_rank_0(lambda: task_lines(parsed, source, tasks, results), "the results")
+    for part in parts:
+        lines += part.lines(model, part.plan.lay_over({KIND: model.views[MEMORY]}))
     return lines
 
 
@@ -139,62 +116,104 @@ def validation_data(parsed: Namespace, source: Weights) -> Dataset:
     return open_held_out(folder, source.tokenizer, parsed.checkpoint, chat=talks)
 
 
-def packing_of(parsed: Namespace, source: Weights, dataset: Dataset) -> str:
-    """The packing of the documents in a window."""
-    return evaluation_packing(source.config.packing, dataset, other_data=bool(parsed.data))
+class LossPart:
+    """The loss on the validation split: its memory, then its lines. `plan`: of the memory that the parts share; `beside`:
+    the buffers that this one has for itself."""
 
+    def __init__(self, parsed: Namespace, source: Weights, dataset: Dataset, shape: ModelShape, on: Machine, ranks: Ranks):
+        """`shape`: the model's, with the length of a window."""
+        self.parsed, self.source, self.dataset, self.ranks = parsed, source, dataset, ranks
+        self.packing = evaluation_packing(source.config.packing, dataset, other_data=bool(parsed.data))
+        packed = self.packing != STREAM
+        self.fp8: CheckpointForward | None = None
+        if on.precision == "fp8":
+            self.fp8 = CheckpointForward(source, shape, parsed.micro_batch, on.device, parsed.backend, packed=packed)
+            self.plan, self.beside = make_plan(self.fp8.activations), list(self.fp8.forward.beside)
+        else:
+            sizes, chunk = (parsed.micro_batch, shape.sequence_length), source.config.head_chunk_tokens
+            rows = forward_buffers(shape, *sizes, on.dtype, on.ops, chunk=chunk, packed=packed)
+            self.plan, self.beside = make_plan(rows), []
 
-def loss_lines(
-    parsed: Namespace, source: Weights, model: LoadedModel, dataset: Dataset, views: dict[str, Any], ranks: Ranks
-) -> list[str]:
-    """The validation loss in nats, as perplexity and in bits per byte."""
-    stride = stride_of(parsed, source)
-    act = named_activations(model.shape, views)
-    context, packing = act.tokens.shape[1], packing_of(parsed, source, dataset)
-    found = held_out_loss(
-        model.shape,
-        model.ops,
-        model.weights,
-        act,
-        dataset,
-        eval_tokens=parsed.eval_tokens,
-        eval_stride=stride,
-        packing=packing,
-        ranks=ranks,
-        progress=Progress(ranks, "loss: {:.0%}") if ranks.is_rank_0 else None,
-    )
-    if not math.isfinite(found.loss):
-        raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
-    windows = f", windows of {context}" if stride or context < model.shape.sequence_length else ""
-    apart = windows + (f" every {stride}" if stride else "")
-    lines = [
-        f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or source.config.data}{apart}",
-        f"loss              {found.loss:.4f} nats per token",
-        f"perplexity        {found.perplexity:.2f}",
-    ]
-    if found.bits_per_byte is not None:
-        lines.append(f"bits per byte     {found.bits_per_byte:.4f}")
-    if floor := floor_of(dataset, packing):
-        lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
-    return lines
-
-
-def task_lines(parsed: Namespace, source: Weights, tasks: list[TaskData], results: list[TaskResult]) -> list[str]:
-    """The table of results; writes `--out` and the record of the run."""
-    if any(figure.value != figure.value for result in results for figure in result.figures):
-        raise NumericsError(f"the model's likelihoods are not finite: {DIVERGED}")
-    rows = [row for result in results for row in result.lines()]
-    lines = table([("task", "metric", "value", "stderr", "n"), *rows], left=2)
-    lines += [note for task in tasks for note in task.notes]
-    if parsed.out:
-        write_rows(Path(parsed.out), results)
-        lines.append(f"every example in {parsed.out}")
-    if parsed.fp8_weights:  # others than the run's own
+    def lines(self, model: LoadedModel, views: dict[str, Any]) -> list[str]:
+        """The loss in nats, as perplexity and in bits per byte. `views`: of `plan`. Raises `NumericsError` for a loss that
+        is not finite."""
+        parsed, config, dataset = self.parsed, self.source.config, self.dataset
+        if self.fp8 is not None:
+            model, views = self.fp8.quantized(model, views)
+        stride = stride_of(parsed, self.source)
+        act = named_activations(model.shape, views)
+        context = act.tokens.shape[1]
+        found = held_out_loss(
+            model.shape,
+            model.ops,
+            model.weights,
+            act,
+            dataset,
+            eval_tokens=parsed.eval_tokens,
+            eval_stride=stride,
+            packing=self.packing,
+            ranks=self.ranks,
+            progress=Progress(self.ranks, "loss: {:.0%}") if self.ranks.is_rank_0 else None,
+        )
+        if not math.isfinite(found.loss):
+            raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
+        windows = f", windows of {context}" if stride or context < model.shape.sequence_length else ""
+        apart = windows + (f" every {stride}" if stride else "")
+        lines = [
+            f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or config.data}{apart}",
+            f"loss              {found.loss:.4f} nats per token",
+            f"perplexity        {found.perplexity:.2f}",
+        ]
+        if found.bits_per_byte is not None:
+            lines.append(f"bits per byte     {found.bits_per_byte:.4f}")
+        if floor := floor_of(dataset, self.packing):
+            lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
         return lines
-    records = [task_record(*pair, parsed.precision, AFTERWARDS) for pair in zip(tasks, results, strict=True)]
-    if source.checkpoint is not None and (message := append_to_run(source.checkpoint, records)):
-        lines.append(message)
-    return lines
+
+
+class TasksPart:
+    """The results on tasks: their memory, then their lines. `plan` and `beside`: as in `LossPart`."""
+
+    def __init__(
+        self,
+        parsed: Namespace,
+        source: Weights,
+        tasks: list[TaskData],
+        requests: list[Request],
+        shape: ModelShape,
+        on: Machine,
+        ranks: Ranks,
+    ):
+        """`shape`: the model's, with the length of a window."""
+        self.parsed, self.source, self.tasks, self.requests, self.ranks = parsed, source, tasks, requests, ranks
+        self.precision = on.precision
+        positions = parsed.micro_batch * shape.sequence_length
+        self.work = Workload(requests, shape, on.dtype, on.ops, on.device, positions_per_batch=positions, ranks=ranks)
+        self.plan, self.beside = make_plan(self.work.activation_buffers()), list(self.work.buffers())
+
+    def lines(self, model: LoadedModel, views: dict[str, Any]) -> list[str]:
+        """The table of results and notes about it, on all ranks. `views`: of `plan`."""
+        progress = Progress(self.ranks, "tasks: {:.0%} launched") if self.ranks.is_rank_0 else None
+        found = self.work.score(model.weights, model.views | views, progress)
+        results = results_of(self.tasks, self.requests, found)
+        return self.ranks.from_rank_0(lambda: self.written(results), "the results")
+
+    def written(self, results: list[TaskResult]) -> list[str]:
+        """The table of results; writes `--out` and the record of the run."""
+        if any(figure.value != figure.value for result in results for figure in result.figures):
+            raise NumericsError(f"the model's likelihoods are not finite: {DIVERGED}")
+        rows = [row for result in results for row in result.lines()]
+        lines = table([("task", "metric", "value", "stderr", "n"), *rows], left=2)
+        lines += [note for task in self.tasks for note in task.notes]
+        if self.parsed.out:
+            write_rows(Path(self.parsed.out), results)
+            lines.append(f"every example in {self.parsed.out}")
+        if self.parsed.fp8_weights:  # others than the run's own
+            return lines
+        records = [task_record(*pair, self.precision, AFTERWARDS) for pair in zip(self.tasks, results, strict=True)]
+        if self.source.checkpoint is not None and (message := append_to_run(self.source.checkpoint, records)):
+            lines.append(message)
+        return lines
 
 
 class Progress:

@@ -4,6 +4,7 @@ from handgrad.commands.parser import Parser
 from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.rules import AT_LEAST_1, between
 
+WATCH_PORT, SERVE_PORT = 8360, 8361
 FP8_NOTE = "; fp8: as a run in fp8 validates"
 
 
@@ -71,7 +72,7 @@ def chat(parser: Parser) -> None:
 def serve(parser: Parser) -> None:
     chat(parser)
     takes_messages(parser, "its page and its API take the messages; for one: echo TEXT | handgrad chat MODEL")
-    add_address(parser, 8361)
+    add_address(parser, SERVE_PORT)
 
 
 def takes_messages(parser: Parser, way: str) -> None:

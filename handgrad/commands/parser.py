@@ -1,10 +1,9 @@
 """The parser of every command: argparse with one-line errors, checked numbers, and a short and a long help."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from handgrad.commands.epochs import epochs_in_steps
 from handgrad.config import KINDS
 from handgrad.errors import UsageError
 from handgrad.names import check_choice, is_epochs, meanings, nearest_name
@@ -40,6 +39,7 @@ class Parser(argparse.ArgumentParser):
         self.rules: dict[str, Rule] = {}
         self.example = ""  # a command line that works, for an error
         self.takes_one = ""  # the remedy for a second argument where one stands for several
+        self.in_steps: Callable[[argparse.Namespace, Sequence[str]], str] | None = None  # the answer to --epochs
         self.elsewhere: dict[str, str] = {}  # a flag of another command, and the way to the same here
         self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
 
@@ -103,8 +103,7 @@ class Parser(argparse.ArgumentParser):
             full = "--help-all" if self.left_out else "--help"
             known = [option for action in self._actions for option in action.option_strings]
             listed = ", ".join(f"{name!r}{self.hint(name, known)}" for name in names or unknown[:1])
-            counts_epochs = "preset" in namespace and any(map(is_epochs, names))
-            note = f"; {epochs_in_steps(namespace, arguments)}" if counts_epochs else ""
+            note = f"; {self.in_steps(namespace, arguments)}" if self.in_steps and any(map(is_epochs, names)) else ""
             raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {listed}{note}; `{self.prog} {full}` lists all")
         for name, rule in self.rules.items():
             if getattr(namespace, name) is not None:

@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import torch
 
 import handgrad
 from handgrad import devices
+from handgrad.commands.writing import sampling_options
 from handgrad.errors import DataError, UsageError, storage_errors
-from handgrad.evaluation.load import LoadedModel, Weights, load_model, machine
+from handgrad.evaluation.load import LoadedModel, Machine, Weights, load_model, machine, rounded_to_fp8
 from handgrad.files import check_writable
 from handgrad.generation.chat import listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
-from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
+from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.generation.text import cropped, document, stream_text
@@ -30,42 +31,29 @@ PROGRESS_SECONDS = 5  # between two lines of progress
 
 
 def run(parsed: Namespace) -> int:
-    check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
-    if bool(parsed.input) != bool(parsed.out):
-        raise UsageError("--in FILE.jsonl and --out FILE.jsonl go together")
-    if sum(given is not None for given in (parsed.prompt, parsed.prompt_file, parsed.input)) > 1:
-        raise UsageError("expected one of --prompt, --prompt-file and --in, found several")
-    if parsed.input and parsed.samples is not None:
-        raise UsageError("--samples is not for --in: repeat the lines")
-    options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
+    check_flags(parsed)
+    options = sampling_options(parsed)
     prompts = read_prompts(Path(parsed.input)) if parsed.input else [{"prompt": prompt_of(parsed)}] * (parsed.samples or 1)
     if parsed.out:
         check_writable(Path(parsed.out))
     batch = min(parsed.batch, len(prompts))
-    device, precision, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
+    on = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     if parsed.fp8_weights:
-        weights = replace(weights, weight=rounded(weights.shape, weights.weight))
+        weights = rounded_to_fp8(weights)
     with contextlib.ExitStack() as opened:
         written, write = {}, None
         if parsed.out:
-            identity = identity_of(prompts, weights, parsed, options, precision, device.type, ops.__name__, batch)
+            identity = identity_of(prompts, weights, parsed, options, on, batch)
             written, write = opened.enter_context(whole_lines(Path(parsed.out), identity))
         texts = []
         for number, row in enumerate(prompts):
             most_tokens = row.get("max_tokens", parsed.max_tokens)
             texts.append(Continuation(document(weights.tokenizer, row["prompt"]), most_tokens, parsed.seed + number))
-        cache = with_cache(weights.shape, max(len(text.prompt) + text.max_tokens for text in texts))
-        buffers = decode_buffers(cache, batch, dtype, ops)
-        if parsed.fp8_weights and batch == 1:
-            buffers += fp8_buffers(weights.shape, ops, device)
-        model = load_model(weights, device, dtype, ops, buffers)
+        longest = max(len(text.prompt) + text.max_tokens for text in texts)
+        model, decoder = load_decoder(weights, on, options, batch, longest, in_fp8=parsed.fp8_weights and batch == 1)
         if note := cropped(texts, model.shape.sequence_length):
             print(note, file=sys.stderr)
-        buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
-        ends = listed_ends(model.tokenizer)
-        ops = with_fp8_weights(ops, model.shape, model.weights, model.views)
-        decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text, ends=ends)
         started = time.perf_counter()
         if write is None:
             write_terminal(decoder, model, texts, prompts[0]["prompt"], parsed.stop)
@@ -78,10 +66,35 @@ def run(parsed: Namespace) -> int:
     return 0
 
 
+def check_flags(parsed: Namespace) -> None:
+    """Raises `UsageError` for flags that contradict each other, or are out of range."""
+    check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
+    if bool(parsed.input) != bool(parsed.out):
+        raise UsageError("--in FILE.jsonl and --out FILE.jsonl go together")
+    if sum(given is not None for given in (parsed.prompt, parsed.prompt_file, parsed.input)) > 1:
+        raise UsageError("expected one of --prompt, --prompt-file and --in, found several")
+    if parsed.input and parsed.samples is not None:
+        raise UsageError("--samples is not for --in: repeat the lines")
+
+
+def load_decoder(
+    weights: Weights, on: Machine, options: SamplingOptions, batch: int, longest: int, *, in_fp8: bool
+) -> tuple[LoadedModel, Decoder]:
+    """The model, and the decoder of `batch` texts at once of up to `longest` tokens. `in_fp8`: products read the rounded
+    weights as fp8 where the device can. Raises `DataError` without memory for them."""
+    buffers = decode_buffers(with_cache(weights.shape, longest), batch, on.dtype, on.ops)
+    if in_fp8:
+        buffers += fp8_buffers(weights.shape, on.ops, on.device)
+    model = load_model(weights, on.device, on.dtype, on.ops, buffers)
+    buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
+    ops, ends = with_fp8_weights(on.ops, model.shape, model.weights, model.views), listed_ends(model.tokenizer)
+    return model, Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text, ends=ends)
+
+
 def identity_of(
-    prompts: list[dict], weights: Weights, parsed: Namespace, options: SamplingOptions, *machine: str | int
+    prompts: list[dict], weights: Weights, parsed: Namespace, options: SamplingOptions, on: Machine, batch: int
 ) -> dict[str, Any]:
-    """All that the texts of a file of prompts depend on. `machine`: precision, device, backend, texts at once."""
+    """All that the texts of a file of prompts depend on. `batch`: texts at once."""
     return {
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "weights": weights.origin["sha256"],
@@ -90,7 +103,10 @@ def identity_of(
         "max_tokens": parsed.max_tokens,
         "stop": parsed.stop,
         "seed": parsed.seed,
-        **dict(zip(("precision", "device", "backend", "batch"), machine, strict=True)),
+        "precision": on.precision,
+        "device": on.device.type,
+        "backend": on.ops.__name__,
+        "batch": batch,
         "versions": [handgrad.__version__, torch.__version__],
     }
 

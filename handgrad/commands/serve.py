@@ -5,23 +5,22 @@ import threading
 import time
 from argparse import Namespace
 
-from handgrad.commands.chat import context_of, opened
+from handgrad.commands.model_arguments import SERVE_PORT
+from handgrad.commands.writing import context_of, open_talking_model, sampling_options
 from handgrad.evaluation.load import is_taught_to_talk
-from handgrad.generation.generate import SamplingOptions, check_writing
+from handgrad.generation.generate import check_writing
 from handgrad.local_server import LocalHandler, listen
 from handgrad.serving.requests import Request
 from handgrad.serving.server import Handler, Served, write_all
 from handgrad.serving.writer import Writer
 
-PORT = 8361
-
 
 def run(parsed: Namespace) -> int:
     check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
-    options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
-    listening = functools.partial(listen, host=parsed.host, port=parsed.port or PORT, may_move=parsed.port is None)
+    options = sampling_options(parsed)
+    listening = functools.partial(listen, host=parsed.host, port=parsed.port or SERVE_PORT, may_move=parsed.port is None)
     listening(LocalHandler).server_close()  # a port that is taken is refused before the model is read
-    weights, talk, writing = opened(parsed)
+    weights, talk, writing = open_talking_model(parsed)
     context, described = context_of(writing, parsed.context)
     talks = is_taught_to_talk(weights.tokenizer, weights.checkpoint)  # the page begins with a conversation
     about = {"id": parsed.checkpoint, "object": "model", "created": int(time.time()), "owned_by": "handgrad"}

@@ -43,7 +43,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 def saved_step(run: Path) -> int:
     """The step of the newest checkpoint, -1 without one."""
     found = checkpoint.peek(run)
-    return int(found[0].name.rpartition("_")[2]) if found else -1
+    return checkpoint.step_of(found[0]) if found else -1
 
 
 def launch(parsed: Namespace, ranks: int, received: list[int]) -> int:

@@ -4,10 +4,9 @@ import functools
 from argparse import Namespace
 from pathlib import Path
 
+from handgrad.commands.model_arguments import WATCH_PORT
 from handgrad.local_server import listen
 from handgrad.reports.serve import Handler, Watched
-
-PORT = 8360
 
 
 def run(parsed: Namespace) -> int:
@@ -15,7 +14,7 @@ def run(parsed: Namespace) -> int:
     for line in watched.waiting():
         print(f"waiting    {line}")
     handler = functools.partial(Handler, watched)
-    with listen(handler, parsed.host, parsed.port or PORT, may_move=parsed.port is None) as server:
+    with listen(handler, parsed.host, parsed.port or WATCH_PORT, may_move=parsed.port is None) as server:
         host, port = server.server_address[:2]
         print(f"watching   http://{host}:{port}/   (Ctrl-C ends it)", flush=True)
         server.serve_forever()

@@ -50,6 +50,7 @@ class Batches:
         shards: Sequence[Shard],
         sequence_length: int,
         seed: int,
+        *,
         shuffle: bool = True,
         stride: int = 0,
         packing: str = STREAM,

@@ -20,7 +20,6 @@ from handgrad.data.tokenizer import (
     byte_of_character,
     parse_bpe,
     read_small,
-    read_tokenizer,
 )
 from handgrad.data.vocabulary import is_bytes, read_vocabulary
 from handgrad.errors import DataError
@@ -161,16 +160,6 @@ def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:
     others = read_object(folder / OTHERS_FILE) if (folder / OTHERS_FILE).is_file() else {}
     path = folder / TOKENIZER_FILE
     return model_tokenizer(read_small(path), others, record.get("vocab_size"), record.get("end_of_text"), str(path))
-
-
-def of_folder(folder: Path) -> Tokenizer:
-    """The tokenizer of a run or a checkpoint of ours, or of a transformers folder."""
-    checkpoints = sorted(folder.glob("checkpoints/step_*/manifest.json"))
-    manifest = checkpoints[-1] if checkpoints else folder / "manifest.json"
-    record = read_object(manifest).get("tokenizer") if manifest.is_file() else None
-    if isinstance(record, dict):
-        return read_tokenizer(manifest.parent, record)
-    return of_transformers(folder, read_object(folder / MODEL_FILE).get("vocab_size"))
 
 
 def of_transformers(folder: Path, vocab_size: Any) -> Tokenizer:

@@ -13,7 +13,8 @@ from handgrad.data.model_tokenizer import MODEL_FILE
 from handgrad.data.recommended import out_for
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, read_manifest
 from handgrad.data.sources import SourceFile
-from handgrad.data.tokenizer import Tokenizer, load_tokenizer
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import UsageError
 
 STORIES, QUESTIONS = "stories", "questions"  # the sources that are generated

@@ -24,7 +24,7 @@ def tokenizer_of(model: str) -> tuple[list[str], str]:
     that comes first): of weights that no command of ours has written or fetched, which --tokenizer does not take."""
     if not model:
         return [], ""
-    from handgrad.data.tokenizer import load_tokenizer  # imports its libraries, which `--help` spares
+    from handgrad.data.tokenizer_loading import load_tokenizer  # imports its libraries, which `--help` spares
 
     with contextlib.suppress(HandgradError):
         load_tokenizer(model)

@@ -29,7 +29,8 @@ import numpy as np
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
 from handgrad.data.recommended import prepare_commands, tokenizer_of
 from handgrad.data.sources import SUFFIXES, holds_text, is_text
-from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
+from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_error, storage_errors
 from handgrad.files import file_sha256
 from handgrad.parsing import parse_json

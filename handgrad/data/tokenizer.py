@@ -18,10 +18,8 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-from handgrad.data.tokenizer_names import answer
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.parsing import parse_json
-from handgrad.run_files import BEST, CHECKPOINTS, named_run
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -140,41 +138,6 @@ def _without_long_blanks(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer "gpt2", "bytes", or that of the `tokenizer.json` at path `spec`.
-
-    Raises UsageError: no such tokenizer; DataError: the file is not a byte-level BPE with GPT-2's splitter.
-    """
-    if spec == "gpt2":
-        return gpt2_tokenizer()
-    if spec == "bytes":
-        return bytes_tokenizer()
-    path = Path(spec)
-    if path.name == BEST and not path.exists():  # RUN/best has the tokenizer of its run
-        path = path.parent
-    if any((path / name).exists() for name in ("config.json", "manifest.json", CHECKPOINTS)):
-        from handgrad.data.model_tokenizer import of_folder
-
-        return of_folder(path)
-    if path.is_dir():
-        path = path / TOKENIZER_FILE
-    if not path.is_file():
-        found = answer(spec)
-        if Path(spec).is_dir():
-            found = f", a folder without a tokenizer; {named_run(Path(spec))}"
-        raise UsageError(
-            f"expected the tokenizer gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json, found {spec!r}"
-            f"{found}"
-        )
-    try:
-        return parse_bpe(read_small(path), where=str(path))
-    except DataError:
-        if (path.parent / "config.json").is_file():
-            folder = f"give --tokenizer {path.parent}"
-            raise DataError(f"expected the folder of a model's tokenizer, found its file {path}; {folder}") from None
-        raise
-
-
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE of at most `vocab_size` tokens (fewer if `texts` has fewer pairs that repeat).
 
@@ -201,7 +164,7 @@ def byte_level(model: tokenizers.models.BPE, *, splits: bool = True) -> tokenize
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The manifest's entry about `tokenizer`, for `read_tokenizer`."""
+    """The manifest's entry about `tokenizer`, for `tokenizer_loading.read_tokenizer`."""
     return {name: getattr(tokenizer, name) for name in ("kind", "vocab_size", "end_of_text", "sha256")}
 
 
@@ -217,28 +180,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     for name, content in tokenizer_files(tokenizer).items():
         (folder / name).write_bytes(content)
     return tokenizer_record(tokenizer)
-
-
-def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
-    """The tokenizer that `record`, a manifest's entry, names; DataError if it is not the one that made the shards."""
-    kind = record.get("kind") if isinstance(record, dict) else None
-    if kind not in ("gpt2", "bytes", "bpe", "model"):
-        raise DataError(f"expected a tokenizer gpt2, bytes or bpe in {folder}, found {kind!r:.100}; prepare the data again")
-    if kind in ("bpe", "model") and not (folder / TOKENIZER_FILE).is_file():
-        raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; restore it or prepare the data again")
-    if kind == "model":
-        from handgrad.data.model_tokenizer import of_record
-
-        tokenizer = of_record(folder, record)
-    else:
-        tokenizer = load_tokenizer(str(folder / TOKENIZER_FILE) if kind == "bpe" else kind)
-    for name in ("sha256", "vocab_size", "end_of_text"):
-        if record.get(name) != getattr(tokenizer, name):
-            raise DataError(
-                f"expected the tokenizer with {name} {record.get(name)!r:.100} that made the shards in {folder}, "
-                f"found {getattr(tokenizer, name)}; restore it or prepare the data again"
-            )
-    return tokenizer
 
 
 def read_small(path: Path) -> bytes:

@@ -19,7 +19,7 @@ from handgrad.data.tokenizer import (
     byte_level,
     byte_of_character,
     bytes_tokenizer,
-    load_tokenizer,
+    gpt2_tokenizer,
     parse_bpe,
     read_small,
 )
@@ -52,7 +52,7 @@ def gpt2_merges() -> tuple[tuple[str, str], ...]:
 
     The last merge of its own bytes makes a token of rank r: the merges of lower rank leave two pieces.
     """
-    tokenizer = load_tokenizer("gpt2")
+    tokenizer = gpt2_tokenizer()
     tokens = tokenizer.token_bytes[: tokenizer.end_of_text]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     return tuple(
@@ -126,7 +126,7 @@ def read_vocabulary(folder: Path) -> Tokenizer:
     if is_bytes(content):
         return bytes_tokenizer()
     tokenizer = parse_bpe(content, where=str(path))
-    gpt2 = load_tokenizer("gpt2")
+    gpt2 = gpt2_tokenizer()
     same = tokenizer.token_bytes == gpt2.token_bytes and tokenizer.merges == gpt2_merges()
     return gpt2 if same else tokenizer
 

@@ -17,7 +17,8 @@ import numpy as np
 from handgrad.data import questions, stories
 from handgrad.data.chat_template import ChatTemplate
 from handgrad.data.pieces import TRAIN, VALIDATION, Conversation, Piece, Position, Questions, Stories, Unit, split_of
-from handgrad.data.tokenizer import Tokenizer, load_tokenizer
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, StorageError
 
 

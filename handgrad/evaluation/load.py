@@ -14,8 +14,10 @@ from handgrad.backend import choose_backend
 from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
 from handgrad.config import FIELDS, STREAM, WHOLE, ModelShape, RunConfig, check, convert
 from handgrad.data.chat_template import template_text
-from handgrad.data.tokenizer import Tokenizer, read_tokenizer
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError
+from handgrad.generation.fp8_weights import rounded
 from handgrad.models import named_weights, parameter_table
 from handgrad.models.rows import ParameterRow, flat_elements
 from handgrad.techniques import of_stored
@@ -37,6 +39,11 @@ class Weights:
     origin: dict[str, Any]  # for a manifest: "from" a format, "source" in the user's words, "sha256" by file
     config: RunConfig  # of their run; the sizes alone for imported weights
     checkpoint: Checkpoint | None = None  # that holds them, if it is one of ours
+
+
+def rounded_to_fp8(weights: Weights) -> Weights:
+    """`weights` with the matrices of products rounded to fp8 (`generation.fp8_weights`)."""
+    return replace(weights, weight=rounded(weights.shape, weights.weight))
 
 
 def usual_window(weights: Weights) -> int:

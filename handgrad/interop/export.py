@@ -163,22 +163,9 @@ def export_llmc(
         )
     state_name = f"state_{checkpoint.step:08d}_00000.bin"
     tensors: dict[str, Values] = {}
-
-    def stored(file: str, prefix: str) -> Values:
-        return lambda row: checkpoint.tensor(file, prefix + row.name, row.stored_shape)
-
     if with_optimizer:
         check_free(folder)
-        if (optimizer := checkpoint.manifest["config"].get("optimizer", "adamw")) != "adamw":
-            raise UsageError(f"llm.c's state is AdamW's, found a run of {optimizer}; export the weights alone")
-        if checkpoint.manifest["config"].get("lora"):
-            raise UsageError(f"{checkpoint.folder} has moments of adapters alone; export the weights alone")
-        if "m.wte" not in checkpoint.file_of_tensor:
-            raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
-        tensors |= {"m": stored(OPTIMIZER_FILE, "m."), "v": stored(OPTIMIZER_FILE, "v.")}
-        with open_tensors(checkpoint.file_of_tensor["wte"]) as weights:
-            if weights.get_slice("wte").get_dtype() != "BF16":  # a run without master weights stores bf16
-                tensors["master"] = stored(WEIGHTS_FILE, "")
+        tensors = optimizer_tensors(checkpoint)
 
     def write(partial: Path, model: LoadedModel) -> None:
         flat = model.views["parameters"]
@@ -203,6 +190,27 @@ def export_llmc(
         return found
 
     return export(checkpoint, folder, dtype, MODEL_FILE, write, read)
+
+
+def optimizer_tensors(checkpoint: Checkpoint) -> dict[str, Values]:
+    """m and v of a checkpoint, and master where it has master weights. Raises `UsageError` for a checkpoint without AdamW's
+    moments of all weights."""
+    config = checkpoint.manifest["config"]
+    if (optimizer := config.get("optimizer", "adamw")) != "adamw":
+        raise UsageError(f"llm.c's state is AdamW's, found a run of {optimizer}; export the weights alone")
+    if config.get("lora"):
+        raise UsageError(f"{checkpoint.folder} has moments of adapters alone; export the weights alone")
+    if "m.wte" not in checkpoint.file_of_tensor:
+        raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
+
+    def stored(file: str, prefix: str) -> Values:
+        return lambda row: checkpoint.tensor(file, prefix + row.name, row.stored_shape)
+
+    tensors = {"m": stored(OPTIMIZER_FILE, "m."), "v": stored(OPTIMIZER_FILE, "v.")}
+    with open_tensors(checkpoint.file_of_tensor["wte"]) as weights:
+        if weights.get_slice("wte").get_dtype() != "BF16":  # a run without master weights stores bf16
+            tensors["master"] = stored(WEIGHTS_FILE, "")
+    return tensors
 
 
 def export(

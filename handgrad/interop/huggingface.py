@@ -31,7 +31,8 @@ from torch import Tensor
 from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import GENERATION_FILE, MODEL_FILE, of_transformers, read_object
-from handgrad.data.tokenizer import Tokenizer, load_tokenizer
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import imported_config
 from handgrad.interop import huggingface_llama as llama, huggingface_modern as modern

@@ -19,6 +19,7 @@ Source: transformers, models/{llama,qwen2,qwen3} and modeling_rope_utils.py.
 import json
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,71 +136,92 @@ def their_scaling(family: LlamaShape) -> dict[str, Any] | None:
 QUANTISED = "give the model in 16 or 32 bits (under adapters of PEFT: `handgrad import ADAPTERS --base MODEL`)"
 
 
-def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
-    """The model of a config.json; `DataError` for one that asks for anything that ours do not compute."""
-    kind = content["model_type"]
+@dataclass(frozen=True)
+class Config:
+    """The content of a config.json, whose values are checked as they are read."""
 
-    def refuse(key: str, wanted: str, found: Any) -> DataError:
+    content: dict[str, Any]
+    path: Path
+
+    def refused(self, key: str, wanted: str, found: Any) -> DataError:
         remedy = QUANTISED if key == "quantization_config" else "handgrad has no such model"
-        return DataError(f"expected {key} {wanted} in {path}, found {found!r:.80}; {remedy}")
+        return DataError(f"expected {key} {wanted} in {self.path}, found {found!r:.80}; {remedy}")
 
-    for key, default, ours in KNOWN:
-        if (value := content.get(key, default)) not in ours:
-            raise refuse(key, json.dumps(ours[0]), value)
-    layers = content.get("layer_types") or []
-    if other := next((layer for layer in layers if layer != "full_attention"), None):
-        raise refuse("layer_types", "of full_attention", other)
-
-    def whole(key: str, default: int | None = None) -> int:
-        value: Any = content.get(key)
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A number of 1 or more; the default for null and none. Raises `DataError`."""
+        value: Any = self.content.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise refuse(key, "of 1 or more", value)
+            raise self.refused(key, "of 1 or more", value)
         return value
 
-    def number(key: str, default: float | None, table: dict[str, Any]) -> float:
+    def number(self, key: str, default: float | None, table: dict[str, Any]) -> float:
+        """A finite number above 0 of a `table` in the content, as `whole`."""
         value: Any = table.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise refuse(key, "above 0", value)
+            raise self.refused(key, "above 0", value)
         return float(value)
 
-    V, T, L, H, C = (whole(key) for key in SIZES)
+
+def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
+    """The model of a config.json; `DataError` for one that asks for anything that ours do not compute."""
+    config, kind = Config(content, path), content["model_type"]
+    for key, default, ours in KNOWN:
+        if (value := content.get(key, default)) not in ours:
+            raise config.refused(key, json.dumps(ours[0]), value)
+    layers = content.get("layer_types") or []
+    if other := next((layer for layer in layers if layer != "full_attention"), None):
+        raise config.refused("layer_types", "of full_attention", other)
+    V, T, L, H, C = (config.whole(key) for key in SIZES)
     width = 128 if kind == "qwen3" and "head_dim" not in content else C // H  # their defaults
     keys = 32 if kind != "llama" and "num_key_value_heads" not in content else H
     tied = content.get("tie_word_embeddings", False)
     if type(tied) is not bool:
-        raise refuse("tie_word_embeddings", "true or false", tied)
-    # A file of a newer version has rope_parameters; rope_scaling, which model cards say to add, replaces all of it there.
-    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    rope = content.get(key) or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise refuse(key, "as one object for all layers", rope)
-    name = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(name, str) or name not in ROPES:
-        raise refuse("rope_type", " or ".join(map(json.dumps, ROPES)), name)
-    ours = ROPES[name]
-    for key, default in (("truncate", True), ("partial_rotary_factor", 1.0)):
-        if rope.get(key, default) != default:
-            raise refuse(key, json.dumps(default), rope[key])
-    numbers: dict[str, Any] = {here: number(there, default, rope) for here, there, default in ROPE_NUMBERS[ours]}
-    if ours in ("llama3", "yarn"):
-        numbers["rope_length"] = int(number(LENGTH, float(T), rope | {LENGTH: content.get(LENGTH) or rope.get(LENGTH)}))
-    if ours == "yarn":
-        numbers["rope_scale"] = number("attention_factor", yarn_scale(rope, numbers["rope_factor"]), rope)
+        raise config.refused("tie_word_embeddings", "true or false", tied)
+    rope = read_rope(config)
+    positions = rope_fields(config, rope, T)
     family = LlamaShape(
-        kv_heads=whole("num_key_value_heads", keys),
-        head_width=whole("head_dim", width),
-        feed_forward=whole("intermediate_size"),
-        norm_epsilon=number("rms_norm_eps", 1e-6, content),
+        kv_heads=config.whole("num_key_value_heads", keys),
+        head_width=config.whole("head_dim", width),
+        feed_forward=config.whole("intermediate_size"),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6, content),
         tied=tied,
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        rotary_base=number("rope_theta", 10000.0, {**content, **rope}),
-        rope=ours,
-        **numbers,
+        rotary_base=config.number("rope_theta", 10000.0, {**content, **rope}),
+        **positions,
     )
     return ModelShape(V, T, L, H, C, "llama", llama=str(family))
+
+
+def read_rope(config: Config) -> dict[str, Any]:
+    """The table of rotary positions. A file of a newer version has rope_parameters; rope_scaling, which model cards say to
+    add, replaces all of it there. Raises `DataError` for one that is not a table for all layers."""
+    key = "rope_scaling" if config.content.get("rope_scaling") else "rope_parameters"
+    rope = config.content.get(key) or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise config.refused(key, "as one object for all layers", rope)
+    return rope
+
+
+def rope_fields(config: Config, rope: dict[str, Any], context: int) -> dict[str, Any]:
+    """The fields of `LlamaShape` about the scaling of rotary positions; `context`: the model's, in tokens. Raises
+    `DataError` for a scaling that ours are not."""
+    name = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(name, str) or name not in ROPES:
+        raise config.refused("rope_type", " or ".join(map(json.dumps, ROPES)), name)
+    ours = ROPES[name]
+    for key, default in (("truncate", True), ("partial_rotary_factor", 1.0)):
+        if rope.get(key, default) != default:
+            raise config.refused(key, json.dumps(default), rope[key])
+    fields: dict[str, Any] = {here: config.number(there, default, rope) for here, there, default in ROPE_NUMBERS[ours]}
+    if ours in ("llama3", "yarn"):
+        lengths = rope | {LENGTH: config.content.get(LENGTH) or rope.get(LENGTH)}
+        fields["rope_length"] = int(config.number(LENGTH, float(context), lengths))
+    if ours == "yarn":
+        fields["rope_scale"] = config.number("attention_factor", yarn_scale(rope, fields["rope_factor"]), rope)
+    return {"rope": ours, **fields}
 
 
 def yarn_scale(rope: dict[str, Any], factor: float) -> float:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from handgrad.config import VOCABULARY_MULTIPLE
 from handgrad.data.llmc_header import HEADER_BYTES, TOKENIZER, make_header, read_header
-from handgrad.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_FILE, Tokenizer, load_tokenizer, read_small
+from handgrad.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_FILE, Tokenizer, read_small
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.models.rows import rounded_up
 

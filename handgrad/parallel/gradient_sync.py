@@ -9,6 +9,7 @@ With bf16 on the wire every operand of every addition is rounded first, wherever
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -194,7 +195,7 @@ class GradientSync:
             self.await_weights(bucket.name)
 
     @contextlib.contextmanager
-    def on_side_stream(self):  # type: ignore[no-untyped-def]
+    def on_side_stream(self) -> Iterator[None]:
         """Launches on the side stream, after the current stream's launches so far."""
         if self.stream is None:
             yield

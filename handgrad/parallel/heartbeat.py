@@ -23,11 +23,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from handgrad.errors import NumericsError
+from handgrad.errors import RESUMABLE, NumericsError
 from handgrad.parallel.order import Entry, difference_text, first_difference, named_ranks
 from handgrad.parallel.running_clock import RunningClock
 
-RELAUNCH = 75  # the exit code of a run that the same command resumes
 INTERVAL_SECONDS = 1.0  # between beats
 WORK_FACTOR = 6  # a rank may work so many times as long as all may wait for each other
 SUSPECT_SECONDS = 5.0  # of silence are enough once a collective has failed
@@ -44,7 +43,7 @@ class Beat(NamedTuple):
     waiting: bool
     seconds: float  # in this status
     left: str | None = None
-    exit_code: int = RELAUNCH
+    exit_code: int = RESUMABLE
     recent: Sequence[Entry] = ()  # its last collectives, once it has waited for long
 
 
@@ -52,7 +51,7 @@ class Fault(NamedTuple):
     """The end of the run, and the exit code of the ranks that did not cause it."""
 
     text: str
-    exit_code: int = RELAUNCH
+    exit_code: int = RESUMABLE
 
 
 @dataclass
@@ -106,7 +105,7 @@ class Heartbeat:
         """Sets this rank's status: it waits for others, or works."""
         self.status = step, operation, waiting, self.clock()
 
-    def leave(self, text: str, exit_code: int = RELAUNCH) -> None:
+    def leave(self, text: str, exit_code: int = RESUMABLE) -> None:
         """Tells the others the error that ends this rank, or, with no text, its orderly end. Returns within
         `timeout_seconds`, and a few more in which the others learn of an error of rank 0, whose process has the store."""
         if self.closing.is_set():
@@ -164,7 +163,7 @@ class Heartbeat:
                 self.stop(self.fault)
                 return
 
-    def beat(self, left: str | None = None, exit_code: int = RELAUNCH) -> Beat:
+    def beat(self, left: str | None = None, exit_code: int = RESUMABLE) -> Beat:
         step, operation, waiting, since = self.status
         seconds = self.clock() - since
         recent = list(self.recent) if waiting and seconds > self.interval else ()
@@ -242,7 +241,7 @@ class Heartbeat:
         except RuntimeError:  # the device has failed as well
             device = ""
         where = f"step {step}, {operation}" + (f" (on the device: {device})" if device else "")
-        advice = "; relaunch the same command to resume from the last checkpoint" if fault.exit_code == RELAUNCH else ""
+        advice = "; relaunch the same command to resume from the last checkpoint" if fault.exit_code == RESUMABLE else ""
         line = f"handgrad: rank {self.rank}, at {where}: {fault.text}{advice}"
         try:
             with contextlib.suppress(OSError):  # the launcher that read this is gone

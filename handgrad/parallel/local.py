@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from handgrad.errors import INTERRUPTED, STOPPING, print_message
+from handgrad.errors import INTERRUPTED, RESUMABLE, STOPPING, print_message
 
 LAUNCHER = "HANDGRAD_LAUNCHER"  # the launcher's process id, in the environment of its ranks
 FORWARDED = (signal.SIGINT, *(number for number in STOPPING if number != signal.SIGXCPU))  # a rank has its own CPU time
@@ -131,9 +131,9 @@ def wait_for_all(processes: Sequence[subprocess.Popen[bytes]], received: Sequenc
 
 
 def worst_code(codes: Sequence[int]) -> int:
-    """The exit code of a command whose ranks ended with `codes`. That another rank was lost (75) says more than the signal
+    """The exit code of a command whose ranks ended with `codes`. That another rank was lost says more than the signal
     that ended it, an error more than either."""
-    severity = {0: 0, 75: 2, INTERRUPTED: 3}
+    severity = {0: 0, RESUMABLE: 2, INTERRUPTED: 3}
     worst = max(codes, key=lambda code: severity.get(code, 1 if code < 0 else 4))
     return 128 - worst if worst < 0 else worst
 

@@ -9,7 +9,8 @@ from handgrad.files import write_bytes_durably
 from handgrad.reports import comparing, sections
 from handgrad.reports.drawing import LARGE, SMALL, inline_svg, png
 from handgrad.reports.plots import Plot, choose_plots
-from handgrad.reports.runs import Run, read_runs
+from handgrad.reports.reading import read_runs
+from handgrad.reports.runs import Run
 from handgrad.reports.script import attribute, axis_choice, script, script_hash
 from handgrad.reports.sections import folded, per_run, section, text
 from handgrad.reports.style import style_sheet

@@ -125,7 +125,7 @@ def fp8_sentence(run: Run) -> str:
         kept = config.fp8_keep_bf16.replace(TUNED, "")
         products = fp8_gemms(kept, config.fp8_head_gemms, layers, parts).describe(layers, parts)
     except UsageError as error:
-        raise DataError(f"{run.folder / 'config.toml'}: {error}; repair that line or restore the file") from None
+        raise DataError(f"{run.folder / CONFIG_FILE}: {error}; repair that line or restore the file") from None
     gradients = f"gradients in {config.fp8_gradients}, {config.fp8_scaling} scaling"
     return f" In fp8: the products {products}; {gradients}; the rest in bf16."
 

@@ -18,8 +18,9 @@ from handgrad.errors import DataError
 from handgrad.local_server import LocalHandler
 from handgrad.reports.page import Live, document, page
 from handgrad.reports.plots import choose_plots
+from handgrad.reports.reading import read_readable, runs_in
 from handgrad.reports.results import steps_done
-from handgrad.reports.runs import Run, read_readable, runs_in
+from handgrad.reports.runs import Run
 from handgrad.reports.sections import faint
 from handgrad.run_files import METRICS_FILE
 

@@ -9,7 +9,7 @@ from handgrad.config import FIELDS, RunConfig, to_dict
 from handgrad.errors import ConfigError, storage_errors
 from handgrad.evaluation.load import CONTEXT
 from handgrad.files import file_sha256
-from handgrad.manifest import MANIFEST
+from handgrad.manifest import MANIFEST, step_of
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
 from handgrad.run.log import RunLog
@@ -101,7 +101,7 @@ class Audit:
             with storage_errors(f"reading {folder}"):
                 digest = file_sha256(folder / MANIFEST)
             link = manifest["audit"]["link"]
-            self.log.audit({"kind": CHECKPOINT, "step": int(folder.name[5:]), "link": link, "manifest": digest})
+            self.log.audit({"kind": CHECKPOINT, "step": step_of(folder), "link": link, "manifest": digest})
 
 
 FACTS = ("config", "versions", "identity", "init")

@@ -63,10 +63,9 @@ def fetch_rest(tensors: list[Stored]) -> None:
 def stored_tensors(state: TrainingState, ranks: Ranks) -> Iterator[Stored]:
     """The tensors of a checkpoint, weights first, then the optimizer's state; shards are gathered when they are fetched."""
     gathered = GatheredBucket(state, ranks)
-    buffers = {"": state.master, **{f"{name}.": flat for name, flat in state.optimizer.items()}}
-    for prefix, flat in buffers.items():
+    for prefix, flat in state.saved_buffers().items():
         for row in state.design.parameters:
-            if flat.numel() == state.parameters.numel():
+            if state.is_whole(flat):
                 yield Stored.of(prefix + row.name, row.stored(flat))
                 continue
             yield Stored(prefix + row.name, flat.dtype, row.stored_shape, partial(gathered.parameter, flat, row))

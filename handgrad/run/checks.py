@@ -21,7 +21,7 @@ from handgrad.run.host_copy import checkpoint_rows
 from handgrad.run.memory import memory_bytes
 from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, possible_configs, resolve
-from handgrad.run_files import BEST
+from handgrad.run_files import BEST, CHECKPOINTS
 from handgrad.training.design import Design
 
 
@@ -166,7 +166,7 @@ def checkpoint_bytes(design: Design) -> int:
 def check_disk(config: RunConfig, design: Design) -> None:
     """Refuses a run whose checkpoints will not fit in `config.out`."""
     # Those of an earlier start are there already.
-    checkpoints = most_checkpoints(config) - len(list(Path(config.out).glob("checkpoints/step_*")))
+    checkpoints = most_checkpoints(config) - len(list((Path(config.out) / CHECKPOINTS).glob("step_*")))
     needed = checkpoints * checkpoint_bytes(design)
     existing = [folder for folder in (Path(config.out), *Path(config.out).absolute().parents) if folder.is_dir()]
     free = shutil.disk_usage(existing[0]).free

@@ -48,7 +48,7 @@ class Judge:
         """Compares the buffers that every rank holds whole: any rank may write its own copy."""
         if self.ranks.size == 1:
             return
-        copies = [flat for flat in (state.master, *state.optimizer.values()) if flat.numel() == state.parameters.numel()]
+        copies = [flat for flat in state.saved_buffers().values() if state.is_whole(flat)]
         sums = torch.zeros(len(copies), dtype=torch.int64, device=state.parameters.device)
         for number, flat in enumerate(copies):
             checksum(sums[number : number + 1], flat, state.design.ops)
@@ -63,8 +63,8 @@ class Judge:
 def tensor_norms(state: TrainingState, ranks: Ranks) -> dict[str, float]:
     """The Euclidean norm of each tensor that a checkpoint holds, as all ranks know it. Each reduces its share."""
     names, sharded, squares = list[str](), list[bool](), list[float]()
-    for prefix, flat in {"": state.master, **{f"{name}.": flat for name, flat in state.optimizer.items()}}.items():
-        whole, pieces = flat.numel() == state.parameters.numel(), list[tuple[int, Tensor]]()
+    for prefix, flat in state.saved_buffers().items():
+        whole, pieces = state.is_whole(flat), list[tuple[int, Tensor]]()
         for row in state.design.parameters:
             mine = [row.stored(flat)] if whole else [piece for piece, _ in state.shard_pieces(flat, row)]
             pieces += [(len(names), piece) for piece in mine]

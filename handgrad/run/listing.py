@@ -14,7 +14,7 @@ from typing import Any
 
 from handgrad.batch_schedule import parse_schedule
 from handgrad.config import read_toml
-from handgrad.errors import DataError, HandgradError, NumericsError, StorageError, storage_errors
+from handgrad.errors import INTERRUPTED, RESUMABLE, DataError, HandgradError, NumericsError, StorageError, storage_errors
 from handgrad.format import human_age, human_bytes, human_count, human_seconds, table
 from handgrad.jsonl import parse
 from handgrad.run.lock import is_held
@@ -196,9 +196,9 @@ def state_of(marker: dict[str, Any]) -> str:
         return FINISHED
     if marker["kind"] == "run":
         return CRASHED
-    if marker.get("code") == 130 or marker.get("signal") == "SIGINT":
+    if marker.get("code") == INTERRUPTED or marker.get("signal") == "SIGINT":
         return STOPPED
-    return WAITING if marker.get("code") in (0, 75) else FAILED
+    return WAITING if marker.get("code") in (0, RESUMABLE) else FAILED
 
 
 def listed(runs: list[RunSummary], width: int) -> list[str]:

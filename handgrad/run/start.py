@@ -94,10 +94,10 @@ def record_stop(run: Run) -> Iterator[None]:
         raise
     finally:
         if code or run.completed < run.config.steps:
-            name: dict[str, Any] = {"signal": signal.Signals(run.stop_signal).name} if run.stop_signal else {}
-            name |= {"not_finite": True} if run.saves.poisoned else {}
+            signs: dict[str, Any] = {"signal": signal.Signals(run.stop_signal).name} if run.stop_signal else {}
+            signs |= {"not_finite": True} if run.saves.poisoned else {}
             with contextlib.suppress(StorageError):  # which may be the reason itself
-                run.log.record("stop", step=run.completed, code=code, reason=reason, **name)
+                run.log.record("stop", step=run.completed, code=code, reason=reason, **signs)
 
 
 def open_rank_0_first(open_them: Callable[[], Weights], ranks: Ranks) -> Weights:

@@ -17,7 +17,7 @@ from handgrad.errors import DataError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
 from handgrad.run_files import CHECKPOINTS
 from handgrad.tensor_files import open_tensors
-from handgrad.tools.record import Record
+from handgrad.tools.record import RunRecord
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TensorDifference:
         return f"  {self.name}: {self.differing} of {self.elements} elements, {ulps}"
 
 
-def facts_lines(one: Record, other: Record) -> Iterator[str]:
+def facts_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
     """The differences between the last `begin`s of two chains."""
     a, b = one.begins[-1], other.begins[-1]
     for line in differences(a["config"], b["config"]):
@@ -51,7 +51,7 @@ def facts_lines(one: Record, other: Record) -> Iterator[str]:
         yield f"initial        weights: {a.get('init')} -> {b.get('init')}"
 
 
-def link_lines(one: Record, other: Record) -> Iterator[str]:
+def link_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
     """The first difference of two chains' contents."""
     begun = one.begins[0]["step"], other.begins[0]["step"]
     first, second = (record.state_at(step) for record, step in zip((one, other), begun, strict=True))
@@ -78,7 +78,7 @@ def found_text(fields: list[str], one: Line, other: Line) -> str:
     return ", ".join(fields) + (f"; {numbers}" if numbers else "")
 
 
-def metrics_lines(one: Record, other: Record) -> Iterator[str]:
+def metrics_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
     """The first step with another loss, norm or rate. The state before it is not known, and so neither is the cause."""
     mine, theirs = one.steps, other.steps
     for step in sorted(mine.keys() & theirs.keys()):

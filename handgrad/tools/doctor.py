@@ -13,7 +13,7 @@ import handgrad
 from handgrad import devices, threads
 from handgrad.backend import REQUIRED, choose_backend
 from handgrad.config import RunConfig
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.dropout.bind import dropout_operations
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes

@@ -100,28 +100,11 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     wall_ms = fmean(result.elapsed_seconds for result in results) * 1e3
     done += steps
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below, torch 2.13's profiler prints two lines of its own
     recorder = Recorder(training.design, state.plain_weights.head, torch.profiler.record_function)
     stepper = bind(state, training.scaling, source, graphs=False).stepper
-    activity = torch.profiler.ProfilerActivity
-    with recorder.recording(), tempfile.TemporaryDirectory() as folder:
-        recorder.counting = True
-        make_steps(stepper, done, 1)
-        recorder.counting = False
-        done += 1
-        activities = [activity.CPU, *([activity.CUDA] if cuda else [])]
-        once = torch.profiler.schedule(wait=0, warmup=1, active=1)  # the profiler's own start lets a GPU cool down
-        with torch.profiler.profile(activities=activities, schedule=once) as profiler:
-            make_steps(stepper, done, hot_steps + 1)
-            profiler.step()
-            more = make_steps(stepper, done + hot_steps + 1, steps)
-            devices.synchronize(device)
-        path = trace or Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = read_trace(path)
-    spent = spent_on_gpu(events) if cuda else spent_on_cpu(events)
+    spent, recorded = recorded_steps(stepper, recorder, done, hot_steps + 1, steps, trace)
     per_step = config.micro_steps * max(1, config.lanes)  # one process makes those of all lanes
-    idle = sum(result.skipped is not None for result in more)
+    idle = sum(result.skipped is not None for result in recorded)
     return [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(device)}",
         f"run        {config.num_layers} layers, {config.channels} channels, {config.precision}, recompute"
@@ -138,6 +121,31 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
         f"{human_count(config.tokens_per_step / wall_ms * 1e3)} tokens/s",
         *([f"trace      {trace} (open it at ui.perfetto.dev)"] if trace else []),
     ]
+
+
+def recorded_steps(
+    stepper: TrainStep, recorder: Recorder, first: int, warmup_steps: int, steps: int, trace: Path | None
+) -> tuple[dict[str, Spent], list[StepResult]]:
+    """(the time by kernel type, the results) of `steps` steps without CUDA graphs. Before them come one from `first` on, in
+    which the recorder counts the work, and `warmup_steps` more. `trace`: takes the profiler's file."""
+    device = stepper.design.device
+    cuda, activity = device.type == "cuda", torch.profiler.ProfilerActivity
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below, torch 2.13's profiler prints two lines of its own
+    with recorder.recording(), tempfile.TemporaryDirectory() as folder:
+        recorder.counting = True
+        make_steps(stepper, first, 1)
+        recorder.counting = False
+        activities = [activity.CPU, *([activity.CUDA] if cuda else [])]
+        once = torch.profiler.schedule(wait=0, warmup=1, active=1)  # the profiler's own start lets a GPU cool down
+        with torch.profiler.profile(activities=activities, schedule=once) as profiler:
+            make_steps(stepper, first + 1, warmup_steps)
+            profiler.step()
+            results = make_steps(stepper, first + 1 + warmup_steps, steps)
+            devices.synchronize(device)
+        path = trace or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = read_trace(path)
+    return spent_on_gpu(events) if cuda else spent_on_cpu(events), results
 
 
 def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:

@@ -19,7 +19,7 @@ from handgrad.tools.certificate import fingerprint, open_certificate
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """The chain of a run, in whole or, by a certificate, in part."""
 
     path: Path  # as the user named it
@@ -73,7 +73,7 @@ class Record:
         return sorted({*at_start, *(step for step in self.checkpoints if first <= step < self.last_step)})
 
 
-def open_record(path: Path, signed_by: str = "") -> Record:
+def open_record(path: Path, signed_by: str = "") -> RunRecord:
     """Opens the record of a run folder, or of a certificate and the checkpoints beside it. Raises `DataError` for an edited
     chain, for a checkpoint that the chain does not name, and for a certificate that a key other than `signed_by` (its
     SHA-256) has signed."""
@@ -83,10 +83,10 @@ def open_record(path: Path, signed_by: str = "") -> Record:
         raise UsageError(f"expected a certificate beside --signed-by, found {path}; give RUN/certificate.json")
     lines = read_chain(path / AUDIT_FILE)
     check_chain(lines, path / AUDIT_FILE)
-    return checked(Record(path, lines, path))
+    return checked(RunRecord(path, lines, path))
 
 
-def open_certified(path: Path, signed_by: str) -> Record:
+def open_certified(path: Path, signed_by: str) -> RunRecord:
     """Takes the whole chain if it lies beside the certificate, else the certificate's links."""
     certificate, beside = open_certificate(path), path.parent / AUDIT_FILE
     signer = fingerprint(certificate)
@@ -101,10 +101,10 @@ def open_certified(path: Path, signed_by: str) -> Record:
             where = f"{missing[0]['kind']} {missing[0]['step']}"
             raise DataError(f"{beside} is not the chain of {path}: it lacks the link of {where}")
         lines = chain
-    return checked(Record(path, lines, path.parent, whole, signer))
+    return checked(RunRecord(path, lines, path.parent, whole, signer))
 
 
-def checked(record: Record) -> Record:
+def checked(record: RunRecord) -> RunRecord:
     """Checks every checkpoint at hand against the chain, and returns the record."""
     if not record.begins:
         raise DataError(f"{record.path} has no link; train with --audit-every 1 to have a chain")
@@ -132,7 +132,7 @@ def checked(record: Record) -> Record:
     return record
 
 
-def config_of(record: Record, step: int, elsewhere: dict[str, str]) -> RunConfig:
+def config_of(record: RunRecord, step: int, elsewhere: dict[str, str]) -> RunConfig:
     """The configuration in force after `step`. Settings that do not change the numbers come from the run's folder, if it
     has them. `elsewhere`: where data and initial weights lie on this machine, if not where the run had them."""
     stored = record.folder / CONFIG_FILE
@@ -142,7 +142,7 @@ def config_of(record: Record, step: int, elsewhere: dict[str, str]) -> RunConfig
     return RunConfig(**{name: convert(name, value) for name, value in settings.items()})
 
 
-def differences(record: Record, begins: Iterable[Line], config: RunConfig) -> list[str]:
+def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
     """Lists how the device and the versions of this machine differ from the run's."""
     device = devices.resolve_device(config.device)
     devices.use_precision(device, config.precision)
@@ -157,7 +157,7 @@ def differences(record: Record, begins: Iterable[Line], config: RunConfig) -> li
     return found
 
 
-def check_data(record: Record, begins: Iterable[Line], config: RunConfig) -> None:
+def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> None:
     """Raises `DataError` unless the data at hand have the hashes of the run's."""
     dataset = open_dataset(config.data)
     now = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
@@ -170,7 +170,7 @@ def check_data(record: Record, begins: Iterable[Line], config: RunConfig) -> Non
                 )
 
 
-def check_initial(record: Record, origin: dict[str, Any] | None, init_from: str) -> None:
+def check_initial(record: RunRecord, origin: dict[str, Any] | None, init_from: str) -> None:
     """Raises `DataError` unless the initial weights at hand, whose `origin` this is, have the hashes of the run's."""
     then, now = (dict[str, str]((named or {}).get("sha256", {})) for named in (record.begun(0).get("init"), origin))
     if then != now:

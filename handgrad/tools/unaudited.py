@@ -8,9 +8,9 @@ from handgrad.checkpoint import peek
 from handgrad.config import FIELDS, RunConfig, convert, read_toml, to_dict
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import CONTEXT
-from handgrad.jsonl import Record as Fields, readable_records
+from handgrad.jsonl import Record, readable_records
 from handgrad.run_files import AUDIT_FILE, CONFIG_FILE, METRICS_FILE
-from handgrad.tools.record import Record
+from handgrad.tools.record import RunRecord
 
 KNOWN = ("handgrad", "torch", "device")  # versions that the `run` line of metrics.jsonl has
 
@@ -20,7 +20,7 @@ def unaudited(runs: list[Path]) -> list[Path]:
     return [run for run in runs if run.is_dir() and not (run / AUDIT_FILE).exists()]
 
 
-def folder_records(runs: list[Path]) -> list[Record]:
+def folder_records(runs: list[Path]) -> list[RunRecord]:
     """Records with the settings of each run, versions and data, and loss, norm and rate of each step, without digests of
     any state. Versions and data are those of the newest checkpoints, or, if a run has none, of each run's last start.
 
@@ -39,7 +39,7 @@ def folder_records(runs: list[Path]) -> list[Record]:
     return [folder_record(run, manifest) for run, manifest in zip(runs, manifests, strict=True)]
 
 
-def folder_record(run: Path, manifest: dict[str, Any] | None) -> Record:
+def folder_record(run: Path, manifest: dict[str, Any] | None) -> RunRecord:
     """A run by its settings, its metrics, and a checkpoint's manifest or the `run` line of its last start."""
     settings = {name: value for name, value in read_toml(str(run / CONFIG_FILE)).items() if name in FIELDS}
     config = to_dict(RunConfig(**{name: convert(name, value) for name, value in settings.items()}))
@@ -55,7 +55,7 @@ def folder_record(run: Path, manifest: dict[str, Any] | None) -> Record:
         facts, init = {name: manifest.get(name, {}) for name in facts}, manifest.get("init")
     if init:
         facts["init"] = {name: value for name, value in init.items() if name not in ("path", CONTEXT)}
-    return Record(run, [{"kind": BEGIN, "step": 0, "config": config, "state": {}, **facts}, *lines], run)
+    return RunRecord(run, [{"kind": BEGIN, "step": 0, "config": config, "state": {}, **facts}, *lines], run)
 
 
 def identity_of(start: dict[str, Any]) -> Any:
@@ -63,7 +63,7 @@ def identity_of(start: dict[str, Any]) -> Any:
     return data.get("identity") if isinstance(data, dict) else None
 
 
-def step_line(record: Fields) -> Line:
+def step_line(record: Record) -> Line:
     """A step's line of metrics.jsonl in the form of a link."""
     numbers = {name: record.number(name).hex() for name in NUMBERS}
     skipped = record.fields.get("skipped") is not None

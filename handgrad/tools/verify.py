@@ -13,7 +13,6 @@ from torch import Tensor
 
 from handgrad import checkpoint
 from handgrad.audit.chain import Line, differing, meaning, numbers_text
-from handgrad.audit.digest import buffers
 from handgrad.config import RunConfig, check
 from handgrad.errors import AuditError, ConfigError, UsageError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
@@ -21,7 +20,7 @@ from handgrad.run.checkpointing import run_numbers
 from handgrad.run.loop import Run
 from handgrad.run.start import open_run
 from handgrad.run_files import CHECKPOINTS, LOCK_FILE
-from handgrad.tools.record import Record, check_data, check_initial, config_of, differences
+from handgrad.tools.record import RunRecord, check_data, check_initial, config_of, machine_differences
 from handgrad.training.step import StepResult
 
 
@@ -33,7 +32,7 @@ class Span:
     last: int
 
 
-def spans_of(record: Record, first: int | None, last: int | None, segments: int, seed: int) -> list[Span]:
+def spans_of(record: RunRecord, first: int | None, last: int | None, segments: int, seed: int) -> list[Span]:
     """Chooses what to replay: `first` to `last`, or `segments` of the spans between neighbouring checkpoints, drawn by
     `seed`. Raises `UsageError` or `ConfigError` for steps that no replay can reach."""
     starts = record.starts
@@ -64,20 +63,20 @@ def spans_of(record: Record, first: int | None, last: int | None, segments: int,
     return [Span(a, b) for a, b in itertools.pairwise(edges)]
 
 
-def begins_of(record: Record, span: Span) -> list[Line]:
+def begins_of(record: RunRecord, span: Span) -> list[Line]:
     """The `begin`s that hold for a span."""
     inside = [line for line in record.begins if span.first < line["step"] < span.last]
     return [record.begun(span.first), *inside]
 
 
-def check_machine(record: Record, spans: Sequence[Span], elsewhere: dict[str, str], *, allow_changes: bool) -> list[str]:
+def check_machine(record: RunRecord, spans: Sequence[Span], elsewhere: dict[str, str], *, allow_changes: bool) -> list[str]:
     """Lists how this machine differs from the run's. Raises `DataError` for other data, and `ConfigError` for another
     device or other versions unless `allow_changes`."""
     found = list[str]()
     for span in spans:
         config = config_of(record, span.first, elsewhere)
         check_data(record, begins_of(record, span), config)
-        found += [line for line in differences(record, begins_of(record, span), config) if line not in found]
+        found += [line for line in machine_differences(begins_of(record, span), config) if line not in found]
     if found and not allow_changes:
         raise ConfigError(
             f"{record.path} was made with another device or versions ({'; '.join(found)}), which may give other bits;"
@@ -86,7 +85,7 @@ def check_machine(record: Record, spans: Sequence[Span], elsewhere: dict[str, st
     return found
 
 
-def replay(record: Record, span: Span, elsewhere: dict[str, str], scratch: Path, *, writes: bool) -> tuple[int, int]:
+def replay(record: RunRecord, span: Span, elsewhere: dict[str, str], scratch: Path, *, writes: bool) -> tuple[int, int]:
     """Repeats the steps of a span in the empty folder `scratch`; returns the number of links and of checkpoints that were
     equal. `writes`: True on the rank that prepares the folder. Raises `AuditError` at the first difference."""
     config = quiet(config_of(record, span.first, elsewhere), scratch)
@@ -109,7 +108,7 @@ def quiet(config: RunConfig, scratch: Path) -> RunConfig:
     return check(replace(config, out=str(scratch), audit_every=1, eval_tokens=1, keep_checkpoints=0, **nothing))
 
 
-def prepare(record: Record, span: Span, scratch: Path) -> None:
+def prepare(record: RunRecord, span: Span, scratch: Path) -> None:
     """Makes the folder of a run that has stopped where the span begins."""
     (scratch / LOCK_FILE).touch()
     (scratch / CHECKPOINTS).mkdir()
@@ -121,7 +120,7 @@ def prepare(record: Record, span: Span, scratch: Path) -> None:
 class Comparing:
     """Compares a replay with its record while it runs."""
 
-    def __init__(self, record: Record, span: Span, run: Run):
+    def __init__(self, record: RunRecord, span: Span, run: Run):
         self.record, self.span, self.run = record, span, run
         self.recorded, self.at_hand = record.steps, record.checkpoints
         self.begun_again = {line["step"]: line for line in begins_of(record, span)[1:]}
@@ -180,12 +179,11 @@ class Comparing:
         training, source = self.run.training, checkpoint.open_checkpoint(self.at_hand[step])
         training.await_weights()
         state, names, counts, elements = training.state, list[str](), list[float](), list[int]()
-        for prefix, flat in buffers(state).items():
+        for prefix, flat in state.saved_buffers().items():
             for row in state.design.parameters:
-                name = row.name if prefix == "weights" else f"{prefix}.{row.name}"
-                file = WEIGHTS_FILE if prefix == "weights" else OPTIMIZER_FILE
+                name, file = prefix + row.name, OPTIMIZER_FILE if prefix else WEIGHTS_FILE
                 values = source.tensor(file, name, row.stored_shape).reshape(-1)
-                whole = flat.numel() == state.parameters.numel()
+                whole = state.is_whole(flat)
                 pieces = [(row.stored(flat).reshape(-1), slice(None))] if whole else list(state.shard_pieces(flat, row))
                 if whole and not self.run.ranks.is_rank_0:
                     pieces = []  # all ranks hold it, one counts
@@ -202,7 +200,7 @@ def unequal(mine: Tensor, stored: Tensor) -> int:
     return int((mine.cpu().contiguous().view(integer) != stored.contiguous().view(integer)).sum())
 
 
-def holds(record: Record, spans: Sequence[Span], links: int, checkpoints: int, begun: float) -> str:
+def holds(record: RunRecord, spans: Sequence[Span], links: int, checkpoints: int, begun: float) -> str:
     """One line about a record that passed."""
     steps = ", ".join(f"{span.first} to {span.last}" for span in spans)
     states = f" and {checkpoints} checkpoint{'s' * (checkpoints != 1)}" if checkpoints else ""

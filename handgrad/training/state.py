@@ -85,6 +85,15 @@ class TrainingState:
     frozen: list[Tensor]  # gradients of frozen parameters
     norms: list[tuple[Tensor, Tensor]]  # (sums of squares, gradient) of the parts of the global norm made here
 
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """The flat buffers that a checkpoint holds, by the beginning of their tensors' names there: "" for the weights,
+        "m." and the like for the optimizer's state."""
+        return {"": self.master, **{f"{name}.": flat for name, flat in self.optimizer.items()}}
+
+    def is_whole(self, flat: Tensor) -> bool:
+        """True for a buffer of `saved_buffers` that this process holds whole; of any other it has its shard."""
+        return flat.numel() == self.parameters.numel()
+
     def load_weight(self, row: ParameterRow, values: Tensor) -> None:
         """Takes the stored part of a parameter: for the model, and in full precision for the optimizer."""
         row.stored(self.parameters).copy_(values)

@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 
 from handgrad.data import cutting
 from handgrad.data.cutting import cut, file_cut
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 
 PIECES_OF_TEXT = st.lists(
     st.sampled_from(["a", "bc", " ", "  ", "\n", "\n\n", "'s", "7", "!?", "é", "\xa0", "\x1c", "\t", "中"])

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import header, open_dataset
-from handgrad.data.tokenizer import load_tokenizer, train_bpe
+from handgrad.data.tokenizer import train_bpe
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, HandgradError, StorageError
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -132,7 +132,7 @@ def test_faults_that_pass(server, tmp_path, faults):
 
 
 @pytest.mark.parametrize("length", ["length", "endless"])
-def test_sizes_that_a_server_makes_up(server, tmp_path, length, monkeypatch, capfd):
+def test_sizes_that_a_server_makes_up(server, tmp_path, length, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 16)
     server.faults = [length]
     download(source(server), tmp_path / "file")
@@ -287,7 +287,7 @@ def test_a_damaged_download_of_a_dataset(dataset, tmp_path):
     assert not options.out.exists() and not list((tmp_path / "cache").rglob("*.parquet"))
 
 
-def test_a_dataset_that_is_not_there(dataset, tmp_path):
+def test_a_dataset_that_is_not_there(dataset):
     with pytest.raises(DataError, match="no such public dataset"):
         find_hub("owner/other")
     with pytest.raises(DataError, match="configuration 'large'"):
@@ -297,7 +297,7 @@ def test_a_dataset_that_is_not_there(dataset, tmp_path):
         find_hub("owner/name")
 
 
-def test_offline_is_said_at_once(dataset, tmp_path, monkeypatch):
+def test_offline_is_said_at_once(dataset, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(StorageError, match="HF_HUB_OFFLINE"):
         find_hub("owner/name")

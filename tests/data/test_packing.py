@@ -166,7 +166,7 @@ def test_a_sample_is_a_function_of_seed_and_number(shards):
     assert places != [other.locate(i) for i in range(80)]
 
 
-def test_what_does_not_go_together(shards, make_dataset, tmp_path):
+def test_what_does_not_go_together(shards, make_dataset):
     with pytest.raises(UsageError, match="packed whole, found eval_stride 5; try --eval-stride 0"):
         Batches(shards(False, "validation"), T, 0, shuffle=False, stride=5, packing="whole")
     bare = open_dataset(make_dataset([TRAIN[0]], [TRAIN[0]], "bare")).splits["train"][0]

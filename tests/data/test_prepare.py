@@ -20,7 +20,8 @@ from handgrad.data import prepare as preparing, stories
 from handgrad.data.pieces import split_of
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import open_dataset
-from handgrad.data.tokenizer import load_tokenizer, train_bpe
+from handgrad.data.tokenizer import train_bpe
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, UsageError
 from tests.data.conftest import contents, rows, write_rows
 
@@ -248,7 +249,7 @@ MEASURE = """
 import json, multiprocessing, sys
 from pathlib import Path
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 
 def peak_bytes(pid):
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()

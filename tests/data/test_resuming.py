@@ -77,7 +77,7 @@ def test_a_killed_worker_is_named_and_the_rerun_gives_the_same_bytes(tmp_path, m
 
 @pytest.mark.fault(25)
 @pytest.mark.parametrize("spec", ["gpt2", "bpe:300"])
-def test_the_main_process_killed_anywhere(tmp_path, make_text, small_units, monkeypatch, spec):
+def test_the_main_process_killed_anywhere(tmp_path, make_text, small_units, spec):
     source = str(everything(tmp_path, make_text))
     options = PrepareOptions(source, tmp_path / "out", spec, workers=1, shard_tokens=3000)
     prepare(PrepareOptions(source, tmp_path / "control", spec, workers=1, shard_tokens=3000))

@@ -14,7 +14,8 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 
 from handgrad.data import tokenizer as module
-from handgrad.data.tokenizer import load_tokenizer, read_tokenizer, train_bpe, write_tokenizer
+from handgrad.data.tokenizer import train_bpe, write_tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
 
 PUBLISHED_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""

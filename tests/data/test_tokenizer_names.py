@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.data.tokenizer_names import ANSWERS
 from handgrad.errors import UsageError
 from tests.test_commands import refused

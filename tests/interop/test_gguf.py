@@ -17,7 +17,8 @@ from handgrad.api.model import Model, load
 from handgrad.cli import main
 from handgrad.config import ModelShape
 from handgrad.data.model_tokenizer import model_tokenizer
-from handgrad.data.tokenizer import Tokenizer, load_tokenizer
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import StorageError, UsageError
 from handgrad.interop import gguf_file, gguf_tokens
 from handgrad.interop.gguf_file import in_halves, interleaved, network
@@ -227,7 +228,7 @@ def test_splitters() -> None:
             gguf_tokens.splitter(pre(*other))
 
 
-def test_words_of_gpt2_and_bytes(tmp_path: Path) -> None:
+def test_words_of_gpt2_and_bytes() -> None:
     """Vocabularies without a file of their own. llama.cpp refuses one without merges: bytes have one that leads nowhere."""
     for kind in ("gpt2", "bytes"):
         writer = gguf.GGUFWriter(None, "gpt2")

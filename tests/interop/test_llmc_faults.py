@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import ModelShape
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, StorageError
 from handgrad.interop import export
 from handgrad.interop.llmc_model import read_model, write_model

@@ -17,7 +17,8 @@ from handgrad.api.model import load
 from handgrad.checkpoint import Stored
 from handgrad.cli import main
 from handgrad.config import to_dict
-from handgrad.data.tokenizer import load_tokenizer, tokenizer_files, tokenizer_record
+from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.data.vocabulary import vocabulary_files
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import imported_config

@@ -17,7 +17,7 @@ from handgrad.api.model import load
 from handgrad.checkpoint import find
 from handgrad.cli import main
 from handgrad.config import ModelShape
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import checkpoint_weights
 from handgrad.interop import huggingface, huggingface_llama, sources

@@ -169,9 +169,7 @@ def test_what_transformers_saves_is_imported(exported: Callable, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes"])
-def test_the_card_loads_the_model_and_its_tokenizer(
-    kind: str, exported: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_card_loads_the_model_and_its_tokenizer(kind: str, exported: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder = exported("qk_norm,softcap" if kind == "bpe" else "", kind)
     card = (folder / "README.md").read_text()
     assert "\n- custom_code\n" in card and "# A modern network of" in card

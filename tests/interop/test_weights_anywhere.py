@@ -8,7 +8,7 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.config import ModelShape
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError
 from handgrad.interop.sources import open_weights
 from tests.data.chats import TEMPLATES, made_tokenizer, write_folder

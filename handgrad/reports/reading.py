@@ -1,0 +1,224 @@
+"""Reads run folders: `config.toml` and the lines of `metrics.jsonl`, checked, as `runs.Run`."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from handgrad.errors import DataError, HandgradError, UsageError, storage_errors
+from handgrad.jsonl import Record, numbered_lines, parse
+from handgrad.parsing import parse_toml
+from handgrad.reports.main_log import read_main_log
+from handgrad.reports.runs import DataSource, GpuReadings, Pace, Quantized, Run, Start, Steps, TaskFigure
+from handgrad.run_files import CONFIG_FILE, METRICS_FILE
+
+Kind = TypeVar("Kind")
+
+
+def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], object] | None = None) -> list[Run]:
+    """Reads the runs in `folders` (see `runs_in`), in that order; a folder named twice counts once.
+
+    Raises the error of a folder that cannot be read, or calls `leave_out` with it; then raises only when no run is left.
+    """
+    runs, errors = read_readable(runs_in(folders))
+    if errors and (leave_out is None or not runs):
+        raise errors[0]
+    if leave_out is not None:
+        for error in errors:
+            leave_out(error)
+    return runs
+
+
+def runs_in(named: Sequence[Path]) -> list[Path]:
+    """The run folders and main.logs that are named; a folder of runs, such as a sweep's, stands for those in it."""
+    found = []
+    for path in named:
+        if path.is_dir() and not (path / CONFIG_FILE).exists():
+            found += sorted(file.parent for file in path.glob(f"*/{METRICS_FILE}")) or [path]
+        else:
+            found.append(path)
+    return found
+
+
+def read_readable(folders: Sequence[Path]) -> tuple[list[Run], list[HandgradError]]:
+    """(the runs in `folders` that can be read, the errors of the others)."""
+    runs, errors = [], []
+    for folder in {folder.resolve(): folder for folder in folders}.values():
+        try:
+            runs.append(read_run(folder, folder.name))
+        except HandgradError as error:
+            errors.append(error)
+    names = short_names([run.folder for run in runs])
+    return [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)], errors
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, each with as few of its parents as make all of them distinct."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, parts), default=0)):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder.resolve()) for folder in folders]
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Reads one run folder. Raises `DataError` if a file is missing or broken."""
+    if folder.is_file() and folder.suffix == ".log":
+        return read_main_log(folder, name)
+    if folder.is_file():
+        raise DataError(f"{folder} is a file; name a folder that was the --out of `handgrad train`, or a main.log")
+    if not folder.is_dir():
+        raise DataError(f"run folder {folder} does not exist; `handgrad train ... --out {folder}` makes it")
+    config_path, metrics_path = folder / CONFIG_FILE, folder / METRICS_FILE
+    for path in (metrics_path, config_path):
+        if not path.is_file():
+            remedy = "name a folder that was the --out of `handgrad train`"
+            if any(folder.glob(f"*/*/{METRICS_FILE}")):
+                remedy = f"name the folders of runs in it, as `handgrad runs {folder}` lists them"
+            raise DataError(f"{folder} holds no {path.name}; {remedy}")
+    with storage_errors(f"reading {folder}"):
+        config_bytes, metrics_bytes = config_path.read_bytes(), metrics_path.read_bytes()
+    try:
+        config = parse_toml(config_bytes)
+    except ValueError as error:
+        raise DataError(f"{config_path} is not valid TOML ({error}); repair that line or restore the file") from None
+    lines, last_line_cut = parse_lines(metrics_bytes, metrics_path)
+    return collect(lines, name=name, folder=folder, config=config, last_line_cut=last_line_cut)
+
+
+def parse_lines(metrics: bytes, path: Path) -> tuple[list[Record], bool]:
+    """(the lines of `metrics.jsonl`, True if the last one is left out because a kill cut it)."""
+    numbered = list(numbered_lines(metrics, path))
+    lines = []
+    for number, (text, where) in enumerate(numbered, start=1):
+        try:
+            lines.append(parse(text, where))
+            lines[-1].text("kind")
+        except DataError:
+            if number == len(numbered) and not metrics.endswith(b"\n"):
+                return lines[: number - 1], True
+            raise
+    return lines, False
+
+
+def read(kind: type[Kind], line: Record) -> Kind:
+    """Makes a dataclass from a line, each field by its annotation."""
+    readers: dict[Any, Callable[[str], Any]] = {
+        str: line.text,
+        int: line.count,
+        float: line.number,
+        dict[str, float]: lambda name: {key: line.inner(name).number(key) for key in line.inner(name).fields},
+        DataSource: lambda name: read(DataSource, line.inner(name)),
+    }
+    return kind(**{field.name: readers[field.type](field.name) for field in dataclasses.fields(kind)})  # type: ignore
+
+
+def read_start(line: Record) -> Start:
+    """A "run" line, also of a version that wrote fewer fields."""
+    data = line.inner("data")
+    known = {
+        "time": None,
+        "host": "",
+        "command": "",
+        "commit": "",
+        "batch_schedule": "",
+        "trained_parameters": line.fields.get("parameters"),
+        **line.fields,
+        "data": {"source": "", **data.fields},
+    }
+    start = read(Start, Record(known, line.where))
+    try:
+        _ = start.batch
+    except UsageError:
+        raise line.wrong("batch_schedule", "STEP:TOKENS with commas", start.batch_schedule) from None
+    return start
+
+
+def read_step(line: Record) -> list[float]:
+    """A "step" line in the order of `Steps`; an older version wrote no time."""
+    dated = Record({"time": None, **line.fields}, line.where)
+    return [dated.number(name) for name in Steps.__annotations__]
+
+
+def read_figures(line: Record) -> dict[str, TaskFigure]:
+    """The metrics of an evaluation on a task."""
+    metrics, figures = line.inner("metrics"), {}
+    for name, pair in metrics.fields.items():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise metrics.wrong(f"{name:.60}", "a value and its standard error", pair)
+        fields = {"value": pair[0], "stderr": pair[1], "examples": line.value("examples", "a whole number")}
+        figures[name] = read(TaskFigure, Record(fields, f"{name!r:.60} in {metrics.where}"))
+    return figures
+
+
+def read_quantized(line: Record) -> dict[str, Quantized]:
+    tensors = line.inner("tensors")
+    return {name: read(Quantized, tensors.inner(name)) for name in tensors.fields}
+
+
+# Kinds of lines of which a step has one; of a step that a resumed run did again, the last one counts.
+OF_A_STEP: dict[str, Callable[[Record], Any]] = {
+    "step": read_step,
+    "gpu": lambda line: [line.number(name) for name in GpuReadings.__annotations__],
+    "validation": lambda line: line.number("loss"),
+    "sample": lambda line: line.text("text", encodable=False),
+    "ranks": lambda line: read(Pace, line),
+    "fp8": read_quantized,
+}
+
+
+def columns(kind: type[Kind], rows: Sequence[tuple[int, list[float]]]) -> Kind:
+    """Makes a dataclass of arrays from (step, numbers in the order of its fields)."""
+    width = len(dataclasses.fields(kind))  # type: ignore
+    return kind(*np.array([row for _, row in rows], dtype=float).reshape(-1, width).T)
+
+
+def collect(lines: Sequence[Record], **run: Any) -> Run:
+    """Sorts the lines by kind. Leaves unknown kinds alone: a newer handgrad may write some."""
+    launches: list[Record] = []
+    first_steps: list[int | None] = []
+    found: dict[str, dict[int, Any]] = {kind: {} for kind in OF_A_STEP}
+    skipped: dict[int, str] = {}
+    tasks: dict[tuple[str, str], dict[int, TaskFigure]] = {}
+    events: list[tuple[int, str]] = []
+    for line in lines:
+        kind = line.fields["kind"]
+        if kind == "run":
+            launches.append(line)
+            first_steps.append(None)
+        elif kind in OF_A_STEP:
+            step = line.count("step")
+            found[kind][step] = OF_A_STEP[kind](line)
+            if kind == "step":
+                if first_steps and first_steps[-1] is None:
+                    first_steps[-1] = step
+                skipped.pop(step, None)
+                if line.fields.get("skipped") is not None:
+                    skipped[step] = line.text("skipped")
+        elif kind == "evaluation":
+            for metric, figure in read_figures(line).items():
+                tasks.setdefault((line.text("task"), metric), {})[line.count("step")] = figure
+        elif kind == "event":
+            events.append((line.count("step"), line.text("text")))
+    if not launches:
+        raise DataError(f"{run['folder'] / METRICS_FILE} has no 'run' line, so `handgrad train` did not write it")
+    if not found["step"]:
+        raise DataError(f"{run['folder']} has no finished step yet; wait for the first, or resume it by `handgrad train`")
+    ordered = {kind: sorted(values.items()) for kind, values in found.items()}
+    return Run(
+        starts=[read_start(line) for line in launches],
+        first_steps=first_steps,
+        steps=columns(Steps, ordered["step"]),
+        skipped=dict(sorted(skipped.items())),
+        validations=ordered["validation"],
+        tasks={name: sorted(figures.items()) for name, figures in tasks.items()},
+        samples=ordered["sample"],
+        events=events,
+        gpu=columns(GpuReadings, ordered["gpu"]),
+        paces=[pace for _, pace in ordered["ranks"]],
+        fp8=ordered["fp8"],
+        **run,
+    )
