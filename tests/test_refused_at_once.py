@@ -108,7 +108,7 @@ def test_windows_that_skip_tokens(
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr("handgrad.commands.serve.opened", begun)
+    monkeypatch.setattr("handgrad.commands.serve.open_talking_model", begun)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"cannot listen on 127.0.0.1, port {port}" in refused(capsys, 64, "serve", "model", "--port", port)

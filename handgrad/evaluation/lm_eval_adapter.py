@@ -110,8 +110,8 @@ class HandgradLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts after contexts, a slot each, grouped by temperature."""
-        orders = [Order(*request.args) for request in requests]
-        answers = dict[Order, str]()
+        orders = [TextOrder(*request.args) for request in requests]
+        answers = dict[TextOrder, str]()
         for temperature in sorted({order.temperature for order in orders}):
             equal = [order for order in orders if order.temperature == temperature]
             answers |= complete(self.model, equal, temperature, self.dtype)
@@ -120,7 +120,7 @@ class HandgradLM(TemplateLM):
         return [answers[order] for order in orders]
 
 
-class Order:
+class TextOrder:
     """lm-eval's request for text after a context: stop strings, a length, a temperature."""
 
     def __init__(self, context: str, settings: dict[str, Any]):
@@ -132,7 +132,7 @@ class Order:
         self.temperature = float(settings.get("temperature", 1.0)) if sampled else 0.0
 
 
-def complete(model: LoadedModel, orders: list[Order], temperature: float, dtype: torch.dtype) -> dict[Order, str]:
+def complete(model: LoadedModel, orders: list[TextOrder], temperature: float, dtype: torch.dtype) -> dict[TextOrder, str]:
     """Writes the text after each context, up to one of its stop strings, end-of-text or its length, in memory for the
     longest."""
     tokenizer, options = model.tokenizer, SamplingOptions(temperature=temperature)
@@ -143,7 +143,7 @@ def complete(model: LoadedModel, orders: list[Order], temperature: float, dtype:
     buf = decode_tensors(shape, plan.allocate(model.device))
     decoder = Decoder(model.shape, model.ops, model.weights, buf, options, end_of_text=tokenizer.end_of_text)
     answers = dict.fromkeys(orders, "")
-    streams: dict[Continuation, tuple[Order, TextStream]] = {}
+    streams: dict[Continuation, tuple[TextOrder, TextStream]] = {}
     for order, prompt in prompts.items():
         streams[Continuation(prompt, order.max_tokens, 0)] = order, TextStream(tokenizer, order.stops)
     for text in decoder.generate(list(streams)):

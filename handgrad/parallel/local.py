@@ -57,7 +57,7 @@ def run_ranks(
                 start = subprocess.Popen
                 if not received:
                     processes.append(start(command, env=shared | place, stdin=subprocess.DEVNULL, process_group=0))
-            wait_for_all(processes, received, patience_seconds)
+            wait_for_exits(processes, received, patience_seconds)
         finally:
             send(processes, signal.SIGKILL)
     codes = [process.wait() for process in processes]
@@ -111,7 +111,7 @@ def send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
         process.send_signal(number)  # to nobody, once it has ended
 
 
-def wait_for_all(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], patience_seconds: float) -> None:
+def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], patience_seconds: float) -> None:
     """Forwards the signals that are `received`; returns when all have ended. After one has failed the others get SIGTERM,
     then SIGKILL, if they stay too long."""
     forwarded, failed = 0, None
