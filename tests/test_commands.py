@@ -12,6 +12,7 @@ from handgrad import recipes
 from handgrad.cli import COMMANDS, main
 from handgrad.config import FIELDS, RunConfig, read_toml, to_dict, to_toml
 from handgrad.data.shards import HEADER_BYTES, header
+from handgrad.run_files import LOCK_FILE
 from tests.conftest import write_text
 
 SMALL = [
@@ -351,6 +352,11 @@ def test_a_run_whose_checkpoints_do_not_fit(
     line = refused(capsys, 74, "train", *arguments)
     assert "3 checkpoints take" in line and "--keep-checkpoints" in line
     assert not (tmp_path / "run").exists()
+    (tmp_path / "run" / "checkpoints" / "step_00000001.partial").mkdir(parents=True)  # an interrupted save is none of them
+    (tmp_path / "run" / LOCK_FILE).touch()
+    assert "3 checkpoints take" in refused(capsys, 74, "train", *arguments)
+    (tmp_path / "run" / "checkpoints" / "step_00000001").mkdir()
+    assert "2 checkpoints take" in refused(capsys, 74, "train", *arguments)
 
 
 def test_an_evaluation_that_does_not_fit(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -166,7 +166,7 @@ def checkpoint_bytes(design: Design) -> int:
 def check_disk(config: RunConfig, design: Design) -> None:
     """Refuses a run whose checkpoints will not fit in `config.out`."""
     # Those of an earlier start are there already.
-    checkpoints = most_checkpoints(config) - len(list((Path(config.out) / CHECKPOINTS).glob("step_*")))
+    checkpoints = most_checkpoints(config) - len(checkpoint.folders(Path(config.out) / CHECKPOINTS))
     needed = checkpoints * checkpoint_bytes(design)
     existing = [folder for folder in (Path(config.out), *Path(config.out).absolute().parents) if folder.is_dir()]
     free = shutil.disk_usage(existing[0]).free
