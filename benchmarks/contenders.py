@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_twin import Switches, TwinTrainer
+from benchmarks.gpu_twin import TwinTrainer
 from benchmarks.llama_twin import SHAPES as LLAMAS, sizes as llama_sizes
+from benchmarks.twin_switches import Switches
 from handgrad import devices, presets
 from handgrad.config import FIELDS, RunConfig, check
 from handgrad.data.batches import Batches

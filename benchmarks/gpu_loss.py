@@ -13,9 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, known_names, tokens_of
-from benchmarks.gpu_twin import Switches
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, excuses, note, say
+from benchmarks.twin_switches import Switches
 from handgrad import devices
 from handgrad.errors import UsageError
 

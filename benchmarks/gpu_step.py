@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
-from benchmarks.gpu_twin import ATTENTIONS, OPTIONS, check_libraries, switches_of
 from benchmarks.record import rounded, version, write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
+from benchmarks.twin_switches import ATTENTIONS, OPTIONS, check_libraries, switches_of
 from handgrad import devices
 from handgrad.config import PRECISIONS, check
 from handgrad.errors import UsageError

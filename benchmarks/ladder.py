@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
-from benchmarks.gpu_twin import Switches
 from benchmarks.record import continued, rounded, write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
+from benchmarks.twin_switches import Switches
 from handgrad import devices
 from handgrad.errors import UsageError
 

@@ -21,11 +21,11 @@ import torch
 
 from benchmarks import gpu_step
 from benchmarks.contenders import Settings, TwinRun, tokens_of
-from benchmarks.gpu_twin import check_libraries, switches_of
 from benchmarks.llama_twin import LARGE, SHAPES
 from benchmarks.record import keep_commit, rounded, run_main, version, write_record
 from benchmarks.trainer_run import TrainerRun, trainer_switches
 from benchmarks.turns import Run, answers, contend
+from benchmarks.twin_switches import check_libraries, switches_of
 from handgrad import devices
 from handgrad.errors import UsageError
 from handgrad.gpus import short_name

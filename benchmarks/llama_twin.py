@@ -2,7 +2,7 @@
 published sizes that the benchmarks measure.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks.modern_twin import rotated
 from benchmarks.twin import Named, liger_loss, padded_loss
+from benchmarks.twin_switches import Switches
 from handgrad.config import ModelShape
 from handgrad.models.rows import ParameterRow
-
-if TYPE_CHECKING:
-    from benchmarks.gpu_twin import Switches
 
 # (vocabulary, layers, heads, channels, the family's numbers), as published on the Hub.
 SHAPES: dict[str, tuple[int, int, int, int, str]] = {
@@ -74,7 +72,7 @@ class LlamaGpuTwin(Named):
     """The whole network: angles computed once, the residual stream in bf16 or float32, the head whole or by Liger's fused
     kernel. Embedding and head have handgrad's padded rows, which the loss masks."""
 
-    def __init__(self, shape: ModelShape, switches: "Switches"):
+    def __init__(self, shape: ModelShape, switches: Switches):
         super().__init__()
         self.vocab_size, family = shape.vocab_size, shape.family
         self.tied = family.tied

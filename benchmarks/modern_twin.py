@@ -1,22 +1,19 @@
 """The peer of the modern network: the same in plain PyTorch with autograd, under handgrad's names."""
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.twin import Named, liger_loss, padded_loss
+from benchmarks.twin_switches import Switches
 from handgrad.config import ModelShape, RunConfig
 from handgrad.models import parameter_table
 from handgrad.models.modern_tensors import GATE_CHANNELS
 from handgrad.models.rows import ParameterRow
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import ROTARY_BASE
-
-if TYPE_CHECKING:
-    from benchmarks.gpu_twin import Switches
 
 
 def normed(x: Tensor) -> Tensor:
@@ -131,7 +128,7 @@ class ModernGpuTwin(ModernTwin):
     """The network as a tuned peer: angles computed once, the residual stream in bf16 or float32, the head whole or by
     Liger's fused kernel, which caps its logits."""
 
-    def __init__(self, shape: ModelShape, switches: "Switches"):
+    def __init__(self, shape: ModelShape, switches: Switches):
         super().__init__(shape)
         self.bf16_stream, self.liger = switches.bf16_stream, switches.head == "liger"
         cos, sin = angles(shape.sequence_length, shape.channels // shape.num_heads, torch.float32)

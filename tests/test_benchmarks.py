@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from benchmarks import gpu_loss, gpu_step, ladder, same_bits
 from benchmarks.contenders import HandgradRun, Settings, tokens_of
-from benchmarks.gpu_twin import ATTENTIONS, OPTIONS, Switches, switches_of
 from benchmarks.turns import Peer, PeerFailed, contend, timed_turn
+from benchmarks.twin_switches import ATTENTIONS, OPTIONS, Switches, switches_of
 from handgrad.cli import main
 from handgrad.config import PRECISIONS
 from handgrad.errors import DataError, UsageError

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks import gpu_step
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, ZipfTokens, tokens_of
-from benchmarks.gpu_twin import OPTIONS, Switches, switches_of
 from benchmarks.turns import contend
+from benchmarks.twin_switches import OPTIONS, Switches, switches_of
 from handgrad.errors import UsageError
 
 CPU = torch.device("cpu")
