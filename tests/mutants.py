@@ -2,7 +2,8 @@
 
 A mutant is a small mistake: an exact text of a module and what it becomes. Each is planted in a copy of the tree, where the
 tests that hold the module's promises must fail. One that survives is a promise without a test, unless nothing that can be
-seen depends on it: then the table says why, and it does not count. Some seconds a mutant; no part of CI.
+seen depends on it: then the table says why, and it does not count. Each core takes a module at a time; a
+mutant takes some seconds. No part of CI.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,8 +114,16 @@ def plant(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def outcomes_of(targets: list[Target], copies: Path) -> list[dict[str, str]]:
+    """The outcome of each mutant of a module, in this process's copy of the tree below `copies`."""
+    folder = copies / str(os.getpid())
+    if not folder.exists():
+        copy_tree(folder)
+    return [entry for target in targets for entry in outcomes(target, folder)]
+
+
 def outcomes(target: Target, folder: Path) -> list[dict[str, str]]:
-    """The outcome of each mutant of a module."""
+    """The outcome of each mutant that these tests should kill."""
     path, found = folder / "handgrad" / target.module, []
     original = path.read_text(encoding="utf-8")
     if not tests_pass(folder, target.tests):
@@ -167,15 +177,23 @@ def main() -> None:
     keep_commit()
     commit, part = os.environ.get("HANDGRAD_COMMIT", ""), Path(f"{arguments.record}.part")
     found = finished(part, commit) if arguments.record else {}
-    with tempfile.TemporaryDirectory() as folder:
-        copy_tree(Path(folder))
-        for module in dict.fromkeys(target.module for target in targets):  # which may have tests for each of its promises
-            if arguments.module in module and module not in found:
-                own = [target for target in targets if target.module == module]
-                found[module] = [entry for target in own for entry in outcomes(target, Path(folder))]
-                if arguments.record:
-                    with part.open("a", encoding="utf-8") as lines:
-                        lines.write(json.dumps([commit, module, found[module]]) + "\n")
+    targets_of = {target.module: list[Target]() for target in targets}  # which may have tests for each of its promises
+    for target in targets:
+        targets_of[target.module].append(target)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with tempfile.TemporaryDirectory() as copies, ProcessPoolExecutor(cores, mp_context=FORKS) as pool:
+        waiting = {
+            pool.submit(outcomes_of, own, Path(copies)): module
+            for module, own in targets_of.items()
+            if arguments.module in module and module not in found
+        }
+        for done in as_completed(waiting):
+            module = waiting[done]
+            found[module] = done.result()
+            if arguments.record:
+                with part.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps([commit, module, found[module]]) + "\n")
+    found = {module: found[module] for module in targets_of if module in found}
     entries = {**found, "total": [entry for entries in found.values() for entry in entries]}
     counts = {
         module: {outcome: sum(entry["outcome"] == outcome for entry in each) for outcome in OUTCOMES}
