@@ -214,6 +214,8 @@ def test_null_is_absent_and_weights_are_of_answers():
     sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     nulls = dict.fromkeys(("weight", "role", "content", "train"))
     assert messages_of({"messages": None, "conversations": [nulls | turn for turn in sharegpt]}, "line 1") == said[1:]
+    empty = [{"role": role, "content": content, "tool_calls": [], "function_call": {}} for role, content in said]
+    assert messages_of({"messages": empty}, "line 1") == said, "nor is an empty list of calls"
     user, answer = {"role": "user", "content": "a", "train": False, "weight": 0}, {"role": "assistant", "content": "b"}
     assert messages_of({"messages": [user, answer | {"weight": 1.0, "train": True}]}, "line 1") == said[1:]
 
