@@ -72,7 +72,7 @@ def main(given: list[str] | None = None) -> None:
     options = parser.parse_args(given)
     keep_commit()
     device, shape = devices.resolve_device("cuda"), sizes(options.model)
-    devices.use_precision(device, "bf16")
+    devices.set_arithmetic(device, "bf16")
     weight_bytes, bandwidth = 2 * count_parameters(parameter_table(shape)), copy_bandwidth(device)
     limit = 1e3 * weight_bytes / bandwidth
     print(f"{options.model}, bf16, one text: milliseconds of a step, at positions {POSITIONS}; {devices.describe(device)}")

@@ -231,7 +231,8 @@ def main() -> None:
     if not Path(out).absolute().parent.is_dir():
         parser.error(f"--out {out}: there is no such folder")
     device = devices.resolve_device("cuda")
-    devices.use_precision(device, "fp8")
+    devices.dtype_of(device, "fp8")  # refuses a GPU without fp8
+    devices.set_arithmetic(device, "fp8")
     choose_backend("kernels", device, "fp8")  # says what is missing
     compare(out)
 

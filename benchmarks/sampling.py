@@ -119,7 +119,8 @@ def contend(name: str, model: str, batches: list[int], device: torch.device, pre
     of its calls."""
     pipe = answers()
     with excuses(pipe):
-        shape, dtype = sizes(model), devices.use_precision(device, precision)
+        shape, dtype = sizes(model), devices.dtype_of(device, precision)
+        devices.set_arithmetic(device, precision)
         ours = Handgrad(shape, device, precision, name) if name in OURS else None
         call = ours or transformers_call(shape, device, dtype, compiled=name == "transformers-compiled")
         for batch, tokens in cases(name, batches):

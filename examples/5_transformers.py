@@ -25,13 +25,13 @@ print(f"{done.folder}: {done.parameters_bytes:,} bytes of weights")
 # %% The same tokens, and the same logits up to the rounding of float32.
 theirs, words = AutoModelForCausalLM.from_pretrained(EXPORTED), AutoTokenizer.from_pretrained(EXPORTED)
 text = "One quiet evening Tom was near the garden."
-ids = model.tokenizer.encode(text).tolist()
+ids = model.tokens(text)  # end-of-text, with which our documents begin, and the text's
 print("same tokens:", words(text)["input_ids"] == ids)
 with torch.no_grad():
     difference = (theirs(torch.tensor([ids])).logits - model.logits(ids)).abs().max().item()
 print(f"largest difference of a logit: {difference:.1e}")
 
-# %% The same greedy text. handgrad's documents begin with end-of-text.
+# %% The same greedy text.
 prompt = torch.tensor([model.tokens("Once upon a time")])
 written = theirs.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=model.tokenizer.end_of_text)
 ours = model.generate("Once upon a time", max_tokens=20, temperature=0)

@@ -22,8 +22,10 @@ def main() -> int:
         # signal would kill it whatever its exit code is.
         atexit.register(_signal.signal, _signal.SIGINT, _signal.SIG_IGN)
     with stoppable(training=sys.argv[1:2] == ["train"]):
+        loaded = "torch" in sys.modules  # by a program that calls this function
         from handgrad import cli
 
+        assert loaded or "torch" not in sys.modules, "an import of `cli` loads torch before `threads.choose`"
         return cli.main()
 
 

@@ -104,7 +104,7 @@ def make_plan(buffers: Iterable[Buffer]) -> Plan:
             offsets[buffer.name] = base
             base += buffer.padded_bytes
         top = base
-        placed: list[tuple[int, int, int]] = []  # start, stop and ticks of those that have a place, sorted by start
+        placed: list[tuple[int, int, int]] = []  # start, stop and ticks of the buffers laid out, sorted by start
         for buffer, ticks in zip(passing, ticks_of(passing), strict=True):
             offset, size = base, buffer.padded_bytes
             for start, stop, others_ticks in placed:

@@ -40,7 +40,7 @@ def choose_backend(name: str, device: torch.device, precision: str = "") -> Modu
 
 
 def plain_backend(name: str, device: torch.device, precision: str) -> ModuleType:
-    """The operations without fp8: for a run in fp8 those of bf16."""
+    """The operations without fp8: a run in fp8 gets bf16's."""
     return choose_backend(name, device, "bf16" if precision == "fp8" else precision)
 
 

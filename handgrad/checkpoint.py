@@ -32,9 +32,11 @@ from handgrad.manifest import (
     OPTIMIZER_FILE,
     PARTS_SCHEMA,
     SCHEMA,
+    STATE_SCHEMA,
     WEIGHTS_FILE,
     DamagedCheckpoint,
     OtherSchema,
+    check_against_chain,
     content_sha256,
     is_named_by_step,
     part_of,
@@ -90,13 +92,17 @@ class Checkpoint:
             stored = {path: files.enter_context(open_tensors(path)) for path in paths}
             for name, (shape, receive) in receivers.items():
                 path = self.file_of_tensor[name]
-                receive(read_tensor(stored[path], path, name, shape))
+                receive(read_tensor(stored[path], path, name, shape, padded=self.is_padded(file)))
 
     def tensor(self, file: str, name: str, shape: tuple[int, ...]) -> Tensor:
         """One of the file's tensors; raises `DataError` if it is missing or of another shape."""
         path = self.file_of_tensor.get(name) or self.parts(file)[0]
         with open_tensors(path) as stored:
-            return read_tensor(stored, path, name, shape)
+            return read_tensor(stored, path, name, shape, padded=self.is_padded(file))
+
+    def is_padded(self, file: str) -> bool:
+        """True if every tensor of the file has its parameter's size, whatever it holds."""
+        return file == OPTIMIZER_FILE and self.manifest["schema"] < STATE_SCHEMA
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -167,7 +173,7 @@ def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, An
         written = write_file(partial / name, [content])
         files[name] = {"bytes": written["bytes"], "sha256": written["sha256"]}
     schema = SCHEMA if {WEIGHTS_FILE, OPTIMIZER_FILE} <= files.keys() else PARTS_SCHEMA
-    content = {"schema": schema, "step": step, "files": files, **manifest}
+    content = {"schema": schema, "step": step, "files": files, **manifest}  # which may name the schema of its state
     write_file(partial / MANIFEST, [json.dumps({"sha256": content_sha256(content), **content}, indent=1).encode()])
     sync_folder(partial)
     if final.exists():  # passed over when the run was resumed
@@ -206,11 +212,11 @@ def prune(
     keep_every: int = 0,
     warn: Callable[[str], object] = lambda line: None,
 ) -> list[Path]:
-    """Keeps the `keep` newest checkpoints up to `newest_step` (0: all), that of `best_step`, and those of multiples of
-    `keep_every` (0: none). Removes the others, and remains of interrupted saves; returns their folders.
+    """Keeps the `keep` newest checkpoints up to `newest_step` (0: all), the best step's, and every multiple of
+    `keep_every` (0: none). Removes the others and the remains of interrupted saves; returns their folders.
 
-    Folders without a manifest that can be trusted neither count nor go. `warn` gets a line for each that the disk does not
-    let go: a run does not end for an old checkpoint.
+    Folders without a valid manifest neither count nor go. `warn` gets a line for each folder that cannot be removed: a run
+    does not end for an old checkpoint.
     """
     leftovers = [path for sign in (PARTIAL, REMOVED) for path in checkpoints.glob(f"step_*{sign}") if path.is_dir()]
     removed = [leftover for leftover in leftovers if _is_removed(leftover, shutil.rmtree, warn)]
@@ -263,12 +269,13 @@ def has_failed_before(folder: Path) -> bool:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Opens the checkpoint in `folder` and verifies every file's size and hash.
 
-    Raises `DamagedCheckpoint`, which names the file and the tensor; another `DataError` if it is incomplete, or of another
-    version; `StorageError` if it cannot be read: that is no damage.
+    Raises `DamagedCheckpoint`, which names the file and the tensor; another `DataError` if it is incomplete, of another
+    version, or contradicts its run's chain; `StorageError` if it cannot be read: that is no damage.
     """
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
         verify_file(folder / Path(name).name, entry)
+    check_against_chain(folder, manifest)
     return Checkpoint(folder, manifest)
 
 

@@ -1,18 +1,22 @@
 """The entry point: parses a command line, runs the command, and turns errors for users into one line and an exit code."""
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO, cast
 
 import handgrad
 from handgrad import threads
 from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, Parser, parse
 from handgrad.errors import (
     INTERRUPTED,
+    ShownOutput,
     UsageError,
     interruptible,
     print_message,
@@ -28,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_missing_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run
+        if sys.stdout.isatty():
+            sys.stdout = cast(TextIO, ShownOutput(sys.stdout))
     try:
         parser = top_parser()
         if not arguments:
@@ -39,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command not in COMMANDS:
             near = nearest_name(command, COMMANDS)
             raise UsageError(f"unknown command {command!r}{near}; `handgrad --help` lists all")
+        note_other_checkout(command)
+        threads.choose()  # now: to choose a run for data or weights, `parse` loads torch
         parsed = parse(command, arguments[1:])
-        threads.choose()
         # Imported only now: help and mistakes are answered at once, and `prepare` never loads torch.
         module = importlib.import_module(f"handgrad.commands.{command}")
         with interruptible():
@@ -58,6 +65,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print_message(message)
         return message.exit_code
+
+
+def note_other_checkout(command: str) -> None:
+    """Says so where the working directory lies in a checkout of handgrad whose code this is not: a change that is tried
+    there would not be tested."""
+    ours = Path(handgrad.__file__).resolve().parents[1]
+    with contextlib.suppress(OSError):  # a folder that cannot be read
+        for folder in (Path.cwd(), *Path.cwd().parents):
+            if (folder / "pyproject.toml").is_file() and (folder / "handgrad" / "__init__.py").is_file():
+                from handgrad.parallel.local import is_launched  # whose imports `--help` spares
+
+                if folder != ours and not is_launched():
+                    remedy = f"`cd {shlex.quote(str(folder))} && python -m handgrad {command}` runs the code there"
+                    print_message(f"this is the code in {ours}, not the checkout in {folder}; {remedy}", ends=False)
+                return
 
 
 def open_missing_streams() -> None:

@@ -44,7 +44,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "tf32", "fp8")
 AUTO = "auto"  # the precision that suits the device: `devices.auto_precision`; the packing that suits the data
 FP8_GRADIENTS = ("e4m3", "e5m2", "mixed")
 FP8_SCALINGS = ("delayed", "current")
-ON_SATURATION = ("warn", "widen", "bf16")
+ON_SATURATION = ("warn", "widen")
 TUNED = "tuned"
 REDUCE_PRECISIONS = ("fp32", "bf16")
 MOMENTS = ("fp32", "bf16")
@@ -138,7 +138,7 @@ class RunConfig:
 
     # fp8: GEMMs of the blocks on 8-bit numbers, the rest in bf16
     fp8_keep_bf16: str = option(
-        TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: those that `handgrad tune` found"
+        TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: what `handgrad tune` found"
     )
     fp8_head: str = option(
         AUTO, "GEMMs of the loss head in fp8: forward, dgrad, wgrad, with commas, or none; auto: all, none with lora"
@@ -216,13 +216,13 @@ class RunConfig:
 
     @property
     def fp8_head_gemms(self) -> str:
-        """`fp8_head` with the GEMMs that it stands for in the place of "auto" and "none"."""
+        """`fp8_head` with "auto" and "none" replaced by the GEMMs that they stand for."""
         usual = "" if self.lora else ",".join(HEAD_GEMMS)
         return {AUTO: usual, "none": ""}.get(self.fp8_head, self.fp8_head)
 
     @property
     def samples_per_step(self) -> int:
-        """Those of the first step."""
+        """Samples of the first step."""
         return self.tokens_per_step // self.sequence_length
 
     @property
@@ -280,9 +280,9 @@ def check_optimizer(config: RunConfig) -> None:
         raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
     if config.moments != "fp32":
         raise UsageError(f"optimizer muon needs float32 moments, found moments {config.moments}")
-    if not config.learning_rate:
+    if config.matrix_learning_rate and not config.learning_rate:
         remedy = f"try --learning-rate {RunConfig.learning_rate:g}"
-        raise UsageError(f"optimizer muon needs a learning_rate above 0, found 0; {remedy}")
+        raise UsageError(f"matrix_learning_rate is kept relative to learning_rate, expected one above 0, found 0; {remedy}")
     if config.offload:
         raise UsageError("offload moves AdamW's state, found optimizer muon; leave it off, or use --optimizer adamw")
 
@@ -361,9 +361,9 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
-        raise UsageError(f"config file {path} does not exist; `handgrad recipes` lists those that ship") from None
+        raise UsageError(f"config file {path} does not exist; `handgrad recipes` lists the shipped ones") from None
     except OSError as error:
-        whose = "; that of a run is RUN/config.toml" if Path(path).is_dir() else ""
+        whose = "; a run's is RUN/config.toml" if Path(path).is_dir() else ""
         raise DataError(f"config file {path} cannot be read: {error.strerror}{whose}") from None
     try:
         loaded = parse_toml(content)

@@ -73,19 +73,25 @@ def precision_note(device: torch.device, precision: str) -> str:
     return f"(auto would take {choice}, {reason}{slow})"
 
 
-def use_precision(device: torch.device, precision: str) -> torch.dtype:
-    """The dtype of weights and activations; sets torch's global switches (TF32, bf16 reductions, float32 on a CPU)."""
+def dtype_of(device: torch.device, precision: str) -> torch.dtype:
+    """Dtype of weights and activations. Raises `UsageError` for a precision that the device lacks."""
     if precision == "tf32" and device.type != "cuda":
         raise UsageError(f"precision tf32 exists on NVIDIA GPUs only, the device is {device.type}; use fp32 or bf16")
+    if device.type == "cuda":
+        gpus.check_precision(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), precision)
+    return DTYPES[precision]
+
+
+def set_arithmetic(device: torch.device, precision: str) -> None:
+    """Sets torch's switches for GEMMs (TF32, 16-bit reductions, float32 on a CPU). They hold for the whole process, so the
+    code that launches operations sets them, and code that only plans does not."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        gpus.check_precision(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), precision)
     if device.type == "cpu":  # after set_float32_matmul_precision("medium") oneDNN would round float32 to bf16
         onednn: Any = torch.backends.mkldnn
         onednn.matmul.fp32_precision = "ieee"
-    return DTYPES[precision]
 
 
 def check_optimizer(device: torch.device, optimizer: str) -> None:

@@ -1,4 +1,4 @@
-"""The dtype in which sums are held, beside that of the numbers that they are of."""
+"""Accumulator dtype for a given tensor dtype."""
 
 import torch
 

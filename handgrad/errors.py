@@ -17,10 +17,31 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 RESUMABLE = 75  # the exit code of a run that the same command resumes: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended, as shells have it
+
+# C0 except newline and tab, DEL, C1, and the characters that turn the direction of a text around.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def shown(text: str) -> str:
+    r"""`text` with its control characters as \x1b and the like, which a terminal shows and does not obey."""
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+class ShownOutput:
+    """Standard output on a terminal: names and generated texts are `shown`. `terminal` takes sequences of our own."""
+
+    def __init__(self, terminal: TextIO):
+        self.terminal = terminal
+
+    def write(self, text: str) -> int:
+        return self.terminal.write(shown(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
 
 
 class HandgradError(ValueError):
@@ -31,7 +52,7 @@ class HandgradError(ValueError):
 
     def __init__(self, message: str):
         # One line, whatever was interpolated: a message is read in a log as often as on a terminal.
-        super().__init__(re.sub(r"\s*\n\s*", " ", message.strip()))
+        super().__init__(shown(re.sub(r"\s*\n\s*", " ", message.strip())))
 
 
 class UsageError(HandgradError):
@@ -140,7 +161,7 @@ REPEAT_SECONDS = 1.0  # a signal that comes again sooner is the same one, on ano
 def print_message(message: object, *, ends: bool = True) -> None:
     """Prints an error or a text as a line on stderr, once among the processes that one launcher has started on a machine.
     `ends`: it ends this process."""
-    line = f"handgrad: {message}"
+    line = f"handgrad: {shown(str(message))}"
     if is_first_to_print(line, ends=ends):
         try:
             print(line, file=sys.stderr, flush=True)

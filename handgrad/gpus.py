@@ -1,4 +1,4 @@
-"""GPUs by their data sheets: memory, arithmetic, bandwidth, power. For those that this machine need not have."""
+"""GPUs by their data sheets: memory, arithmetic, bandwidth, power. The machine need not have them."""
 
 import re
 from typing import NamedTuple
@@ -12,7 +12,7 @@ HOPPER = (9, 0)
 
 
 class Gpu(NamedTuple):
-    """A GPU of the table below. Its rates are those of dense products, never of sparse ones, with float32 sums."""
+    """A GPU of the table below. Its rates are for dense GEMMs, never for sparse ones, with float32 accumulators."""
 
     title: str
     capability: Capability
@@ -31,11 +31,11 @@ class Gpu(NamedTuple):
 
     @property
     def host_gigabytes_per_second(self) -> float:
-        """Of PCIe, one way: its generation 3, 4 or 5, with 16 lanes."""
+        """Bandwidth of PCIe 3, 4 or 5 with 16 lanes, one way."""
         return 16 if self.capability < (8, 0) else 32 if self.capability < HOPPER else 64
 
     def flops(self, precision: str) -> float:
-        """Peak FLOP/s of dense products. TF32 runs at half the rate of bf16 on all of them."""
+        """Peak FLOP/s of dense GEMMs. TF32 runs at half the rate of bf16 on all of them."""
         rates = {"fp8": self.fp8_teraflops, "fp32": self.fp32_teraflops, "tf32": self.half_teraflops / 2}
         return 1e12 * rates.get(precision, self.half_teraflops)
 

@@ -90,12 +90,13 @@ def record(value: Any, where: str) -> Record:
     return Record(value, where)
 
 
-def parse(line: bytes, where: str) -> Record:
-    """The record in a line. Raises `DataError` if the line is no JSON object."""
+def parse(line: bytes, where: str, *, unique: bool = False) -> Record:
+    """The record in a line. Raises `DataError` if the line is no JSON object, or with `unique` has a key twice."""
     try:
-        value = parse_json(line)
-    except ValueError:  # not JSON, not UTF-8, or out of bounds
-        raise DataError(f"expected a JSON object, found {line[:60]!r} in {where}; repair or remove the line") from None
+        value = parse_json(line, unique=unique)
+    except ValueError as error:  # not JSON, not UTF-8, or out of bounds
+        text = f"{line[:60]!r} ({error})" if unique else f"{line[:60]!r}"
+        raise DataError(f"expected a JSON object, found {text} in {where}; repair or remove the line") from None
     return record(value, where)
 
 

@@ -5,7 +5,7 @@ into as many parts as the run has lanes: equal ones or, where the optimizer upda
 ranks, each owns lanes / R neighbouring parts of every bucket. Work done part by part, or parameter by parameter, does not
 depend on R. With one lane there is one bucket: everything.
 
-A rank's shard of a flat buffer is its parts of the first bucket, then those of the second, and so on. The shard of a single
+A rank's shard of a flat buffer is its parts of the first bucket, then of the second, and so on. The shard of a single
 rank is the flat buffer itself.
 """
 
@@ -101,13 +101,13 @@ class Bucket:
 Buckets = tuple[Bucket, ...]
 
 
-def buckets_of(table: Table, lanes: int) -> Buckets:
-    """The buckets of a table laid out for as many lanes, in memory order."""
+def buckets_of(table: Table, lanes: int, elements: int = 0) -> Buckets:
+    """The buckets of a table laid out for as many lanes, in memory order. `elements`: `flat_elements` if 0."""
     rows: dict[str, list[ParameterRow]] = {}
     for row in table:
         rows.setdefault("all" if lanes == 1 else row.bucket, []).append(row)
     starts = [min(row.offset for row in members) for members in rows.values()]
-    stops = [*starts[1:], flat_elements(table, lanes)]
+    stops = [*starts[1:], elements or flat_elements(table, lanes)]
     buckets, before = list[Bucket](), [0] * lanes
     for (name, members), start, stop in zip(rows.items(), starts, stops, strict=True):
         parts = [(stop - start) // lanes] * lanes
@@ -117,6 +117,34 @@ def buckets_of(table: Table, lanes: int) -> Buckets:
         buckets.append(Bucket(name, cuts, tuple(before)))
         before = [sum(lane) for lane in zip(before, map(operator.sub, cuts[1:], cuts), strict=True)]
     return tuple(buckets)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of a flat buffer and its buckets."""
+
+    rows: Table
+    buckets: Buckets
+
+    @property
+    def elements(self) -> int:
+        return self.buckets[-1].stop
+
+
+def state_layout(name: str, parameters: Layout, shapes: Callable[[ParameterRow], dict[str, tuple[int, ...]]]) -> Layout:
+    """The layout of one tensor of an optimizer's state, by its `shapes`: a row `name.PARAMETER` per parameter. Rows and
+    cuts lie where the parameters' do, less the elements that smaller rows before them save. Only a row that is updated
+    whole may be smaller: no cut divides it."""
+    rows = tuple(replace(row, name=f"{name}.{row.name}", shape=shapes(row)[name]) for row in parameters.rows)
+    pairs = [(row, parameter) for row, parameter in zip(rows, parameters.rows, strict=True) if row.shape != parameter.shape]
+    assert all(row.whole and row.elements <= parameter.elements for row, parameter in pairs)
+    savings = [(row.offset, parameter.aligned_elements - row.aligned_elements) for row, parameter in pairs]
+
+    def moved_up(offset: int) -> int:
+        return offset - sum(elements for start, elements in savings if start < offset)
+
+    rows, lanes = tuple(replace(row, offset=moved_up(row.offset)) for row in rows), len(parameters.buckets[0].before)
+    return Layout(rows, buckets_of(rows, lanes, moved_up(parameters.elements)))
 
 
 def shard_elements(buckets: Buckets, ranks: int) -> int:
@@ -161,14 +189,14 @@ class Part:
 
 @dataclass(frozen=True)
 class NormPart(Part):
-    """A part whose blocks' sums of squares lie at `partials` among those of the rank."""
+    """A part whose blocks' sums of squares lie at `partials` among the rank's."""
 
     partials: slice
 
 
 def norm_parts(buckets: Buckets, lanes: int, rank: int, ranks: int) -> list[NormPart]:
     """The rank's parts, each cut into blocks of its own: part after part, in each bucket after bucket, so that the ranks'
-    sums one after another are those of a single rank."""
+    sums one after another are a single rank's."""
     parts, most = [], norm_blocks_per_lane(buckets, lanes)
     for place, part in enumerate(range(rank * lanes // ranks, (rank + 1) * lanes // ranks)):
         partial = place * most

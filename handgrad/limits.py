@@ -1,4 +1,4 @@
-"""Limits on a process: of its control groups, and those that a shell's `ulimit` sets."""
+"""Limits on a process: its control groups' and a shell's `ulimit`."""
 
 import contextlib
 import resource

@@ -29,7 +29,7 @@ class LlamaShape:
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # with gains, of every head: Qwen3
     rotary_base: float = 10000.0
-    # Frequencies for contexts longer than those of the pretraining: `frequencies`.
+    # Frequencies for contexts longer than the pretraining's: `frequencies`.
     rope: str = "plain"
     rope_factor: float = 1.0
     rope_length: int = 8192  # positions of the pretraining
@@ -45,7 +45,7 @@ class LlamaShape:
         return ",".join(parts)
 
     def resolved(self, num_heads: int, channels: int) -> "LlamaShape":
-        """With sizes in the place of zeros."""
+        """With the sizes that zeros stand for."""
         widest = -(-8 * channels // 3)
         return replace(
             self,
@@ -57,7 +57,7 @@ class LlamaShape:
     @functools.cached_property
     def frequencies(self) -> tuple[float, ...]:
         """Angle per position of each pair of a head's channels, in radians: base^(-2i/D), less where the context is longer
-        than that of the pretraining (docs/operations/rotary.md)."""
+        than the pretraining's (docs/operations/rotary.md)."""
         return tuple(self.stretched(pair, self.rotary_base ** (-2 * pair / self.head_width)) for pair in self.pairs)
 
     @property

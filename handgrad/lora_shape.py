@@ -1,7 +1,6 @@
 """The adapters of a run (docs/lora.md), and their text in a configuration: `rank=16,alpha=32,on=q+v`."""
 
 import functools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ PRODUCTS = {
     "llama": ("q", "k", "v", "o", "gate", "up", "down"),
 }
 EXAMPLE = "rank=16,alpha=32,on=q+v"
+MOST_SCALE = 3.4e38  # what a float32 holds
 REASONS = {"optimizer": "; muon's step is one of a whole matrix, not of two factors"}  # why a setting is refused
 
 
@@ -38,7 +38,13 @@ class LoraShape:
 @functools.lru_cache(maxsize=64)
 def parse_lora(text: str) -> LoraShape:
     """The adapters of a text; `UsageError` for a name or a value that they do not have."""
-    return named_values(LoraShape, "lora", text, EXAMPLE)
+    lora = named_values(LoraShape, "lora", text, EXAMPLE)
+    if lora.rank < 1 or not 0 <= lora.alpha <= MOST_SCALE * lora.rank:
+        raise UsageError(
+            f"lora must have a rank of 1 or more and an alpha above 0, at most {MOST_SCALE} times it, found {text!r};"
+            f" try {EXAMPLE!r}"
+        )
+    return lora
 
 
 def check_lora(text: str, architecture: str, init_from: str, refused: Iterable[tuple[str, object, object]]) -> None:
@@ -47,8 +53,6 @@ def check_lora(text: str, architecture: str, init_from: str, refused: Iterable[t
     lora = parse_lora(text)
     if architecture not in PRODUCTS:
         raise UsageError(f"lora is for architecture {' or '.join(PRODUCTS)}, found {architecture}")
-    if lora.rank < 1 or not math.isfinite(lora.alpha) or lora.alpha < 0:
-        raise UsageError(f"lora must have a rank of 1 or more and an alpha above 0, found {text!r}; try {EXAMPLE!r}")
     for name in filter(None, lora.on.split("+")):
         check_choice(f"a product of {architecture} in lora", name, PRODUCTS[architecture])
     if not init_from:

@@ -1,5 +1,6 @@
 """The manifest of a checkpoint: its writer, its step, the size and hash of every file. A reader checks its hash first."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from handgrad import __version__
-from handgrad.errors import DataError, storage_error
+from handgrad.errors import DataError, storage_error, storage_errors
 from handgrad.files import file_sha256
 from handgrad.parsing import parse_json
+from handgrad.run_files import AUDIT_FILE
 from handgrad.tensor_files import first_damaged
 
 SCHEMA = 1
 PARTS_SCHEMA = 2  # weights or optimizer state in several files, of which a version that reads only 1 does not know
+STATE_SCHEMA = 3  # some state is smaller than its parameter; schemas 1 and 2 pad it with zeros to the parameter's size
 MANIFEST = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -93,14 +96,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise storage_error(error, f"reading {path}") from None
     try:
-        manifest = parse_json(content) if len(content) <= MAX_MANIFEST_BYTES else None
+        manifest = parse_json(content, unique=True) if len(content) <= MAX_MANIFEST_BYTES else None
     except ValueError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from None
     if not isinstance(manifest, dict):
         raise DamagedCheckpoint(f"{path}: expected a JSON object; it was edited or damaged")
     intact, schema = manifest.pop("sha256", None) == content_sha256(manifest), manifest.get("schema")
-    if schema not in (SCHEMA, PARTS_SCHEMA):
-        expected = f"{path}: expected checkpoint schema {SCHEMA} or {PARTS_SCHEMA}, found {schema!r}"
+    if schema not in (SCHEMA, PARTS_SCHEMA, STATE_SCHEMA):
+        expected = f"{path}: expected checkpoint schema {SCHEMA} to {STATE_SCHEMA}, found {schema!r}"
         if not intact:
             raise DamagedCheckpoint(f"{expected}, and its SHA-256 differs from its content's; it was edited or damaged")
         writer = f"handgrad {manifest.get('handgrad')} wrote it, probably a newer handgrad than this one, {__version__}"
@@ -115,7 +118,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_fields(manifest: dict[str, Any], path: Path) -> None:
-    """Raises `DataError` unless the manifest at `path` has its fields; if it has any of those that a run resumes with, it
+    """Raises `DataError` unless the manifest at `path` has its fields; if it has any field that a run resumes with, it
     needs them all."""
     check(manifest, FIELDS, path)
     if manifest.keys() & RUN_FIELDS:
@@ -134,6 +137,70 @@ def check(manifest: dict[str, Any], conditions: Conditions, path: Path) -> None:
 def content_sha256(content: dict[str, Any]) -> str:
     """SHA-256 of a manifest's content, independent of its layout in the file."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def contradiction(lines: Iterable[Any], manifest: dict[str, Any], digest: str, *, sealed: bool = False) -> str:
+    """The first fact of a checkpoint that differs from its run's chain, or "". `digest`: SHA-256 of the manifest's file;
+    `sealed`: the chain must have a line with it, unless it is of format 1, where anybody could remove that line."""
+    lines, step = [line for line in lines if is_object(line) and is_count(line.get("step"))], manifest["step"]
+    begins, seals = ([line for line in lines if line.get("kind") == kind] for kind in ("begin", "checkpoint"))
+    if not begins or step < begins[0]["step"]:
+        return ""  # saved before the chain began
+    begin = next((line for line in reversed(begins) if line["step"] < step), None)
+    if begin and (fault := difference(begin, manifest)):  # else the run was resumed from it, perhaps with other settings
+        return fault
+    saved = [str(line.get("manifest")) for line in seals if line["step"] == step]
+    if other := [seal for seal in saved if seal != digest]:
+        return f"it is not the checkpoint that was saved at step {step}: the chain has {other[0]:.12}, found {digest:.12}"
+    if sealed and not saved and (begin or begins[0]).get("format") != 1:
+        return "the chain has no line for it: one was removed, or a kill came before it (resume the run, which adds it)"
+    return ""
+
+
+def difference(begin: dict[str, Any], manifest: dict[str, Any]) -> str:
+    """The first difference between a chain's `begin` and a manifest in what the run's checkpoints share, or ""."""
+    names, local = ("config", "versions", "identity", "init", "chat", "files"), ("path",)
+    if begin.get("format") == 1:
+        names, local = names[:4], ("path", "context")
+    tensors = {file for kind in (WEIGHTS_FILE, OPTIMIZER_FILE) for file in parts_of(kind, manifest["files"])}
+    settings = begin["config"] if is_object(begin.get("config")) else {}
+    saved = manifest | {
+        "config": {name: manifest["config"].get(name) for name in settings},
+        "init": manifest.get("init") or manifest.get("imported"),
+        "files": {name: flat(manifest["files"]).get(f"{name}.sha256") for name in manifest["files"] if name not in tensors},
+    }
+    then, now = (flat({name: source.get(name) for name in names}) for source in (begin, saved))
+    for name in local:
+        now.pop(f"init.{name}", None)
+    then["tokenizer.sha256"], now["tokenizer.sha256"] = then.get("identity.tokenizer"), flat(saved).get("tokenizer.sha256")
+    for name in (*then, *now):
+        if then.get(name) != now.get(name):
+            return f"its manifest has {name} {now.get(name)!r:.80}, the chain {then.get(name)!r:.80}"
+    return ""
+
+
+def flat(facts: dict[str, Any]) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for name, value in facts.items():
+        found |= {f"{name}.{key}": inner for key, inner in value.items()} if is_object(value) else {name: value}
+    return found
+
+
+def check_against_chain(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raises `DataError` for a checkpoint that contradicts the chain of the run in whose folder it lies. Unlike `verify`,
+    reads no links of steps, and takes a checkpoint without a line: its run may be about to write it."""
+    path = folder.absolute().parent.parent / AUDIT_FILE
+    if not path.is_file():
+        return
+    with storage_errors(f"reading {path}"):
+        texts, digest = path.read_bytes().split(b"\n"), file_sha256(folder / MANIFEST)
+    lines = list[Any]()
+    for text in (*(text for text in texts[:-2] if not text.startswith(b'{"kind": "step"')), *texts[-2:]):
+        with contextlib.suppress(ValueError):  # cut by a kill
+            lines.append(parse_json(text))
+    last = max((step for line in lines if is_object(line) and is_count(step := line.get("step"))), default=0)
+    if manifest["step"] <= last and (fault := contradiction(lines, manifest, digest)):  # none later: it went on without one
+        raise DataError(f"{folder}: {fault}; restore it, or move {path} away to use it without its chain")
 
 
 def verify_file(path: Path, entry: Any) -> None:

@@ -1,4 +1,4 @@
-"""The names that people type, and those of ours that they mean."""
+"""The names that people type, and the names of ours that they mean."""
 
 import dataclasses
 import difflib
@@ -128,7 +128,7 @@ def nearest_name(name: str, known: Any) -> str:
 
 
 def meanings(name: str) -> list[str]:
-    """The names of ours that `name` may say: itself, and those that it is another word for."""
+    """The names of ours that `name` may mean: itself, and each that it is a synonym of."""
     plain = plain_name(name)
     return [plain, *(target for target, words in SYNONYMS.items() if plain in words.split())]
 

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +21,12 @@ BLANKS = re.compile(r"\s*")
 DOTTED = re.compile(rf"(?:\.\s*[\w\"'-]+\s*){{{MOST_DEPTH}}}")  # such a key takes time with the square of its length
 
 
-def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text in UTF-8. Raises ValueError, with the reason: no such text, nested too deeply, or an integer
-    of too many digits."""
+def parse_json(content: bytes | str, *, unique: bool = False) -> Any:
+    """The value of a JSON text in UTF-8. Raises ValueError, with the reason: no such text, nested too deeply, an integer of
+    too many digits, or with `unique` a key that an object has twice: readers differ in which value they take."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     try:
-        value = DECODER.decode(text)
+        value = (UNIQUE_DECODER if unique else DECODER).decode(text)
     except RecursionError:
         raise too_deep() from None
     if sum(map(text.count, OPENING)) > MOST_DEPTH:  # else it cannot be
@@ -46,7 +47,7 @@ def parse_value(text: str, place: int) -> tuple[Any, int]:
 def parse_array(blocks: Iterator[str], most: int) -> Iterator[Any]:
     """The entries of an array, in a text that begins with its bracket, one after another: a file of gigabytes is not held.
 
-    Raises ValueError, with the text that it found in the place of an entry of at most `most` characters.
+    Raises ValueError with the text that stands where it expected an entry of at most `most` characters.
     """
     text, place = next(blocks, "").lstrip()[1:], 0
     while not text.startswith("]", place := blanks_end(text, place)):
@@ -111,6 +112,14 @@ def whole_number(digits: str) -> int:
     return int(digits)
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"an object has the key {twice!r:.40} twice")
+    return found
+
+
 def too_long(most: int) -> ValueError:
     return ValueError(f"an integer of more than {most} digits")
 
@@ -120,3 +129,4 @@ def too_deep() -> ValueError:
 
 
 DECODER = json.JSONDecoder(parse_int=whole_number)
+UNIQUE_DECODER = json.JSONDecoder(parse_int=whole_number, object_pairs_hook=unique_keys)

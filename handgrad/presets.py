@@ -16,7 +16,7 @@ from handgrad.names import nearest_name
 # The modern network by one number, its depth. A row of rules, each with its source; docs/modern.md derives them.
 CHANNELS_PER_LAYER, MODERN_HEAD = 64, 128  # so the width grows with the depth (Karpathy 2025, nanochat)
 TOKENS_PER_PARAMETER = 20  # of a GEMM (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556)
-M12_TOKENS_PER_STEP, M12_MICRO_BATCH = 1 << 19, 64  # those of GPT-2's width
+M12_TOKENS_PER_STEP, M12_MICRO_BATCH = 1 << 19, 64  # at GPT-2's width
 MODERN_RATE = 3e-3  # at 768 channels
 MODERN = {f"m{depth}": depth for depth in range(4, 49, 2)}
 
@@ -36,7 +36,7 @@ MODELS = {
 
 
 def listed(names: Iterable[str]) -> str:
-    """The names for a message, those of modern networks as a series."""
+    """The names for a message, with modern networks as a series."""
     first, second, *_, last = MODERN
     return ", ".join([*(name for name in names if name not in MODERN), first, second, f"... {last}"])
 

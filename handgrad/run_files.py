@@ -6,7 +6,7 @@ audit.jsonl     the chain of an audited run: a link per step, and a line per che
 main.log        losses in llm.c's format
 log.txt         the lines of the console
 samples/        texts written during training
-checkpoints/    step_00001000/, ...; damaged/ and failing/: those that are no longer used
+checkpoints/    step_00001000/, ...; damaged/ and failing/: no longer used
 *.damaged       lines of metrics.jsonl, main.log and audit.jsonl that could not be read
 report.html     curves and tables
 .lock           marks a folder as a run's; one trainer at a time holds it

@@ -1,4 +1,4 @@
-"""The techniques of the modern network (docs/modern.md), by name, and the lists of those that a model has.
+"""The techniques of the modern network (docs/modern.md), by name, and a model's list of them.
 
 A model's list is whole: it names all that the model has, in the table's order, so that a change of the defaults changes no
 stored model.
@@ -76,8 +76,11 @@ def changed(techniques: str, without: str = "", added: str = "") -> str:
 
 
 def of_stored(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a stored configuration, in which one that has `without` gets the list that it meant."""
+    """Translates a stored configuration: `without` becomes the list of techniques that it meant, and a saturated tensor
+    only warns where the GEMMs that read it once left fp8."""
     found = dict(settings)
+    if found.get("fp8_on_saturation") == "bf16":
+        found["fp8_on_saturation"] = "warn"
     without = found.pop("without", None)
     if isinstance(without, str) and "techniques" not in found and (without or found.get("architecture") == "modern"):
         for name in names_of(without):
@@ -87,6 +90,6 @@ def of_stored(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def difference(techniques: str) -> tuple[str, str]:
-    """(the names that this list has not, those that it has beside) the defaults, with commas."""
+    """(the defaults that this list lacks, the names that it adds to them), with commas."""
     names, usual = names_of(techniques), default()
     return ",".join(n for n in usual if n not in names), ",".join(n for n in TECHNIQUES if n in names and n not in usual)

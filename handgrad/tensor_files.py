@@ -107,9 +107,12 @@ def with_names(written: dict[str, Any], tensors: list[Stored]) -> dict[str, Any]
     return {**written, "ends": [[name, *end] for name, end in zip(names, written["ends"], strict=True)]}
 
 
-def first_damaged(path: Path, ends: list[list[Any]]) -> str:
-    """The name of the first tensor whose bytes are not those that were written, "" if it cannot be told. Raises OSError."""
+def first_damaged(path: Path, ends: Any) -> str:
+    """The name of the first tensor whose bytes changed since they were written, "" if `ends`, of a manifest that may be
+    damaged as well, cannot tell. Raises OSError."""
     digest, position = hashlib.sha256(), 0
+    if not isinstance(ends, list) or any(not isinstance(e, list) or [*map(type, e)] != [str, int, str] for e in ends):
+        return ""
     with path.open("rb") as file:
         for name, end, expected in ends:
             while position < end and (chunk := file.read(min(CHUNK_BYTES, end - position))):
@@ -130,12 +133,15 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise DataError(f"{path} cannot be read as safetensors: {error}") from None
 
 
-def read_tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of an open file; raises `DataError` if it is missing or of another shape."""
+def read_tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...], *, padded: bool = False) -> Tensor:
+    """A tensor of an open file; `padded`: it may be the first elements of one with more dimensions. Raises `DataError` if
+    it is missing or of another shape."""
     try:
         tensor = stored.get_tensor(name)
     except safetensors.SafetensorError as error:
         raise DataError(f"{path} cannot be read as safetensors: {error}") from None
+    if padded and tensor.shape[: len(shape)] == shape:
+        tensor = tensor.view(-1)[: math.prod(shape)].view(shape)
     if tensor.shape != shape:
         raise DataError(f"{path}: expected {name} of shape {tuple(shape)}, found {tuple(tensor.shape)}")
     return tensor

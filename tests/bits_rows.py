@@ -149,7 +149,7 @@ class Bench:
             found["checkpoints"] = [int(folder.name.removeprefix("step_")) for folder in checkpoints]
             found["weights"] = of_safetensors(*newest.glob("model*.safetensors"))
             found["moments"] = of_safetensors(*newest.glob("optimizer*.safetensors"))
-            found["state"] = digest({key: manifest.get(key) for key in (*STATE, "left_fp8")})
+            found["state"] = digest({key: manifest.get(key) for key in STATE})
         if (run / "metrics.jsonl").exists():
             records = [json.loads(self.told(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
             for kind in KINDS:

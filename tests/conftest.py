@@ -22,7 +22,7 @@ if not torch.cuda.is_available():  # Triton reads it when it is first imported: 
 from torch import Tensor
 
 from benchmarks.record import write_record
-from handgrad import threads
+from handgrad import processor, threads
 from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
@@ -66,6 +66,9 @@ threads.choose()  # as every command does: before MKL is first called
 
 # Under nohup it is ignored, and what a test starts would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Variables with which the libraries of a CPU use fewer instructions than it has.
+CPU_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 
 # The files that take more than six CPU seconds, those first that take most.
 LONGEST = (
@@ -115,6 +118,7 @@ LONGEST = (
     "test_thread_bits.py",
     "test_fp8_steps.py",
     "test_presets.py",
+    "test_cpu_products.py",
     "test_huggingface.py",
     "test_fp8_llama.py",
     "test_next_command.py",
@@ -162,6 +166,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     was killed would leave a record of its own tests alone."""
     if hasattr(config, "workerinput"):
         return
+    capability = torch.backends.cpu.get_cpu_capability()
+    limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if name in os.environ]
+    terminalreporter.write_line(", ".join([f"CPU: {processor.name()}", f"torch uses {capability}", *limits]))
     if path := config.getoption("--record"):
         found = {outcome: terminalreporter.stats.get(outcome, []) for outcome in ("passed", "failed", "error", "skipped")}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,6 +7,7 @@ from benchmarks import faults, small_text
 from benchmarks.first_minutes import transcript
 from tests import test_planning, test_readme, test_scaling_docs
 from tests.figure_values import RECORDS
+from tests.figures import LOGGED
 
 # Lines of arithmetic, which measures nothing; tests/test_scaling_docs.py makes them anew, word by word.
 ARITHMETIC = re.compile(r"^\| \w+ \| (NVLink|InfiniBand|Ethernet)\b.*tokens a step \|$", re.MULTILINE)
@@ -17,8 +18,18 @@ def made() -> dict[str, list[str]]:
     """By page."""
     pages = {"docs/distributed.md": test_scaling_docs.scaling_rows(), "docs/planning.md": test_planning.table()}
     # Its blocks are held by tests/test_first_minutes.py.
-    visible = [line for line in transcript(RECORDS["cpu-first-minutes"]) if line.startswith(("Recorded", "## "))]
+    held = transcript(RECORDS["cpu-first-minutes"])
+    visible = [line for line in held if line.startswith(("Recorded", "## ")) or LOGGED.match(line)]
     pages["docs/first_ten_minutes.md"] = visible
     pages["docs/data.md"] = small_text.rows(RECORDS["cpu-small-text"])
     pages["docs/faults.md"] = [line for make in faults.BLOCKS.values() for line in make() if line]
-    return {**test_readme.quoted(), **pages}
+    tables = test_readme.quoted()
+    tables["README.md"] = [*tables["README.md"], *log_of_the_demo()]
+    return {**tables, **pages}
+
+
+def log_of_the_demo() -> list[str]:
+    """The end of `make train`, as the README quotes it."""
+    demo = RECORDS["cpu-demo"]
+    lines = [line for line in demo["log"] if re.match(r"step +(500|1000|2500)\b(?!: saved|, the model)", line)]
+    return [*lines, *f"step 2500, the model writes: {demo['last_sample'][0]}".split("\n")]

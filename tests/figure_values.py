@@ -82,13 +82,29 @@ FIELDS = {
     "percent": "%",
     "mfu|share|ratio|relative|fraction|of_limit|times": "x",
 }
-SUFFIXES = {"": 1.0, "k": 1e3, "M": 1e6, " million": 1e6}
+SUFFIXES = {"": 1.0, "k": 1e3, "M": 1e6, " million": 1e6, " billion": 1e9}
 SIZES = ("bytes", "KB", "kB", "KiB", "MiB")  # of formats and tiles, counted and not measured
 UNIT = "|".join(re.escape(unit) for unit in sorted(UNITS, key=len, reverse=True) if unit not in ("x", "×"))
 DIGITS = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?"
 FIGURE = re.compile(
-    rf"(?<![\w.,/^#−+-])(?P<sign>[+−-]?)(?P<digits>{DIGITS})(?P<suffix>[kM]| million|e[+-]?\d+)?"
+    rf"(?<![\w.,/^#−+-])(?P<sign>[+−-]?)(?P<digits>{DIGITS})(?P<suffix>[kM]| million| billion|e[+-]?\d+)?"
     rf"(?P<unit>[x×](?![\w-])|(?: |\n *)?(?:{UNIT})(?![\w/]))?(?![\w^]|[.,/]\d|-\w)"
+)
+# Words that state a quantity: "nine times", "half a percent", "two of five", "a third", "twice as", and a cell's yes or no.
+ONES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen")
+ONES += ("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty")
+TENS = {"thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90}
+COUNTS = {word: value for value, word in enumerate(ONES, 1)} | TENS | {"hundred": 100, "thousand": 1000}
+PARTS = {"third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10}
+PARTS |= {"twentieth": 20, "fiftieth": 50, "hundredth": 100, "thousandth": 1000}
+ALONE = {"half": 0.5, "twice": 2.0, "yes": 1.0, "no": 0.0}
+SPELLED = {"percent": "%", "minutes": "minutes", "milliseconds": "ms", "microseconds": "µs", "times": "times"}
+COUNT = "|".join(COUNTS)
+WORDED = re.compile(
+    rf"(?<![\w-])(?:(?P<count>half a|{COUNT})\s+(?P<unit>{'|'.join(SPELLED)})"
+    rf"|(?!one)(?P<some>{COUNT})\s+of\s+(?P<all>{COUNT})|(?P<parts>an?|{COUNT})\s+(?P<of>{'|'.join(PARTS)})s?"
+    r"|(?P<alone>half|twice)|(?<=\| )(?P<cell>yes|no)(?= \|))(?![\w-])",
+    re.IGNORECASE,
 )
 PARENTHESES = re.compile(r'\(((?:"[^"]*"|[^()"])*)\)')
 PART = r'"[^"]*"|\[[^\]]*\]'  # of a path: a key in quotes, a choice of elements
@@ -106,14 +122,19 @@ class Figure:
     digits: str
     suffix: str
     unit: str
+    said: float | None = None  # of words: their number
 
     @property
     def number(self) -> float:
+        if self.said is not None:
+            return self.said
         return (-1 if self.sign in ("-", "−") else 1) * float(self.digits.replace(",", "")) * scale(self.suffix)
 
     def prints(self, value: float) -> bool:
-        """True if `value` rounds to the last printed digit of this, half a unit away from zero."""
+        """True if `value` rounds to the last printed digit of this, half a unit away from zero, or to these words."""
         half = 0.5 * 10.0**-self.decimals * scale(self.suffix)
+        if self.said is not None:  # a count to the nearest, a part to a tenth of itself
+            half = 0.5 if self.unit and self.said >= 1 else 0.1 * self.said or 0.5
         more = value - self.number if self.number >= 0 else self.number - value
         return -half * (1 + 1e-9) <= more < half * (1 - 1e-9)
 
@@ -124,7 +145,9 @@ class Figure:
     @property
     def is_measured(self) -> bool:
         """It looks measured by itself: by its unit, by k, or by its decimals, as losses and errors have."""
-        by_decimals = self.decimals >= (2 if self.suffix.startswith("e") else 3)
+        if self.said is not None:
+            return self.text.lower() not in ("half", "twice")  # which say more of logic than of measurements
+        by_decimals = self.decimals >= (1 if self.suffix in (" million", " billion") or self.suffix.startswith("e") else 3)
         return self.unit not in ("", *SIZES) or self.suffix == "k" or by_decimals
 
 
@@ -146,13 +169,32 @@ def scale(suffix: str) -> float:
 
 
 def figures_in(text: str) -> list[Figure]:
-    """All numbers with their units, in order."""
-    return [
+    """All numbers with their units, in order, in digits and in words."""
+    digits = (
         Figure(
             " ".join(m[0].split()), m.start(), m.end(), m["sign"], m["digits"], m["suffix"] or "", (m["unit"] or "").strip()
         )
         for m in FIGURE.finditer(text)
-    ]
+    )
+    words = (
+        Figure(" ".join(m[0].split()), m.start(), m.end(), "", "", "", SPELLED.get(m["unit"] or "", ""), said_by(m))
+        for m in WORDED.finditer(text)
+    )
+    return sorted((*digits, *words), key=lambda figure: figure.start)
+
+
+def said_by(match: re.Match) -> float:
+    """The number that words say."""
+    group = {name: word.lower() for name, word in match.groupdict().items() if word}
+    if word := group.get("alone") or group.get("cell"):
+        return ALONE[word]
+    if "count" in group:
+        return 0.5 if group["count"].startswith("half") else float(COUNTS[group["count"]])
+    return (
+        COUNTS[group["some"]] / COUNTS[group["all"]]
+        if "all" in group
+        else COUNTS.get(group["parts"], 1) / PARTS[group["of"]]
+    )
 
 
 def keys_of(path: str) -> list[str]:

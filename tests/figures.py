@@ -18,9 +18,13 @@ several values are as many as the figures of the line, or `mean`, `median`, `min
 name of a field gives its unit; ` in UNIT` at the end converts to it, or says it where no name does. A figure is its
 record's, rounded to the last printed digit.
 
-A figure with a measured unit is an error that no comment names, that stands in no line made from the records
-(`tests/figure_tables.py`) and that is no exception (`tests/figure_exceptions.py`, with its reason). Numbers without a unit
-are held where a comment names them; ratios in words ("twice", "a seventh") are not.
+Words are figures as well: "nine times" (to the nearest), "a seventh", "two of five", "half a percent" (to a tenth of
+themselves), and a cell that says yes or no, which is a record's true or false.
+
+A figure with a measured unit, a ratio in words, one behind "about", a cell of yes or no or a line of a run's log is an
+error that no comment names, that stands in no line made from the records (`tests/figure_tables.py`) and that is no
+exception (`tests/figure_exceptions.py`, with its reason). Numbers without a unit, "half" and "twice" are held where a
+comment names them.
 """
 
 import ast
@@ -39,6 +43,10 @@ HEADED = re.compile(
     r"(?<![\w/])(tok/s|tokens/s|[TG]B/s|TFLOP/s|[GM]i?B|MHz|mJ|W|ms|µs|MFU|reserved)(?![\w-])"
 )  # a measured column
 COMMENT = re.compile(r"^ *<!-- figures (?P<record>\S+)\n(?P<lines>.*?)^ *-->$", re.MULTILINE | re.DOTALL)
+LOGGED = re.compile(
+    r"^step +\d+(/\d+ \||: validation loss| *, the model writes).*$", re.MULTILINE
+)  # also in a block of code
+ABOUT = re.compile(r"\b(about|around|nearly|almost|roughly)\s+$")
 HIDDEN = (
     re.compile(r"<!--.*?-->", re.DOTALL),
     re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL),
@@ -76,7 +84,8 @@ def claims_in(record: str, lines: str) -> Iterator[Claim]:
             record = match[1]
         elif line:
             text, _, expression = line.partition(" = ")
-            yield Claim(record, text, figures_in(text), expression)
+            cells = f"| {text.replace(' ', ' | ')} |" if set(text.split()) <= {"yes", "no"} else text
+            yield Claim(record, text, figures_in(cells), expression)
 
 
 def wrong_values(claim: Claim, records: dict[str, Any]) -> Iterator[str]:
@@ -167,6 +176,7 @@ def check_page(
     errors = [
         f"the records make this line, and the page does not have it: {line}" for line in made or () if line not in lines
     ]
+    errors += [f"no record has this line of a log: {m[0]}" for m in LOGGED.finditer(page) if m[0] not in (made or ())]
     held, text, offset = [], visible(page), 0
     for line in lines:
         if line in (made or ()):
@@ -191,7 +201,9 @@ def check_page(
         starts.append(comment.end())
     if page.count("<!-- figures") != len(COMMENT.findall(page)):
         errors.append("a comment of figures that is not written as one: '<!-- figures RECORD', lines, '-->'")
-    measured = columns(text) | {figure.start for figure in found if figure.is_measured}
+    measured = columns(text) | {
+        f.start for f in found if f.is_measured or ABOUT.search(text[max(0, f.start - 12) : f.start])
+    }
     for figure in found:
         if figure.start in named:
             held.append(figure)

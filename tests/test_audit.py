@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -21,11 +20,12 @@ from handgrad.errors import ConfigError, DataError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
 from handgrad.run.start import open_run, train
 from handgrad.run_files import AUDIT_FILE
-from handgrad.tensor_files import Stored, open_tensors
 from handgrad.training.schedule import Schedule
 from handgrad.training.spikes import SpikeWindow
 from handgrad.training.step import TrainStep
+from tests import forging
 from tests.conftest import small_run, write_text
+from tests.forging import edit_tensors, lines_of, redo, write_lines
 from tests.test_runs import launch_ahead, records
 
 FAULTY = 5  # the 0-based step of a fault: step 6
@@ -59,14 +59,6 @@ def caught(run: Path, capsys: pytest.CaptureFixture[str], code: int, *flags: obj
     capsys.readouterr()
     assert verify(run, *flags) == code
     return capsys.readouterr().err
-
-
-def lines_of(run: Path) -> list[dict]:
-    return read_chain(run / AUDIT_FILE)
-
-
-def write_lines(run: Path, lines: list[dict]) -> None:
-    (run / AUDIT_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 # The chain.
@@ -295,16 +287,12 @@ def test_a_removed_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_forged_chain_of_whole_links(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever hashes anew what they have edited fails at the replay."""
-    forged, previous = [], ""
-    for line in links(lines_of(run)):
-        content = content_of(line)
-        if line["step"] == 6:
-            content["loss"] = (1.0).hex()
-        forged.append(linked(content, previous))
-        previous = forged[-1]["link"]
-    write_lines(run, forged)
-    shutil.rmtree(run / "checkpoints")
+    """Hashed anew where it was edited, it fails at the replay."""
+    forged = lines_of(run)
+    next(line for line in links(forged) if line["step"] == 6)["loss"] = (1.0).hex()
+    redo(run, forged)
+    assert "metrics.jsonl: loss of step 6 is 4." in caught(run, capsys, 65)
+    (run / "metrics.jsonl").unlink()
     error = caught(run, capsys, 77)
     assert "step 6: the forward pass gave another loss" in error and "loss 1, replayed 4." in error
 
@@ -317,29 +305,12 @@ def test_a_checkpoint_of_another_run(run: Path, shards: Path, tmp_path: Path, ca
     assert "which is not in the chain" in caught(run, capsys, 65)
 
 
-def flip_in_checkpoint(folder: Path, name: str) -> None:
-    """Flips a bit of a stored element, and makes every hash of the checkpoint right again."""
-    found = checkpoint.open_checkpoint(folder)
-    tensors = []
-    for file in (WEIGHTS_FILE, OPTIMIZER_FILE):
-        for path in found.parts(file):
-            with open_tensors(path) as stored:
-                tensors += [(key, stored.get_tensor(key)) for key in stored.keys()]  # noqa: SIM118
-    for key, values in tensors:
-        if key == name:
-            values.view(torch.int32).view(-1)[3] ^= 1
-    rest = {key: value for key, value in found.manifest.items() if key not in ("files", "schema", "step")}
-    extra = {path.name: path.read_bytes() for path in folder.glob("token*")}
-    shutil.rmtree(folder)
-    checkpoint.save(folder.parent, found.step, [Stored.of(*pair) for pair in tensors], rest, extra)
-
-
 @pytest.mark.parametrize("name", ["wpe", "m.wte"])
 def test_a_bit_of_a_checkpoint(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "checkpoints" / "step_00000008"
-    flip_in_checkpoint(folder, name)
+    edit_tensors(folder, forging.flip(name))
     assert "is not the checkpoint that was saved at step 8" in caught(run, capsys, 65)
-    write_lines(run, links(lines_of(run)))  # the line that seals it removed as well
+    redo(run, lines_of(run))
     error = caught(run, capsys, 77, "--to", 10)
     assert "step 8: every digest is equal; in" in error and " 1 of " in error and f"elements of {name} differ" in error
     buffer = name.partition(".")[0] if name.startswith("m.") else "weights"

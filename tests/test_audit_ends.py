@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from handgrad.audit.chain import content_of, linked, links
-from handgrad.manifest import MANIFEST, content_sha256
+from handgrad.manifest import MANIFEST
 from handgrad.run.start import train
 from handgrad.run_files import AUDIT_FILE
-from tests.test_audit import audited, caught, faulty_run, finished, lines_of, run, swapped_sample, verify, write_lines
+from tests.forging import edit_manifest, edit_tensors, flip, lines_of, make_older, redo, write_lines
+from tests.test_audit import audited, caught, faulty_run, finished, run, swapped_sample, verify
 
 __all__ = ["finished", "run"]  # fixtures
 
@@ -19,11 +20,6 @@ __all__ = ["finished", "run"]  # fixtures
 def replace_checkpoint(run: Path, other: Path, name: str) -> None:
     shutil.rmtree(run / "checkpoints" / name)
     shutil.copytree(other / "checkpoints" / name, run / "checkpoints" / name)
-
-
-def unsealed(run: Path) -> None:
-    """Removes the lines that bind checkpoints, on which no link hangs."""
-    write_lines(run, links(lines_of(run)))
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +40,24 @@ def test_a_checkpoint_behind_the_last_link_is_compared(unaudited: Path, shards: 
     assert verify(run) == 0
     assert "2 links and 3 checkpoints equal, bit by bit, of steps 0 to 12 (" in capsys.readouterr().out
     assert verify(run, "--from", 8) == 0  # over the link of step 10
-    unsealed(run)
-    replace_checkpoint(run, unaudited, "step_00000012")
+    edit_tensors(run / "checkpoints" / "step_00000012", flip("wte"))
+    redo(run, lines_of(run))
     error = caught(run, capsys, 77)
     assert "step 12: no link; in" in error and "elements of wte differ" in error
     assert verify(run, "--to", 10) == 0  # the control: what is left is the run's
+    replace_checkpoint(run, unaudited, "step_00000012")
+    assert "its manifest has config.seed 2, the chain 1337" in caught(run, capsys, 65)
 
 
 def test_a_checkpoint_of_an_unaudited_run(run: Path, unaudited: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    replace_checkpoint(run, unaudited, "step_00000008")
+    """With its manifest edited until it agrees with the chain."""
+    name = "step_00000008"
+    own = json.loads((run / "checkpoints" / name / MANIFEST).read_text())
+    replace_checkpoint(run, unaudited, name)
+    shared = ("config", "versions", "identity", "tokenizer", "chat", "loss_window", "norm_window")
+    edit_manifest(run / "checkpoints" / name, lambda content: content.update({key: own[key] for key in shared}))
     assert "is not the checkpoint that was saved at step 8" in caught(run, capsys, 65)
-    unsealed(run)
+    redo(run, lines_of(run))
     assert "elements of wte differ" in caught(run, capsys, 77)
 
 
@@ -62,12 +65,9 @@ def test_a_checkpoint_of_an_unaudited_run(run: Path, unaudited: Path, capsys: py
 def test_a_number_of_a_manifest(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """That a run goes on with: the windows of the spike detector, the loss scale. Every hash is made to fit."""
     folder = run / "checkpoints" / "step_00000012"
-    content = json.loads((folder / MANIFEST).read_text())
-    content[name][0] = math.nextafter(content[name][0], 100.0)
-    del content["sha256"]
-    (folder / MANIFEST).write_text(json.dumps({"sha256": content_sha256(content), **content}))
+    edit_manifest(folder, lambda content: content[name].__setitem__(0, math.nextafter(content[name][0], 100.0)))
     assert "is not the checkpoint that was saved at step 12" in caught(run, capsys, 65)
-    unsealed(run)
+    redo(run, lines_of(run))
     error = caught(run, capsys, 77)
     assert f"step 12: every tensor is equal; {name} in the manifest of {folder} are others" in error
 
@@ -108,12 +108,18 @@ def test_a_chain_that_begins_anew_holds_from_there(run: Path, shards: Path, caps
 
 
 def test_a_line_that_a_kill_has_cut(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Or that is being written: `verify` takes what stands."""
+    """Or that is being written: `verify` takes what stands. Of a checkpoint it is the line that a resumed run adds."""
     chain = run / AUDIT_FILE
-    chain.write_text(chain.read_text()[:-40])
+    text = chain.read_text()
+    chain.write_text(text[:-40])
+    assert "the chain has no line for it" in caught(run, capsys, 65)
+    shutil.rmtree(run / "checkpoints" / "step_00000012")
+    lines = [line for line in text.splitlines(keepends=True) if '"step": 12' not in line]
+    last = next(line for line in text.splitlines() if line.startswith('{"kind": "step", "step": 12'))
+    chain.write_text("".join(lines) + last[:-40])
     assert verify(run) == 0
     chain.write_text(chain.read_text() + "\n")
-    assert "line 16 of" in caught(run, capsys, 65)
+    assert "line 15 of" in caught(run, capsys, 65)
 
 
 def test_a_chain_without_its_beginning(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +148,35 @@ def test_the_state_of_a_later_begin(run: Path, shards: Path, capsys: pytest.Capt
             assert verify(copy, "--data", shards) == 0
 
 
+def test_an_audit_that_paused(run: Path, shards: Path) -> None:
+    """Steps without an audit and with another rate: a chain begins at their checkpoint, and the run resumes there."""
+    shutil.rmtree(run / "checkpoints" / "step_00000012")
+    train(audited(shards, run, audit_every=0, learning_rate=1e-3), allow_changes=True)
+    train(audited(shards, run, learning_rate=1e-3, steps=16), allow_changes=True)
+    begins = [line for line in lines_of(run) if line["kind"] == "begin"]
+    assert [(line["step"], line["config"]["learning_rate"]) for line in begins] == [(12, 1e-3)]
+    note = f"{AUDIT_FILE}.damaged, a chain begins here; its manifest has config.learning_rate 0.001"
+    assert note in (run / "log.txt").read_text()
+    assert verify(run) == 0
+    train(audited(shards, run, learning_rate=1e-3, steps=16))
+
+
+def test_a_chain_of_format_1(run: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It holds for what it proves, and `verify` says what it lacks; a run goes on from it in format 2."""
+    make_older(run)
+    assert verify(run) == 0
+    out = capsys.readouterr().out
+    assert "older      a chain of format 1, without a hash of the code" in out and "12 links and 3 checkpoints equal" in out
+    shutil.rmtree(run / "checkpoints" / "step_00000012")
+    train(audited(shards, run))
+    begins = [line for line in lines_of(run) if line["kind"] == "begin"]
+    assert [(line["step"], line["format"]) for line in begins] == [(0, 1), (8, 2)]
+    assert verify(run) == 0
+    edit_manifest(run / "checkpoints" / "step_00000004", lambda content: content["config"].update(num_heads=4))
+    write_lines(run, [line for line in lines_of(run) if (line["kind"], line["step"]) != ("checkpoint", 4)])
+    assert "its manifest has config.num_heads 4, the chain" in caught(run, capsys, 65)
+
+
 # Weights from elsewhere.
 
 
@@ -158,6 +193,6 @@ def test_initial_weights_that_lie_elsewhere(
     assert verify(run, "--init-from", moved) == 0
     assert verify(run, "--init-from", moved, "--from", 4) == 0
     error = caught(run, capsys, 65, "--init-from", unaudited)
-    assert "started from weights whose model.safetensors has SHA-256" in error and "give --init-from" in error
+    assert "started from weights whose model.safetensors is " in error and "give --init-from" in error
     if lora:
         assert "which has changed" in caught(run, capsys, 65, "--init-from", unaudited, "--from", 4)

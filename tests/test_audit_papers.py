@@ -17,7 +17,8 @@ from handgrad.run_files import AUDIT_FILE
 from handgrad.tools.certificate import signed
 from handgrad.tools.diff import difference
 from handgrad.tools.record import open_record
-from tests.test_audit import audited, caught, faulty_run, finished, lines_of, run, swapped_sample, verify, write_lines
+from tests.forging import lines_of, write_lines
+from tests.test_audit import audited, caught, faulty_run, finished, run, swapped_sample, verify
 
 __all__ = ["finished", "run"]  # fixtures
 
@@ -51,7 +52,7 @@ def test_a_signature(run: Path, tmp_path: Path, capsys, shards: Path) -> None:
     content = json.loads((run / "certificate.json").read_text())
     content["evaluation"] = []
     (run / "certificate.json").write_text(json.dumps(content))
-    assert "its signature is not that of its content" in caught(run / "certificate.json", capsys, 65)
+    assert "its signature does not match its content" in caught(run / "certificate.json", capsys, 65)
 
 
 def test_the_key_that_signed(run: Path, tmp_path: Path, capsys, shards: Path) -> None:
@@ -75,7 +76,7 @@ def test_the_key_that_signed(run: Path, tmp_path: Path, capsys, shards: Path) ->
     content = {key: value for key, value in json.loads(certificate.read_text()).items() if key != "signature"}
     content["evaluation"] = []
     forged = signed(content, tmp_path / "1.pem"), content
-    for written, signer in zip(forged, (f"the key {names[1]}", "nobody"), strict=True):
+    for written, signer in zip(forged, (f"the key {names[1]}", "no key"), strict=True):
         certificate.write_text(json.dumps(written))
         assert verify(certificate, *replay) == 0
         assert f"signed by  {signer}" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from handgrad.config import ModelShape
 from handgrad.layout import (
     RING,
     Bucket,
+    Layout,
     UpdatePart,
     buckets_of,
     gradient_ring,
@@ -18,6 +19,7 @@ from handgrad.layout import (
     norm_parts,
     row_ranges,
     shard_elements,
+    state_layout,
     update_parts,
 )
 from handgrad.models import parameter_table
@@ -217,6 +219,33 @@ def test_updates_cover_the_shard(shape: ModelShape, lanes: int, ranks: int, whol
     for row in table:
         touched = [kind for start, stop, kind in starts if start < row.offset + row.elements and stop > row.offset]
         assert set(touched) == {decays(row)}, row.name
+
+
+@shapes
+@widths
+def test_a_smaller_state_lies_like_its_parameters(shape: ModelShape, lanes: int, ranks: int) -> None:
+    """A number for each row of the matrices: each rank has the same ranges of both, in the same order, without holes; a
+    state of the parameters' shapes lies exactly where they do."""
+    table, all_buckets, elements = layout(shape, lanes, matrices)
+    parameters = Layout(table, all_buckets)
+    full = state_layout("m", parameters, lambda row: {"m": row.shape})
+    assert full.buckets == all_buckets and [row.offset for row in full.rows] == [row.offset for row in table]
+    rows = state_layout("v", parameters, lambda row: {"v": row.shape[:1] if row.whole else row.shape})
+    assert [row.name for row in rows.rows] == [f"v.{row.name}" for row in table]
+    spared = sum(row.aligned_elements - -(-row.shape[0] // ALIGN_ELEMENTS) * ALIGN_ELEMENTS for row in table if row.whole)
+    assert rows.elements == elements - spared
+    for rank in range(ranks):
+        here = [bucket.local(rank, ranks) for bucket in rows.buckets]
+        assert tiles(here, 0, of_rank(rows.buckets, rank, ranks))
+        full_parts, parts = (update_parts(x.rows, x.buckets, rank, ranks, decays) for x in (full, rows))
+        for one, other in zip(full_parts, parts, strict=True):
+            assert one.kind == other.kind and other.shape == (one.shape[:1] if one.shape else None)
+            size = one.shape[0] if one.shape else one.flat.stop - one.flat.start
+            assert other.flat.stop - other.flat.start == other.local.stop - other.local.start == size
+            assert other.flat.start % ALIGN_ELEMENTS == other.local.start % ALIGN_ELEMENTS == 0
+            assert in_shard(rows.buckets, rank, ranks, other.flat.start) == other.local.start
+            if one.shape:
+                assert {(row.offset, row.shape) for row in rows.rows} >= {(other.flat.start, other.shape)}
 
 
 @shapes

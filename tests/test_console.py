@@ -45,7 +45,9 @@ def test_the_live_line_keeps_its_bar_and_the_time_left(width: int, monkeypatch: 
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setattr(
-        console, "Console", lambda **how: Console(**how, file=terminal, width=width, force_terminal=True, color_system=None)
+        console,
+        "Console",
+        lambda **how: Console(**how | {"file": terminal}, width=width, force_terminal=True, color_system=None),
     )
     display = console.Display(10_000, 0, "live")
     display.update(8000, StepFigures(8000, 10_000, result(), 45_100, "38.1% MFU", 3725).live_line)

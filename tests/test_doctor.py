@@ -14,9 +14,9 @@ from handgrad.dropout.bind import dropout_operations
 from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import AMAX, CLIPPED, E4M3, VANISHED, Form, Quantized
 from handgrad.ops import OPERATIONS, SET_UP, cpu, reference
+from handgrad.ops.cases import CALLS, TENSOR, Draw, beyond_rounding, roundings
 from handgrad.tools import doctor
 from handgrad.tools.kernel_checks import checking
-from handgrad.tools.kernel_checks.draw import Draw
 from handgrad.tools.kernel_checks.fp8 import FP8_CASES, Fp8Draw, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import CASES, DROPOUT_CASES, check_dropout_kernels, check_kernels, operation_of
 
@@ -35,6 +35,26 @@ def test_every_kernel_has_a_case() -> None:
     composed = {name for name in OPERATIONS if "norm_linear_" in name}
     not_kernels = {"store_keys_values", "residual_forward"} | composed
     assert set(map(operation_of, CASES)) == set(OPERATIONS) - not_kernels
+
+
+def test_the_cases_name_the_arguments_in_order() -> None:
+    """And every setting that has no default."""
+    for operation, call in CALLS.items():
+        parameters = inspect.signature(getattr(reference, operation)).parameters.values()
+        positional = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+        required = {p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.default is p.empty}
+        assert [name for name, _, _ in TENSOR.findall(call)] == positional, operation
+        assert {*call.partition("|")[2].split()} == required, operation
+
+
+def test_an_error_counts_beside_the_references_own_and_the_roundings() -> None:
+    exact = torch.tensor([0.0, 4.0], dtype=torch.float64)
+    rounding = exact * 2.0**-11
+    found = (exact + 4 * rounding).half()
+    assert beyond_rounding(found, exact, exact) == 4
+    assert beyond_rounding(found, exact, exact, 16) == 1
+    assert beyond_rounding(found, exact + rounding, exact) == pytest.approx(4 / 3)
+    assert roundings("dweight_acc", {"dout": torch.empty(7, 2)}) == 7 and roundings("out", {}) == 1
 
 
 def test_the_cases_fit_the_kernels() -> None:
@@ -292,7 +312,7 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
     dropout = object()
     monkeypatch.setattr(doctor, "dropout_operations", {ops: dropout}.__getitem__)
     monkeypatch.setattr(doctor, "check_dropout_kernels", lambda *found: iter([(found[0] is dropout, "with dropout")]))
-    monkeypatch.setattr(doctor.devices, "use_precision", lambda device, precision: doctor.devices.DTYPES[precision])
+    monkeypatch.setattr(doctor.devices, "dtype_of", lambda device, precision: doctor.devices.DTYPES[precision])
     lines = list(doctor.examine_gpu(CUDA))
     assert lines[-6:] == [
         (True, "GEMMs by cuBLASLt 13, 42 algorithms; attention by Triton"),

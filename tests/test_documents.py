@@ -3,6 +3,7 @@ a document, and a target below 0 has no loss and no gradient."""
 
 import math
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from handgrad.fp8 import formats, reference as fp8_reference
 from handgrad.ops import cpu, reference
 from tests.documents import PACKINGS, document_starts, visible
+from tests.test_operations import close, equal_autograd, randn
 
 HEADS = [(3, 3, 5), (6, 2, 4), (2, 1, 1)]  # H, K, D
 
@@ -19,15 +21,6 @@ HEADS = [(3, 3, 5), (6, 2, 4), (2, 1, 1)]  # H, K, D
 @pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
 def ops(request: pytest.FixtureRequest) -> ModuleType:
     return request.param
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def close(found: Tensor, exact: Tensor) -> None:
-    error = (found - exact).norm() / exact.norm().clamp_min(1e-6)
-    assert error <= 1e-10, f"relative error {error:.3g}"
 
 
 def attend(ops: ModuleType, qkv: Tensor, dout: Tensor, H: int, starts: Tensor | None, B: int) -> list[Tensor]:
@@ -43,17 +36,15 @@ def attend(ops: ModuleType, qkv: Tensor, dout: Tensor, H: int, starts: Tensor | 
 def test_attention_within_documents(ops: ModuleType, lengths: list[list[int]], H: int, K: int, D: int) -> None:
     starts = document_starts(lengths)
     B, T = starts.shape
-    qkv, dout = randn(B * T, (H + 2 * K) * D), randn(B * T, H * D, seed=1)
-    out, lse, dqkv = attend(ops, qkv, dout, H, starts, B)
-    leaf = qkv.clone().requires_grad_()
-    q, k, v = leaf.view(B, T, -1, D).transpose(1, 2).split((H, K, K), 1)
-    scores = (q @ k.repeat_interleave(H // K, 1).transpose(-1, -2)) / math.sqrt(D)
-    scores = scores.masked_fill(~visible(starts), -math.inf)
-    expected = (scores.softmax(-1) @ v.repeat_interleave(H // K, 1)).transpose(1, 2).reshape(B * T, H * D)
-    close(out, expected.detach())
-    close(lse, scores.detach().logsumexp(-1))
-    (expected_dqkv,) = torch.autograd.grad(expected, leaf, dout)
-    close(dqkv, expected_dqkv)
+
+    def definition(qkv: Tensor, **_: Any) -> dict[str, Tensor]:
+        q, k, v = qkv.view(B, T, -1, D).transpose(1, 2).split((H, K, K), 1)
+        scores = (q @ k.repeat_interleave(H // K, 1).transpose(-1, -2)) / math.sqrt(D)
+        scores = scores.masked_fill(~visible(starts), -math.inf)
+        out = (scores.softmax(-1) @ v.repeat_interleave(H // K, 1)).transpose(1, 2).reshape(B * T, H * D)
+        return {"out": out, "lse": scores.logsumexp(-1)}
+
+    equal_autograd(ops, "attention_backward", definition, B=B, T=T, H=H, K=K, D=D, document_starts=starts)
 
 
 def test_one_document_in_a_row_is_the_plain_attention(ops: ModuleType) -> None:

@@ -66,7 +66,8 @@ def test_a_forged_figure_of_the_code_is_found() -> None:
         for number, line in enumerate(lines):
             figure, equals, expression = line.partition(" = ")
             if equals:
-                changed = [*lines[:number], f"{one_more(figure, random_)} = {expression}", *lines[number + 1 :]]
+                forgery = one_more if re.search(r"\d", figure) else other_word
+                changed = [*lines[:number], f"{forgery(figure, random_)} = {expression}", *lines[number + 1 :]]
                 assert check_code(path, "\n".join(changed)), f"{path}: {figure}"
 
 
@@ -125,7 +126,15 @@ def other_sign(text: str, random_: random.Random) -> str:
     return text.replace("-", "+") if text.startswith("-") else f"-{text.removeprefix('+')}"
 
 
-FORGERIES: list[Callable[[str, random.Random], str]] = [other_digit, other_unit, one_more, other_sign]
+def other_word(text: str, random_: random.Random) -> str:
+    """A cell's other answer, the next larger number, or half as many parts."""
+    swaps = {"yes": "no", "no": "yes", "half": "a third", "twice": "three times"}
+    swaps |= {"two": "three", "three": "four", "six": "seven", "nine": "ten", "eleven": "twelve", "a": "two", "an": "two"}
+    first = text.split()[0]
+    return swaps[first.lower()] + text[len(first) :]
+
+
+DIGITS_FORGED: list[Callable[[str, random.Random], str]] = [other_digit, other_unit, one_more, other_sign]
 
 
 def forged(page: str, figure: Figure, forgery: Callable, random_: random.Random) -> Iterator[str]:
@@ -148,13 +157,17 @@ def forged(page: str, figure: Figure, forgery: Callable, random_: random.Random)
 
 
 def test_a_forged_figure_is_found() -> None:
-    """Forty figures by a fixed seed, each changed in four ways: a digit, the unit, the last digit by one, the sign."""
+    """Forty figures by a fixed seed, each changed in four ways: a digit, the unit, the last digit by one, the sign; and all
+    that are words."""
     random_ = random.Random(20261122)
     held = [(page, figure) for page in HELD for figure in check(page).held]
     assert len(held) >= 500
     count = 0
-    for page, figure in random_.sample(held, 40):
-        for forgery in FORGERIES:
+    worded = [(page, figure) for page, figure in held if figure.said is not None]
+    assert {figure.text.lower() for _, figure in worded} >= {"a third", "two thirds", "half a percent", "yes", "no", "half"}
+    held = [(page, figure) for page, figure in held if figure.said is None]
+    for page, figure in [*random_.sample(held, 40), *worded]:
+        for forgery in DIGITS_FORGED if figure.said is None else [other_word]:
             for text in forged(page, figure, forgery, random_):
                 assert check(page, text).errors, f"{page}: {figure.text} forged by {forgery.__name__} is not found"
                 count += 1
@@ -181,6 +194,17 @@ def test_a_figure_without_a_record_is_found() -> None:
     text = (ROOT / page).read_text()
     for added in ("12.5k tok/s", "3 ms", "7 µs", "1.5x", "+2 %", "5 GB", "8 MB", "250 W", "4 mJ", "1.2345", "3 times"):
         assert check(page, f"{text}\n\nIt takes {added}.\n").errors, added
+    for said in (
+        "nine times as much",
+        "a third of it",
+        "two of five",
+        "half a percent",
+        "3.0 million tokens",
+        "about 1e-6",
+    ):
+        assert check(page, f"{text}\n\nIt takes {said}.\n").errors, said
+    assert check(page, f"{text}\n\n| a | fits |\n|---|---|\n| b | yes |\n").errors
+    assert check(page, f"{text}\n\n```\nstep  500/2500 | loss 1.2 | 9 ms\n```\n").errors
     assert check(page, f"{text}\n\n| a | tok/s |\n|---|---|\n| b | 12 |\n").errors
     assert check(page, f"{text}\n\nIt takes 3 ms.\n\n<!-- figures h200-nothing\n3 ms = steps\n-->\n").errors
     assert check(page, f"{text}\n\nIt takes 3 ms.\n\n<!-- figures cpu-demo\n3 ms = config.steps\n-->\n").errors

@@ -9,12 +9,14 @@ import pytest
 import handgrad
 from handgrad.api.model import load
 from handgrad.checkpoint import find
+from handgrad.cli import main
 from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import ModelShape, with_context
 from handgrad.interop.sources import open_weights
 from handgrad.run.settings import run_config
 from handgrad.run.start import train
+from tests.forging import edit_manifest, lines_of, redo
 from tests.interop.models import make_checkpoint
 
 SIZES = (1, 2, 16, 256)
@@ -48,6 +50,17 @@ def test_it_writes_beyond_its_rows(adapters: str, weights: Path, shards: Path, t
     assert losses[0] == losses[1] != losses[2]
     further = finetuned(Path(config.out), shards, tmp_path / "further")
     assert further.sequence_length == 32 and load(further.out, device="cpu").shape.sequence_length == 256
+
+
+def test_a_forged_context_is_named(weights: Path, shards: Path, tmp_path: Path, capsys) -> None:
+    """The rotary positions reach as far as it says, so the chain has it."""
+    run = tmp_path / "run"
+    finetuned(weights, shards, run, audit_every=1, keep_checkpoints=0)
+    assert main(["verify", str(run)]) == 0
+    edit_manifest(run / "checkpoints" / "step_00000002", lambda content: content["init"].update(context=512))
+    redo(run, lines_of(run))
+    assert main(["verify", str(run)]) == 65
+    assert "its manifest has init.context 512, the chain 256" in capsys.readouterr().err
 
 
 def test_positions_that_are_weights_end_with_the_rows(shards: Path, tmp_path: Path) -> None:

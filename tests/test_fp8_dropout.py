@@ -108,17 +108,14 @@ def test_recompute_levels_give_the_same_bits(fp8: RunConfig, settings: dict) -> 
         assert (results, found) == states[0][1:]
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"fp8_on_saturation": "bf16", "fp8_saturation_steps": 1, "fp8_head": "none"}], ids=str
-)
-def test_a_resumed_run_has_the_same_bits(fp8: RunConfig, settings: dict) -> None:
-    config = check(dataclasses.replace(fp8, steps=8, sample_tokens=0, keep_checkpoints=0, **settings))
+def test_a_resumed_run_has_the_same_bits(fp8: RunConfig) -> None:
+    config = check(dataclasses.replace(fp8, steps=8, sample_tokens=0, keep_checkpoints=0))
     train(config)
     again = elsewhere(config, "again")
     shutil.copytree(config.out, again.out)
     shutil.rmtree(Path(again.out) / "checkpoints" / "step_00000008")
     train(again)
-    assert f"resumed at step {7 if settings else 4}" in (Path(again.out) / "log.txt").read_text()
+    assert "resumed at step 4" in (Path(again.out) / "log.txt").read_text()
     same_bits(config.out, again.out, 8)
 
 

@@ -291,8 +291,8 @@ def test_a_part_in_bf16_keeps_its_weights_in_16_bits() -> None:
     assert every.rounded - without.rounded == {
         f"blocks.{layer}.{name}" for layer in range(30) for name in ("gate_up_weight", "down_weight")
     }
-    left = resolve(check(replace(SMOLLM, **settings)), 49152, left_fp8=("qkv", "proj", "mlp"))
-    assert not left.rounded and "fp8 weights" not in left.plan.size_bytes
+    none = resolve(check(replace(SMOLLM, **settings, fp8_keep_bf16="qkv,proj,mlp")), 49152)
+    assert not none.rounded and "fp8 weights" not in none.plan.size_bytes
 
 
 def test_the_work_is_that_of_bf16() -> None:

@@ -18,13 +18,13 @@ from handgrad.errors import UsageError
 from handgrad.interop.export import export_model, export_peft
 from handgrad.interop.sources import open_weights
 from handgrad.models import parameter_table
+from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.replicas import Replicas
 from handgrad.run.assemble import Assembly, allocate
 from handgrad.run.resolve import resolve
 from handgrad.run.start import open_run, train
 from tests.distributed.runs import Launcher, arguments, same_run
 from tests.test_fp8_runs import manifest, train_until
-from tests.test_fp8_saturation import make_saturate
 from tests.test_lora_runs import LORA, adapting as adapting_in_16_bits, trained_bases
 from tests.test_packed_runs import documents  # noqa: F401 - a fixture
 from tests.test_runs import elsewhere, records, same_bits, tensors
@@ -182,41 +182,15 @@ def test_tasks_texts_and_commands_see_the_run(
     assert "run has adapters, which are merged here, beside weights in fp8; use --precision bf16" in told
 
 
-@pytest.mark.parametrize("part", ["1.mlp", "1.qkv"])
-def test_a_part_that_saturates_goes_on_in_bf16(
-    bases: dict[str, RunConfig], tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its weights come from their source again, in 16 bits; stopped before and after it, the same bits."""
-    make_saturate(monkeypatch, ("blocks.1.norm2" if part == "1.mlp" else "blocks.1.dqkv",), 64.0)
-    settings = {"fp8_on_saturation": "bf16", "fp8_saturation_steps": 2, "steps": 7, "save_every": 1, "keep_checkpoints": 0}
-    config = adapting(bases["llama"], tmp_path / "run", **settings)
-    with open_run(config) as run:
-        run.begin()
-        run.advance(config.steps)
-        gone = {name for name in rows_of(run.training) if name.startswith("blocks.1.")}
-        matrices = {"qkv_weight", "proj_weight", "gate_up_weight", "down_weight"}
-        of_part = {"qkv_weight"} if part == "1.qkv" else {"gate_up_weight", "down_weight"}
-        assert gone == {f"blocks.1.{name}" for name in matrices - of_part}
-        base = load(bases["llama"].out, device="cpu").weights.blocks[1]
-        for name in of_part:
-            assert run.training.state.named_weights[f"blocks.1.{name}"].equal(getattr(base, name).bfloat16())
-    assert f"{part} goes on in bf16" in records(config.out, ("event",))[-1]["text"]
-    for step in (3, 5):
-        again = replace(config, out=str(tmp_path / f"again{step}"))
-        train_until(again, step, crash=True)
-        train(again)
-        same_bits(config.out, again.out, 7)
-
-
 def test_a_flipped_bit_of_a_rounded_weight_is_seen(bases: dict[str, RunConfig], tmp_path: Path) -> None:
     """In the checksum that ranks compare."""
     config = adapting(bases["llama"], tmp_path / "run", lanes=2, micro_batch=2)
     state, _ = allocate(resolve(config, 257, ranks=2))
-    replicas, sums = Replicas(state, 0, 1), []
+    replicas, sums = Replicas(state, Ranks(0, 2), 1), []
     for flips in range(3):
         state.views["blocks.1.proj_weight.rows"].view(torch.uint8)[7, 3] ^= 1 << 5 if flips else 0
         replicas.update_checksum()
-        sums.append(int(replicas.mine))
+        sums.append(int(replicas.own_checksum))
     assert sums[0] == sums[2] != sums[1]
 
 

@@ -209,7 +209,7 @@ def test_a_step_before_all_scales_is_resumed_and_begun_again_with_the_same_bits(
     assert whole.scaling is not None and resumed.scaling is not None
     saved = whole.scaling.saved()
     assert saved[UNCALIBRATED] is True
-    for name in ("parameters", "master", *(f"optimizer.{name}" for name in whole.design.optimizer.state)):
+    for name in ("parameters", "master", *(f"optimizer.{name}" for name in whole.design.optimizer_state)):
         resumed.state.views[name].copy_(whole.state.views[name])
     assert resumed.scaling.restore(saved) and not resumed.scaling.calibrated
     for training in (whole, resumed):

@@ -17,10 +17,7 @@ from handgrad.tools.gradient_checks.models import check_models
 
 ROOT = Path(__file__).parents[1]
 # Compositions of operations with a case of their own: the networks run them.
-COMPOSED = {
-    *("gelu_linear_backward", "relu2_linear_backward", "swiglu_linear_backward"),
-    *("qk_norm_rotary_backward", "bias_backward"),
-}
+COMPOSED = {"gelu_linear_backward", "relu2_linear_backward", "swiglu_linear_backward", "bias_backward"}
 
 
 def wrong(operation: Any, factor: float) -> Any:
@@ -55,7 +52,7 @@ def test_a_millionth_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not checked.wrong and max(found.error for found in checked.gradients) < TOLERANCE / 10
     monkeypatch.setattr(reference, operation, wrong(getattr(reference, operation), 1 + 1e-6))
     (checked,) = operations.check_operations()
-    assert checked.wrong[0].error == pytest.approx(1e-6, rel=0.01)
+    assert checked.wrong[0].error >= 0.99e-6, "more where the result was added to a stream or a sum"
 
 
 def test_the_operation_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -67,7 +64,7 @@ def test_the_operation_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert main(["gradcheck"]) == 76
     shown = capsys.readouterr()
     assert "FAIL  gelu_backward: inp 2e-02" in shown.out and "gpt2" not in shown.out
-    assert shown.err.startswith("handgrad: the gradient of inp from gelu_backward is not that of the forward: at [")
+    assert shown.err.startswith("handgrad: the gradient of inp from gelu_backward does not match the forward: at [")
     assert shown.err.endswith(f"a relative error of 0.02 over all (at most 1e-07); see {place}\n")
 
 
@@ -120,14 +117,14 @@ def test_tokens_mixed_up_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_result_in_the_place_of_a_sum_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself the operation is right; the head makes its weight's gradient in several chunks of tokens."""
+    """As where the head makes its weight's gradient in several chunks of tokens."""
     right = reference.linear_backward
 
     def clearing(dinp: Tensor, dweight: Tensor, *arguments: Any, **settings: Any) -> None:
         dweight.zero_()
         right(dinp, dweight, *arguments, **settings)
 
-    assert found_wrong(monkeypatch, "linear_backward", clearing) == []
+    assert found_wrong(monkeypatch, "linear_backward", clearing) == ["weight"]
     heads = [[compared.of for compared in checked.wrong] for checked in check_models()]
     assert heads == [["wte"], ["wte"], ["head"]], "GPT-2 and the modern network tie it to the embedding"
 

@@ -3,7 +3,9 @@
 import contextlib
 import hashlib
 import json
+import os
 import random
+import resource
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +16,9 @@ import pytest
 
 from handgrad import checkpoint
 from handgrad.config import RunConfig, read_toml
+from handgrad.data import confined
+from handgrad.data.chat_template import ChatTemplate
+from handgrad.data.model_tokenizer import model_tokenizer
 from handgrad.data.shards import open_dataset
 from handgrad.data.sources import find_local, read_rows as read_documents
 from handgrad.data.tokenizer_loading import load_tokenizer
@@ -21,9 +26,11 @@ from handgrad.errors import DataError, HandgradError
 from handgrad.evaluation.tasks import load_tasks
 from handgrad.generation.prompts import read_prompts
 from handgrad.interop.huggingface import read_shape, weight_files
+from handgrad.manifest import verify_file
 from handgrad.parsing import MOST_DEPTH, parse_json, parse_toml
 from handgrad.reports.reading import read_run
 from handgrad.run.start import train
+from tests.data.chats import CHATML, made_tokenizer, talk
 from tests.test_report import make_run, start_line
 
 DEEP, DEEPER = "[" * 900 + "]" * 900, "[" * 100_000 + "]" * 100_000
@@ -172,6 +179,16 @@ def saved(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return config
 
 
+@pytest.mark.parametrize(
+    "ends", [5, {"a": 1}, [5], [[]], [["wte", "5", "ab"]], [[1, 2, "ab"]], [["wte", 1.5, "ab"]], [["wte", 5]], None]
+)
+def test_malformed_ends_of_a_damaged_file(ends: Any, tmp_path: Path) -> None:
+    """They say where a file is damaged, and nothing if they are no such list: the file is refused in one line."""
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(DataError, match=r"its SHA-256 differs from the manifest's; the file is damaged$"):
+        verify_file(tmp_path / "model.safetensors", {"bytes": 8, "sha256": "0" * 64, "ends": ends})
+
+
 GONE = object()
 FORGED = {
     "negative step": ("step", -12, "expected a whole number as step"),
@@ -207,3 +224,125 @@ def test_forged_manifests(forgery: str, saved: RunConfig, tmp_path: Path) -> Non
         checkpoint.open_checkpoint(folder)
     found, passed_over = checkpoint.newest(tmp_path)
     assert found is None and len(passed_over) == 1
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrow bounds of a foreign program, so that the tests are quick."""
+    monkeypatch.setattr(confined, "MEMORY_BYTES", 1 << 29)
+    monkeypatch.setattr(confined, "SECONDS", 0.5)
+
+
+LOOP = "{% for i in range(99999) %}"
+TEMPLATES = {
+    "nested ranges": (LOOP * 3 + "{% endfor %}" * 3, "no end within"),
+    "a repeated text": ("{{ messages[0].content * 10**9 }}", "more than 512 MiB of memory"),
+    "a folded constant": ("{{ 'x' * 10**9 }}", "more than 512 MiB of memory"),
+    "a doubled text": (
+        "{% set n = namespace(s='xx') %}" + LOOP + "{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
+        "more than 512 MiB of memory|no end within",  # a slow machine zeroes 512 MiB in longer than the bound of time
+    ),
+    "a large power": ("{{ (messages|length + 8) ** (9**9) }}", "no end within"),
+    "a wide field": ("{{ '%1000000000d' % messages|length }}", "more than 512 MiB of memory"),
+    "a long output": ("{{ messages[0].content * 10**7 }}", r"ValueError: \d+ bytes, expected at most"),
+    "a deep expression": (
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "RecursionError|more than 512 MiB|its process ended",
+    ),
+    "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+}
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_templates_without_bounds(kind: str, narrow: None) -> None:
+    """One line, and this process lends them neither its time nor its memory."""
+    template, told = TEMPLATES[kind]
+    begun, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=f"^expected a (chat template|conversation).*found ({told})") as refused:
+        ChatTemplate(made_tokenizer(template)).render(talk("a"), True)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 800
+    assert time.process_time() - begun < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + (64 << 10)  # KiB; on macOS bytes
+
+
+def split_by(expression: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+TOKENIZERS: dict[str, tuple[str, Any, str]] = {
+    "nested repeats": ("pre_tokenizer", split_by("(a+)+$"), "PanicException"),
+    "a recursion": ("pre_tokenizer", split_by("(?<n>a|b\\g<n>\\g<n>c)*$"), "no end within"),
+    "an expression that grows": ("pre_tokenizer", split_by("((((a{999}){999}){999}){999})"), "no end within"),
+    "a replacement that grows": (
+        "normalizer",
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "x" * 1_000_000},
+        "its process ended",
+    ),
+}
+
+
+@pytest.mark.fault(53)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizers_without_bounds(kind: str, narrow: None) -> None:
+    part, change, told = TOKENIZERS[kind]
+    plain = made_tokenizer(None)
+    content = json.dumps(json.loads(plain.json_bytes) | {part: change}).encode()
+    with pytest.raises(DataError, match=f"^expected a tokenizer in a test.*found .*({told})") as refused:
+        model_tokenizer(content, {}, plain.vocab_size, plain.end_of_text, "a test").encode("a" * 30_000 + "c")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 800
+
+
+def test_a_program_ends_with_its_owner_alone() -> None:
+    """One whose process was killed is started again, in a fork of its owner as well, and gives the same."""
+    tokenizer = made_tokenizer(CHATML)
+    tokens = tokenizer.encode("he said").tolist()
+    library = next(
+        cell.cell_contents for cell in tokenizer.encode_texts.__closure__ if "Program" in repr(cell.cell_contents)
+    )
+    library.process.kill()
+    library.process.wait()
+    assert tokenizer.encode("he said").tolist() == tokens
+    library.owner = -1  # as a fork finds it
+    first, pipe = library.process, library.pipe
+    assert tokenizer.encode("he said").tolist() == tokens and library.process is not first and first.poll() is None
+    confined.end(first, pipe, os.getpid())
+    assert first.poll() is not None
+
+
+@pytest.mark.fault(26)
+def test_a_long_run_of_blanks_before_special_tokens() -> None:
+    """Of tokens that take the blanks beside them; a step for each pair of blanks would take a minute."""
+    template = ChatTemplate(made_tokenizer(CHATML, takes_blanks=True))
+    begun, blanks = time.process_time(), " " * 100_000
+    tokens, stretches = template.conversation(talk(f"a{blanks}b", f"c{blanks}"))
+    assert time.process_time() - begun < 5
+    short, spans = template.conversation(talk("a  b", "c  "))
+    more = len(blanks) - 2
+    assert len(tokens) == len(short) + 2 * more and stretches[-1][0] == spans[-1][0] + more
+
+
+@pytest.mark.fault(26)
+@pytest.mark.parametrize("special", [["<|x|>" * 4000], [f"<|{n}|>" for n in range(70_000)]])
+def test_too_many_or_too_long_special_tokens(special: list[str]) -> None:
+    tables = json.loads(made_tokenizer(CHATML).json_bytes)
+    first = len(tables["model"]["vocab"])
+    tables["added_tokens"] = [
+        {**tables["added_tokens"][0], "id": first + n, "content": content} for n, content in enumerate(special)
+    ]
+    size = first + len(special)
+    tokenizer = model_tokenizer(json.dumps(tables).encode(), {"chat_template.jinja": CHATML}, size, size - 1, "a test")
+    with pytest.raises(DataError, match="expected fewer or shorter special tokens, found"):
+        ChatTemplate(tokenizer)
+
+
+def test_an_endless_template_is_tried_once(narrow: None) -> None:
+    """The rows after it, which `--skip-bad-rows` would leave out one by one, cost no time."""
+    template = ChatTemplate(made_tokenizer(TEMPLATES["nested ranges"][0] + CHATML))
+    first, *rest = template.conversations([talk("a", "b")] * 3)
+    assert all(str(each) == str(first) and isinstance(each, DataError) for each in rest)
+    assert template._jinja is not None
+    process = template._jinja.program.process
+    with pytest.raises(DataError, match="found no end within"):
+        template.conversation(talk("c", "d"))
+    assert template._jinja.program.process is process, "it was started again"

@@ -32,7 +32,7 @@ LAW = {
     "config": {"batch_schedule", "model_shape", "rules", "techniques", "llama_shape", "lora_shape", "fp8_shape"},
     "model_shape": {"llama_shape", "techniques"},
     "threads": {"limits", "processor"},
-    "manifest": {"tensor_files"},
+    "manifest": {"run_files", "tensor_files"},
     "gpus": set(),
     **{part: {"config", "run_files"} for part in ("presets", "recipes", "arena", "data")},
     "checkpoint": {"run_files", "manifest", "tensor_files"},
@@ -58,7 +58,7 @@ LAW = {
     "tools": RUN,
     "api": {*RUN, "reports", "tools"},
     "commands": {*RUN, "reports", "tools", "serving", "local_server"},
-    "cli": {"commands", "config", "threads"},
+    "cli": {"commands", "config", "parallel", "threads"},
     "__main__": {"cli"},
     "__init__": {"api", "config"},  # for type checkers; nothing is imported before its name is used
 }

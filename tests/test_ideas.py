@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from handgrad.ops import reference
+from handgrad.ops.reference import attention, decode
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +34,32 @@ def test_the_activation(ideas: dict[str, str]) -> None:
     assert "slope = " in inspect.getsource(reference.gelu_backward) and "out.copy_(" in inspect.getsource(
         reference.gelu_forward
     )
+
+
+def test_a_change_of_attentions_scores_reaches_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is written by the formula that was trained: token by token, and several tokens at once."""
+    formula = attention.masked_scores
+    capped = {"changed": False}
+
+    def masked_scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        capped["changed"] = True
+        return formula(q, k, torch.zeros_like(hidden)).div_(2).tanh_().mul_(2).masked_fill_(hidden, -torch.inf)
+
+    monkeypatch.setattr(attention, "masked_scores", masked_scores)
+    B, T, H, D, double = 2, 7, 3, 8, torch.float64
+    qkv = torch.randn(B * T, 3 * H * D, dtype=double, generator=torch.Generator().manual_seed(0)).mul_(3)
+    out, lse = torch.empty(B * T, H * D, dtype=double), torch.empty(B, H, T, dtype=double)
+    reference.attention_forward(out, lse, qkv)
+    caches, written = torch.full((2, B, H, T, D), torch.nan, dtype=double), torch.empty(B, T, H * D, dtype=double)
+    for t in range(T):
+        token = torch.empty(B, H * D, dtype=double)
+        decode.attention_decode(token, *caches, qkv.view(B, T, -1)[:, t], torch.full((B,), t))
+        written[:, t] = token
+    torch.testing.assert_close(written.view_as(out), out, rtol=1e-12, atol=1e-13)
+    places = torch.arange(B), torch.arange(T).repeat(B)
+    decode.attention_append(appended := torch.empty_like(out), *caches, qkv, *places)
+    torch.testing.assert_close(appended, out, rtol=1e-12, atol=1e-13)
+    assert capped["changed"]
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,3 +137,7 @@ def test_a_checkpoint_that_fails_twice_is_passed_over(finished: RunConfig, monke
     assert json.loads((failing / "manifest.json").read_text())["step"] == 8
     same_run(Path(finished.out), Path(run.out), 12)
     assert checkpoint.find(run.out).step == 12
+
+
+def test_the_worst_of_the_copies_of_a_norm_counts() -> None:
+    assert judge.worst((1.0, 3.0, 2.0)) == 3.0 and math.isnan(judge.worst((1.0, math.nan))) and judge.worst((0.0,)) == 0

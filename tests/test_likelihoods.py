@@ -1,5 +1,6 @@
 """Scoring in batches gives what one request at a time gives, in whatever batches, by however many ranks."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,6 +65,32 @@ def likely(model: Model, requests: Sequence[Request]) -> list[Request]:
             request = Request(tokens, 1)
         chosen.append(request)
     return chosen
+
+
+def test_padding_of_the_vocabulary_is_never_the_likeliest() -> None:
+    """Its logits are 0, and here those of all tokens are negative."""
+    model = make_model(SHAPE, 1, 40)
+    model.weights.lnf_weight.zero_()
+    model.weights.lnf_bias.fill_(1.0)
+    model.weights.wte[: SHAPE.vocab_size] = -torch.arange(1.0, SHAPE.vocab_size + 1)[:, None] / 100
+    found = score(ops, model.weights, [Request(np.array([3, 0]), 1)], SHAPE, torch.float64, CPU, positions_per_batch=40)
+    assert found.greedy.tolist() == [True]
+
+
+def test_a_cap_on_the_logits_counts() -> None:
+    """The modern network's, in the sum over the vocabulary as in training."""
+    shape = dataclasses.replace(SHAPE, architecture="modern", channels=32)
+    model, request = make_model(shape, 1, 5), Request(np.array([1, 5, 9, 2, 30, 7]), 4)
+    assert shape.softcap
+    model.weights.head.mul_(30)
+    model.act.tokens.copy_(torch.from_numpy(request.tokens[:-1])[None])
+    model.forward()
+    logits = (model.act.lnf @ model.weights.head.t())[:, : shape.vocab_size]
+    log_p = torch.log_softmax(shape.softcap * torch.tanh(logits / shape.softcap), 1)[-4:]
+    expected = log_p.gather(1, torch.from_numpy(request.tokens[-4:])[:, None]).sum().item()
+    found = score(ops, model.weights, [request], shape, torch.float64, CPU, positions_per_batch=40)
+    assert found.sums[0] == pytest.approx(expected, rel=1e-12)
+    assert logits.abs().max() > shape.softcap, "it changes them"
 
 
 @pytest.mark.parametrize(("positions", "chunk"), [(40, 0), (100, 7), (1 << 20, 0)])

@@ -3,6 +3,7 @@ SwiGLU, rotation with other frequencies, norms of queries and keys with gains, a
 
 import math
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from handgrad.llama_shape import LlamaShape
 from handgrad.ops import cpu, reference
+from tests.test_operations import close, equal_autograd, gradients, nan, randn
 
-SENTINEL, BF16 = 3.25, 2.0**-8
+BF16 = 2.0**-8
 
 
 @pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
@@ -20,34 +22,12 @@ def ops(request: pytest.FixtureRequest) -> ModuleType:
     return request.param
 
 
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def nan(*shape: int) -> Tensor:
-    return torch.full(shape, math.nan, dtype=torch.float64)
-
-
-def close(found: Tensor, exact: Tensor) -> None:
-    error = (found - exact).norm() / exact.norm().clamp_min(1e-6)
-    assert error <= 1e-10, f"relative error {error:.3g}"
-
-
-def gradients(out: Tensor, dout: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out, leaves, dout)
-
-
 @pytest.mark.parametrize(("N", "C"), [(1, 1), (5, 7), (33, 48)])
 def test_gained_rmsnorm(ops: ModuleType, N: int, C: int) -> None:
-    inp, gain, dout, stream = randn(N, C), randn(C, seed=1), randn(N, C, seed=2), randn(N, C, seed=3)
-    out, rstd, dinp, dgain = nan(N, C), nan(N), stream.clone(), torch.full_like(gain, SENTINEL)
-    ops.gained_rmsnorm_forward(out, rstd, inp, gain, epsilon=1e-3)
-    ops.gained_rmsnorm_backward(dinp, dgain, dout, inp, rstd, gain)
-    expected = F.rms_norm(inp.requires_grad_(), (C,), gain.requires_grad_(), 1e-3)
-    close(out, expected.detach())
-    dx, dg = gradients(expected, dout, inp, gain)
-    close(dinp - stream, dx)
-    close(dgain - SENTINEL, dg)
+    def definition(inp: Tensor, gain: Tensor, epsilon: float, **_: Any) -> dict[str, Tensor]:
+        return {"out": F.rms_norm(inp, (C,), gain, epsilon)}
+
+    equal_autograd(ops, "gained_rmsnorm_backward", definition, N=N, C=C)
 
 
 @pytest.mark.parametrize(("N", "C", "width"), [(1, 1, 1), (5, 3, 7), (17, 12, 50)])
@@ -111,49 +91,37 @@ def rotated(heads: Tensor, length: int, scale: float) -> Tensor:
 
 @pytest.mark.parametrize(("N", "length", "H", "K", "D"), HEADS)
 def test_rotation(ops: ModuleType, N: int, length: int, H: int, K: int, D: int) -> None:
-    qkv, dout = randn(N, (H + 2 * K) * D), randn(N, (H + 2 * K) * D, seed=1)
-    options = {"num_heads": H, "length": length, "frequencies": frequencies(D), "scale": 1.3}
-    out, dqkv = qkv.clone(), dout.clone()
-    ops.rotary_forward(out, **options)
-    ops.rotary_backward(dqkv, **options)
-    leaf = qkv.clone().requires_grad_()
-    heads = leaf.view(N, -1, D)
-    expected = torch.cat([rotated(heads[:, : H + K], length, 1.3), heads[:, H + K :]], 1).flatten(1)
-    close(out, expected.detach())
-    close(dqkv, *gradients(expected, dout, leaf))
+    def definition(qkv_inout: Tensor, **_: Any) -> dict[str, Tensor]:
+        heads = qkv_inout.view(N, -1, D)
+        return {"qkv_inout": torch.cat([rotated(heads[:, : H + K], length, 1.3), heads[:, H + K :]], 1).flatten(1)}
+
+    options = {"frequencies": frequencies(D), "scale": 1.3}
+    equal_autograd(ops, "rotary_backward", definition, N=N, T=length, H=H, K=K, D=D, **options)
 
 
 @pytest.mark.parametrize(("N", "length", "H", "K", "D"), HEADS)
 def test_gained_qk_norm_and_rotation(ops: ModuleType, N: int, length: int, H: int, K: int, D: int) -> None:
     """A gain of zero among them, after which no output tells what the input was."""
-    qkv, dout = randn(N, (H + 2 * K) * D), randn(N, (H + 2 * K) * D, seed=1)
-    gains = randn(D, seed=2), randn(D, seed=3)
-    gains[0][0] = 0
-    options = {"length": length, "frequencies": frequencies(D), "scale": 1.3}
-    out, rstd, dqkv, accumulated = nan(*qkv.shape), nan(N, H + K), dout.clone(), [gain * 0 + SENTINEL for gain in gains]
-    ops.gained_qk_norm_rotary_forward(out, rstd, qkv, *gains, **options, epsilon=1e-3)
-    ops.gained_qk_norm_rotary_backward(dqkv, *accumulated, qkv, rstd, *gains, **options)
-    leaves = [t.clone().requires_grad_() for t in (qkv, *gains)]
-    q, k, v = leaves[0].view(N, -1, D).split((H, K, K), 1)
-    normed = [F.rms_norm(heads, (D,), gain, 1e-3) for heads, gain in zip((q, k), leaves[1:], strict=True)]
-    expected = torch.cat([*(rotated(heads, length, 1.3) for heads in normed), v], 1).flatten(1)
-    close(out, expected.detach())
-    found = [dqkv, *(acc - SENTINEL for acc in accumulated)]
-    for one, exact in zip(found, gradients(expected, dout, *leaves), strict=True):
-        close(one, exact)
+    q_gain = randn(D, seed=2)
+    q_gain[0] = 0
+
+    def definition(qkv: Tensor, q_gain: Tensor, k_gain: Tensor, epsilon: float, **_: Any) -> dict[str, Tensor]:
+        q, k, v = qkv.view(N, -1, D).split((H, K, K), 1)
+        normed = (F.rms_norm(heads, (D,), gain, epsilon) for heads, gain in ((q, q_gain), (k, k_gain)))
+        return {"out": torch.cat([*(rotated(heads, length, 1.3) for heads in normed), v], 1).flatten(1)}
+
+    options = {"frequencies": frequencies(D), "scale": 1.3, "q_gain": q_gain}
+    equal_autograd(ops, "gained_qk_norm_rotary_backward", definition, N=N, T=length, H=H, K=K, D=D, **options)
 
 
 @pytest.mark.parametrize(("B", "T", "H", "K", "D"), [(1, 1, 2, 1, 2), (2, 9, 6, 2, 5), (1, 33, 4, 4, 8), (3, 7, 9, 3, 4)])
 def test_attention_of_grouped_heads(ops: ModuleType, B: int, T: int, H: int, K: int, D: int) -> None:
-    qkv, dout = randn(B * T, (H + 2 * K) * D), randn(B * T, H * D, seed=1)
-    out, lse, dqkv = nan(*dout.shape), nan(B, H, T), nan(*qkv.shape)
-    ops.attention_forward(out, lse, qkv)
-    ops.attention_backward(dqkv, dout, out, lse, qkv)
-    leaf = qkv.clone().requires_grad_()
-    q, k, v = leaf.view(B, T, -1, D).transpose(1, 2).split((H, K, K), 1)
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
-    close(out, expected.detach().flatten(1))
-    close(dqkv, *gradients(expected.flatten(1), dout, leaf))
+    def definition(qkv: Tensor, **_: Any) -> dict[str, Tensor]:
+        q, k, v = qkv.view(B, T, -1, D).transpose(1, 2).split((H, K, K), 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return {"out": out.transpose(1, 2).reshape(B * T, H * D)}
+
+    equal_autograd(ops, "attention_backward", definition, B=B, T=T, H=H, K=K, D=D)
 
 
 # Frequencies.

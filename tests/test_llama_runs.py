@@ -71,7 +71,7 @@ def test_its_checkpoint_is_a_model_like_any(llama: RunConfig, tmp_path: Path) ->
     picked = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1))
     assert (picked[:, 0] + losses).abs().max() < 1e-4
     assert model.generate("the river", max_tokens=5)
-    with pytest.raises(UsageError, match=r"llm.c has no network like that of .* \(llama\), only GPT-2's"):
+    with pytest.raises(UsageError, match=r"llm.c has no network like .*'s \(llama\), only GPT-2's"):
         export_llmc(find(llama.out), tmp_path / "llmc")
     further = run_config("", "", "", {"init_from": llama.out, "data": llama.data, "out": str(tmp_path / "further")})
     assert (further.architecture, further.llama, further.channels) == ("llama", GROUPED, 32)
@@ -108,6 +108,7 @@ def test_zeros_stand_for_what_follows_from_the_sizes() -> None:
         ({"llama": "kv_heads=5"}, "llama must have kv_heads that divide num_heads 12, found 'kv_heads=5'"),
         ({"llama": "head_width=63"}, "an even head_width"),
         ({"llama": "rotary_base=nan"}, "rotary_base above 1"),
+        ({"llama": "rope=linear,rope_factor=0.5"}, "llama must have rope_factor of 1 or more, found"),
         ({"llama": "rope_factor=8.0"}, "llama must have no rope_factor beside rope=plain, which does not read it, found"),
         ({"llama": "rope=linear,rope_factor=2.0,rope_length=16"}, "no rope_length beside rope=linear"),
         ({"llama": "rope=llama3,rope_factor=2.0,rope_scale=0.5"}, "no rope_scale beside rope=llama3"),

@@ -23,6 +23,7 @@ from handgrad.evaluation.loss import held_out_loss
 from handgrad.interop.export import export_llmc, export_model
 from handgrad.interop.sources import open_weights
 from handgrad.models import parameter_table
+from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.replicas import Replicas
 from handgrad.run.assemble import allocate
 from handgrad.run.resolve import resolve
@@ -239,11 +240,11 @@ def test_a_flipped_bit_of_the_base_is_seen(bases: dict[str, RunConfig], tmp_path
     """In the checksum that ranks compare."""
     config = adapting(bases["llama"], tmp_path / "run", lanes=2, micro_batch=2)
     state, _ = allocate(resolve(config, 257, ranks=2))
-    replicas, sums = Replicas(state, 0, 1), []
+    replicas, sums = Replicas(state, Ranks(0, 2), 1), []
     for flips in range(3):
         state.views["base"].view(torch.int32)[7] ^= 1 << 20 if flips else 0
         replicas.update_checksum()
-        sums.append(int(replicas.mine))
+        sums.append(int(replicas.own_checksum))
     assert sums[0] == sums[2] != sums[1]
 
 

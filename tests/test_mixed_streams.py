@@ -3,6 +3,7 @@
 
 import itertools
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from handgrad.ops.reference.mix import mix_forward
 from tests.techniques import toggled
 from tests.test_modern_model import shape_without
 from tests.test_modern_operations import normalized
-from tests.test_operations import SENTINEL, accumulator, close, gradients, nan, randn
+from tests.test_operations import SENTINEL, close, equal_autograd, nan, randn
 
 NEW = "residual_scalars,input_scalars,value_embeddings"
 
@@ -32,33 +33,20 @@ def ops(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.mark.parametrize(("N", "C"), [(1, 3), (7, 13)])
 def test_mixed_streams(ops: ModuleType, N: int, C: int, residual: bool, first: bool) -> None:
     """The mixture, its norm, and what follows for all that is mixed; both paths of the mixture's gradient."""
-    x, x0, r, s = randn(N, C), randn(N, C, seed=1), randn(1, seed=2) + 1, randn(1, seed=3)
-    given = x, x0 if first else None, r if residual else None, s if first else None
-    mixed, out, alone, rstd = nan(N, C), nan(N, C), nan(N, C), nan(N)
-    ops.mix_rmsnorm_forward(mixed, out, rstd, *given)
-    ops.mix_rmsnorm_forward(None, alone, nan(N), *given)
-    leaves = [t.clone().requires_grad_() for t in (x, x0, r, s)]
-    m = (leaves[2] if residual else 1) * leaves[0] + (leaves[3] * leaves[1] if first else 0)
-    close(mixed, m.detach())
-    close(out, normalized(m).detach())
-    assert torch.equal(out, alone)
-    dm, dout, earlier = randn(N, C, seed=4), randn(N, C, seed=5), randn(N, C, seed=6)
-    torch.autograd.backward([m, normalized(m)], [dm, dout])
-    dstream, dfirst = dm.clone(), earlier.clone() if first else None
-    sums = [accumulator(t) if has else None for t, has in ((r, residual), (s, first))]
-    x_, first_, r_, s_ = given
-    ops.mix_rmsnorm_backward(dstream, dfirst, *sums, dout, x_, first_, rstd, r_, s_)
-    close(dstream, gradient(leaves[0]))
-    if residual:
-        close(sums[0] - SENTINEL, gradient(leaves[2]))
-    if first:
-        close(sums[1] - SENTINEL, gradient(leaves[3]))
-        close(dfirst - earlier, gradient(leaves[1]))
 
+    def definition(
+        inp: Tensor, first: Tensor | None, residual_scalar: Tensor | None, input_scalar: Tensor | None, **_: Any
+    ) -> dict[str, Tensor]:
+        mixed = inp if residual_scalar is None else residual_scalar * inp
+        mixed = mixed if first is None or input_scalar is None else mixed + input_scalar * first
+        return {"mixed": mixed, "out": normalized(mixed)}
 
-def gradient(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return leaf.grad
+    names = ["residual_scalar", "dresidual_scalar_acc"] * (not residual)
+    names += ["first", "dfirst_inout", "input_scalar", "dinput_scalar_acc"] * (not first)
+    ran = equal_autograd(ops, "mix_rmsnorm_backward", definition, N=N, C=C, **dict.fromkeys(names))
+    alone = nan(N, C)
+    ops.mix_rmsnorm_forward(**ran.before | {"mixed": None, "out": alone})
+    assert torch.equal(ran.after["out"], alone)
 
 
 def test_the_mixture_is_rounded_once() -> None:
@@ -76,32 +64,21 @@ def test_the_mixture_is_rounded_once() -> None:
 def test_value_embeddings(ops: ModuleType, B: int, T: int, H: int, D: int, G: int) -> None:
     """Queries and keys stay; the table's rows get their gradient by way of the embedding's backward."""
     N, C, V = B * T, H * D, 5
-    qkv, norm, weight, table = randn(N, 3 * C), randn(N, C, seed=1), randn(H, G, seed=2), randn(V, C, seed=3)
+
+    def definition(
+        qkv_inout: Tensor, norm: Tensor, gate_weight: Tensor, tokens: Tensor, table: Tensor, **_: Any
+    ) -> dict[str, Tensor]:
+        gate = 2 * torch.sigmoid(norm[:, :G] @ gate_weight.t())
+        added = (gate.unsqueeze(-1) * table[tokens.view(-1)].view(N, H, D)).view(N, C)
+        return {"qkv_inout": torch.cat([qkv_inout[:, : 2 * C], qkv_inout[:, 2 * C :] + added], 1), "gate": gate}
+
     tokens = torch.arange(N).view(B, T) * 3 % V
-    found, gate = qkv.clone(), nan(N, H)
-    ops.value_embedding_forward(found, gate, norm, weight, tokens, table)
-    for t in (norm, weight, table):
-        t.requires_grad_()
-    g = 2 * torch.sigmoid(norm[:, :G] @ weight.t())
-    added = (g.unsqueeze(-1) * table[tokens.view(-1)].view(N, H, D)).view(N, C)
-    close(gate, g.detach())
-    assert torch.equal(found[:, : 2 * C], qkv[:, : 2 * C])
-    close(found[:, 2 * C :], (qkv[:, 2 * C :] + added).detach())
-    dqkv, earlier = randn(N, 3 * C, seed=4), randn(N, C, seed=5)
-    expected = gradients(added, dqkv[:, 2 * C :], norm, weight, table)
-    plain = [t.detach() for t in (norm, weight, table)]
-    dvalues, dnorm, dweight, dtable, before = (
-        nan(N, C),
-        earlier.clone(),
-        accumulator(weight),
-        accumulator(table),
-        dqkv.clone(),
-    )
-    ops.value_embedding_backward(dvalues, dnorm, dweight, dqkv, gate, *plain[:2], tokens, plain[2])
+    ran = equal_autograd(ops, "value_embedding_backward", definition, B=B, T=T, H=H, D=D, G=G, V=V, Vp=V, tokens=tokens)
+    assert torch.equal(ran.after["qkv_inout"][:, : 2 * C], ran.before["qkv_inout"][:, : 2 * C])
+    dtable = torch.full((V, C), SENTINEL, dtype=torch.float64)
+    dvalues = ran.backward_after["dvalues"]
     ops.token_embedding_backward(dtable, dvalues, tokens, torch.argsort(tokens.view(-1), stable=True).int())
-    for got, wanted in zip((dnorm - earlier, dweight - SENTINEL, dtable - SENTINEL), expected, strict=True):
-        close(got, wanted)
-    assert torch.equal(dqkv, before), "the values' gradient passes"
+    close(dtable - SENTINEL, ran.of_inputs["table"])
 
 
 @pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])

@@ -5,15 +5,26 @@ RMS norm, QK-norm, rotary positions, squared ReLU, the softly capped classifier,
 
 import math
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from handgrad.ops import cpu, reference
+from handgrad.ops import cases, cpu, reference
 from handgrad.ops.reference.rotary import rotate
-from tests.test_operations import SENTINEL, accumulator, close, gradients, nan, randn
+from tests.test_operations import (
+    SENTINEL,
+    TOKENS,
+    accumulator,
+    check_classifier,
+    close,
+    equal_autograd,
+    gradients,
+    nan,
+    randn,
+)
 
 BF16 = 2.0**-8  # the largest relative error of rounding to bf16
 
@@ -41,17 +52,12 @@ def rotated(x: Tensor, length: int) -> Tensor:
 
 
 def test_token_embedding(ops: ModuleType) -> None:
-    C, Vp = 7, 11
-    tokens = torch.tensor([[0, 4, 4, 10, 1], [4, 4, 4, 4, 4], [2, 0, 9, 9, 3]])  # repeats, within and across samples
-    wte, dout, out = randn(Vp, C), randn(15, C, seed=2), nan(15, C)
-    ops.token_embedding_forward(out, tokens, wte)
-    expected = wte.requires_grad_()[tokens].view(15, C)
-    assert torch.equal(out, expected.detach())
-    (dwte,) = gradients(expected, dout, wte)
-    dwte_acc = accumulator(dwte)
-    ops.token_embedding_backward(dwte_acc, dout, tokens, torch.argsort(tokens.view(-1), stable=True).int())
-    close(dwte_acc - SENTINEL, dwte)
-    assert (dwte_acc[[5, 6, 7, 8]] == SENTINEL).all(), "a word that does not occur has no gradient"
+    def definition(wte: Tensor, **_: Any) -> dict[str, Tensor]:
+        return {"out": wte[TOKENS].view(15, 7)}
+
+    ran = equal_autograd(ops, "token_embedding_backward", definition, B=3, T=5, C=7, Vp=11, tokens=TOKENS)
+    assert torch.equal(ran.after["out"], definition(**ran.before)["out"])
+    assert (ran.backward_after["dwte_acc"][[5, 6, 7, 8]] == SENTINEL).all(), "a word that does not occur has no gradient"
 
 
 # RMS norm.
@@ -59,16 +65,10 @@ def test_token_embedding(ops: ModuleType) -> None:
 
 @pytest.mark.parametrize(("N", "C"), [(1, 3), (7, 13), (33, 64)])
 def test_rmsnorm(ops: ModuleType, N: int, C: int) -> None:
-    inp, dout, residual = randn(N, C), randn(N, C, seed=1), randn(N, C, seed=2)
-    out, rstd = nan(N, C), nan(N)
-    ops.rmsnorm_forward(out, rstd, inp)
-    expected = normalized(inp.requires_grad_())
-    close(out, expected.detach())
-    close(rstd, (inp.detach().square().mean(1) + 1e-6).rsqrt())
-    (dinp,) = gradients(expected, dout, inp)
-    dresidual_inout = residual.clone()
-    ops.rmsnorm_backward(dresidual_inout, dout, inp.detach(), rstd)
-    close(dresidual_inout - residual, dinp)
+    def definition(inp: Tensor, **_: Any) -> dict[str, Tensor]:
+        return {"out": normalized(inp), "rstd": (inp.square().mean(1) + 1e-6).rsqrt()}
+
+    equal_autograd(ops, "rmsnorm_backward", definition, N=N, C=C)
 
 
 def test_rmsnorm_of_zeros_and_of_small_numbers(ops: ModuleType) -> None:
@@ -87,23 +87,8 @@ def test_rmsnorm_of_zeros_and_of_small_numbers(ops: ModuleType) -> None:
 SHAPES = [(1, 1, 1, 2), (6, 3, 2, 6), (15, 5, 3, 10), (130, 65, 2, 16)]  # N, T, H, D: several samples, odd D/2
 
 
-def forward(ops: ModuleType, qkv_inout: Tensor, rstd: Tensor, length: int, norm: bool, turn: bool) -> None:
-    """The operation that does what `norm` and `turn` say."""
-    if norm and turn:
-        ops.qk_norm_rotary_forward(qkv_inout, rstd, length=length)
-    elif norm:
-        ops.qk_norm_forward(qkv_inout, rstd)
-    else:
-        ops.rotary_forward(qkv_inout, num_heads=rstd.shape[1] // 2, length=length)
-
-
-def backward(ops: ModuleType, dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor, length: int, norm: bool, turn: bool) -> None:
-    if norm and turn:
-        ops.qk_norm_rotary_backward(dqkv_inout, qkv, rstd, length=length)
-    elif norm:
-        ops.qk_norm_backward(dqkv_inout, qkv, rstd)
-    else:
-        ops.rotary_backward(dqkv_inout, num_heads=rstd.shape[1] // 2, length=length)
+def operation_of(norm: bool, turn: bool) -> str:
+    return "_".join(["qk_norm"] * norm + ["rotary"] * turn)
 
 
 def by_definition(qkv: Tensor, H: int, length: int, norm: bool, turn: bool) -> Tensor:
@@ -120,21 +105,23 @@ def by_definition(qkv: Tensor, H: int, length: int, norm: bool, turn: bool) -> T
 @pytest.mark.parametrize(("N", "T", "H", "D"), SHAPES)
 def test_queries_and_keys(ops: ModuleType, N: int, T: int, H: int, D: int, norm: bool, turn: bool) -> None:
     """The backward sees the outputs of the forward and no more; the values pass both ways, bit for bit."""
-    C = H * D
-    qkv, dout, rstd = randn(N, 3 * C), randn(N, 3 * C, seed=1), nan(N, 2 * H)
-    found = qkv.clone()
-    forward(ops, found, rstd, T, norm, turn)
-    expected = by_definition(qkv.requires_grad_(), H, T, norm, turn)
-    close(found, expected.detach())
-    assert torch.equal(found[:, 2 * C :], qkv.detach()[:, 2 * C :])
+    values = slice(2 * H * D, None)
+
+    def definition(qkv_inout: Tensor, **_: Any) -> dict[str, Tensor]:
+        found = {"qkv_inout": by_definition(qkv_inout, H, T, norm, turn)}
+        if norm:
+            found["rstd"] = (qkv_inout[:, : 2 * H * D].view(N, 2 * H, D).square().mean(-1) + 1e-6).rsqrt()
+        return found
+
+    operation = operation_of(norm, turn)
+    ran = equal_autograd(ops, f"{operation}_backward", definition, N=N, T=T, H=H, D=D)
+    assert torch.equal(ran.after["qkv_inout"][:, values], ran.before["qkv_inout"][:, values])
+    given, found = ran.backward_before, ran.backward_after["dqkv_inout"]
+    assert torch.equal(found[:, values], given["dqkv_inout"][:, values])
     if norm:
-        close(rstd, (qkv.detach()[:, : 2 * C].view(N, 2 * H, D).square().mean(-1) + 1e-6).rsqrt())
-    (expected_dqkv,) = gradients(expected, dout, qkv)
-    found[:, 2 * C :] = math.nan  # not read
-    dqkv = dout.clone()
-    backward(ops, dqkv, found, rstd, T, norm, turn)
-    close(dqkv, expected_dqkv)
-    assert torch.equal(dqkv[:, 2 * C :], dout[:, 2 * C :])
+        given["qkv"][:, values] = math.nan  # not read
+        getattr(ops, f"{operation}_backward")(**given)
+        assert torch.equal(given["dqkv_inout"], found)
 
 
 def test_a_rotated_score_depends_on_the_distance_alone(ops: ModuleType) -> None:
@@ -190,13 +177,12 @@ def test_positions_may_be_any(ops: ModuleType) -> None:
 
 
 def test_relu2(ops: ModuleType) -> None:
-    inp, dout = randn(9, 31) * 3, randn(9, 31, seed=1)
-    out, dinp = inp.clone(), dout.clone()
-    ops.relu2_forward(out)
-    ops.relu2_backward(dinp, out)  # of the output, in place
-    expected = F.relu(inp.requires_grad_()).square()
-    close(out, expected.detach())
-    close(dinp, gradients(expected, dout, inp)[0])
+    """In place, and its gradient from its output."""
+
+    def definition(hidden_inout: Tensor, **_: Any) -> dict[str, Tensor]:
+        return {"hidden_inout": F.relu(hidden_inout).square()}
+
+    equal_autograd(ops, "relu2_backward", definition, N=9, F=31)
 
 
 def test_relu2_at_zero_below_it_and_far_above(ops: ModuleType) -> None:
@@ -234,20 +220,7 @@ def test_classifier(ops: ModuleType, N: int, V: int, Vp: int, softcap: float, mo
     """In blocks of four rows."""
     for module in (reference.classifier, cpu.classifier):
         monkeypatch.setattr(module, "CLASSIFIER_BLOCK_ELEMENTS", 4 * Vp)
-    logits, scale = randn(N, Vp) * 20, torch.tensor([0.37], dtype=torch.float64)
-    logits[:, V:] = math.nan
-    targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(1))
-    leaf = logits[:, :V].clone().requires_grad_()
-    expected = F.cross_entropy(softcap * torch.tanh(leaf / softcap), targets, reduction="none")
-    (dlogits,) = torch.autograd.grad(expected.sum() * scale, leaf)
-    losses, forward_losses, found, only_forward = nan(N), nan(N), logits.clone(), logits.clone()
-    ops.classifier_forward(forward_losses, only_forward, targets, vocab_size=V, softcap=softcap)
-    ops.classifier_forward_backward(losses, found, targets, scale, vocab_size=V, softcap=softcap)
-    close(losses, expected.detach())
-    assert torch.equal(losses, forward_losses)
-    assert torch.equal(only_forward[:, :V], logits[:, :V]), "a loss alone leaves the logits as they are"
-    close(found[:, :V], dlogits)
-    assert (found[:, V:] == 0).all(), "the padded vocabulary must have no gradient at all"
+    check_classifier(ops, N, V, Vp, lambda logits: softcap * torch.tanh(logits / softcap), softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -318,10 +291,9 @@ def test_rmsnorm_in_bf16(ops: ModuleType) -> None:
     N, C = 33, 768
     inp, dout = randn(N, C) * 5, randn(N, C, seed=1)
     rounded, drounded = inp.bfloat16(), dout.bfloat16()
-    out, dinp = torch.empty_like(rounded), torch.zeros_like(rounded)
-    rstd = torch.full((N,), math.nan)
-    ops.rmsnorm_forward(out, rstd, rounded)
-    ops.rmsnorm_backward(dinp, drounded, rounded, rstd)
+    tensors = {"inp": rounded, "dout": drounded, "dresidual_inout": torch.zeros_like(rounded)}
+    ran = cases.both_ways(ops, "rmsnorm_backward", cases.Draw(torch.bfloat16), N=N, C=C, **tensors)
+    out, dinp = ran.after["out"], ran.backward_after["dresidual_inout"]
     results = {}
     for name, x, dy in (("exact", inp, dout), ("rounded", rounded.double(), drounded.double())):
         y = normalized(x.requires_grad_())
@@ -337,11 +309,12 @@ def test_queries_and_keys_in_bf16(ops: ModuleType, norm: bool, turn: bool) -> No
     """The reference's pair in a row rounds between its two halves: twice the least. One half alone rounds once."""
     N, T, H, D = 130, 65, 2, 16
     heads = slice(0, 2 * H * D)
-    qkv, dout, rstd = randn(N, 3 * H * D) * 5, randn(N, 3 * H * D, seed=1), torch.full((N, 2 * H), math.nan)
+    qkv, dout = randn(N, 3 * H * D) * 5, randn(N, 3 * H * D, seed=1)
     rounded, drounded = qkv.bfloat16(), dout.bfloat16()
-    out, dqkv = rounded.clone(), drounded.clone()
-    forward(ops, out, rstd, T, norm, turn)
-    backward(ops, dqkv, out, rstd, T, norm, turn)
+    sizes = {"N": N, "T": T, "H": H, "D": D}
+    tensors = {"qkv_inout": rounded, "dqkv_inout": drounded.clone()}
+    ran = cases.both_ways(ops, f"{operation_of(norm, turn)}_backward", cases.Draw(torch.bfloat16), **sizes, **tensors)
+    out, dqkv = ran.after["qkv_inout"], ran.backward_after["dqkv_inout"]
     results = {}
     for name, x, dy in (("exact", qkv, dout), ("rounded", rounded.double(), drounded.double())):
         y = by_definition(x.requires_grad_(), H, T, norm, turn)

@@ -77,7 +77,7 @@ def test_its_checkpoint_is_a_model_like_any(modern: RunConfig, tmp_path: Path) -
     picked = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1))
     assert (picked[:, 0] + losses).abs().max() < 1e-4
     assert model.generate("the river", max_tokens=5)
-    with pytest.raises(UsageError, match=r"llm.c has no network like that of .* \(modern\), only GPT-2's"):
+    with pytest.raises(UsageError, match=r"llm.c has no network like .*'s \(modern\), only GPT-2's"):
         export_llmc(find(modern.out), tmp_path / "llmc")
     further = run_config("", "", "", {"init_from": modern.out, "data": modern.data, "out": str(tmp_path / "further")})
     assert further.architecture == "modern" and further.channels == 32

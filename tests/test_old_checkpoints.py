@@ -6,8 +6,12 @@ version that wrote them did, but for what another machine's arithmetic changes. 
 than the manifest says, the log tells so, and the run goes on.
 
 `fp32` has two layers and a trained vocabulary, `fp8` the scales of a layer and of the head.
+
+Until schema 3 the `v` of a matrix had its size with Muon, too: the moments of its rows, then zeros. The last test makes
+such a checkpoint of a new one.
 """
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +22,11 @@ import torch
 from safetensors.torch import load_file
 
 import handgrad
+from handgrad import checkpoint
+from handgrad.config import RunConfig
+from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
+from handgrad.run.start import train
+from handgrad.tensor_files import Stored
 
 OLD = Path(__file__).parent / "checkpoints_of_62c5d08"
 CHECKPOINT = Path("checkpoints", "step_00000004")
@@ -92,3 +101,39 @@ def test_its_weights_are_loaded(kind: str, run: Path) -> None:
         for name, values in stored.items():
             assert values.dtype == torch.float32 and torch.equal(named(model, name), values), name
     assert handgrad.evaluate(model, run.parent / "shards").loss == pytest.approx(GOES_ON[kind][0][0][0], rel=0.05)
+
+
+def with_full_sized_state(folder: Path) -> None:
+    """Turns a checkpoint of Muon into one as versions wrote it before schema 3."""
+    source = checkpoint.open_checkpoint(folder)
+    assert source.manifest["schema"] == 3
+    weights, state = (
+        {name: values for path in source.parts(file) for name, values in load_file(path).items()}
+        for file in (WEIGHTS_FILE, OPTIMIZER_FILE)
+    )
+    for name, values in state.items():
+        full = torch.zeros_like(weights[name.partition(".")[2]])
+        full.view(-1)[: values.numel()] = values.view(-1)
+        state[name] = full
+    manifest = {key: value for key, value in source.manifest.items() if key not in ("schema", "step", "files")}
+    tokenizer = {path.name: path.read_bytes() for path in folder.glob("tokenizer*")}
+    shutil.rmtree(folder)
+    stored = [Stored.of(name, values) for name, values in {**weights, **state}.items()]
+    checkpoint.save(folder.parent, source.step, stored, manifest, tokenizer)
+    assert checkpoint.open_checkpoint(folder).manifest["schema"] == 1
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_full_sized_state_of_muon_goes_on(lanes: int, config: RunConfig, tmp_path: Path) -> None:
+    """With the bits of the unbroken run, whose own checkpoint is the smaller one."""
+    config = dataclasses.replace(config, optimizer="muon", lanes=lanes, micro_batch=2, save_every=4, steps=8)
+    train(config)
+    resumed = Path(shutil.copytree(config.out, tmp_path / "resumed"))
+    middle, last = (checkpoint.folder_of(Path("checkpoints"), step) for step in (4, 8))
+    shutil.rmtree(resumed / last)
+    with_full_sized_state(resumed / middle)
+    train(dataclasses.replace(config, out=str(resumed)))
+    for file in (WEIGHTS_FILE, OPTIMIZER_FILE):
+        tensors, expected = load_file(resumed / last / file), load_file(Path(config.out) / last / file)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected), file

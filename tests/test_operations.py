@@ -1,7 +1,9 @@
 """Every operation's backward equals float64 autograd to 1e-10, at odd shapes, over NaN-filled outputs and sentinels."""
 
 import math
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +23,12 @@ from handgrad.ops import (
     RESULT_VERDICT,
     RESULTS,
     UPDATE,
+    cases,
     cpu,
     reference,
 )
+from handgrad.ops.cases import SENTINEL
 from handgrad.ops.reference.optimizer import round_stochastically
-
-SENTINEL = 3.25  # what accumulators hold before: adding into it must keep it
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -55,65 +57,61 @@ def ops(request: pytest.FixtureRequest) -> ModuleType:
     return request.param
 
 
+def equal_autograd(
+    ops: ModuleType, backward: str, definition: Callable[..., dict[str, Tensor]], **changes: Any
+) -> cases.BothWays:
+    """Both ways equal `definition`, which takes the arguments of the forward and gives what that writes, by name. What an
+    operation reads keeps its bits."""
+    ran = cases.both_ways(ops, backward, cases.Draw(torch.float64), **changes)
+    leaves = {of: ran.before[of].clone().requires_grad_() for of in ran.of_inputs if ran.before[of] is not None}
+    expected = definition(**(ran.before | leaves))
+    for name, tensor in expected.items():
+        close(ran.after[name], tensor.detach())
+    outputs = [expected[name] for name in ran.of_outputs]
+    douts = [dout.expand_as(output) for output, dout in zip(outputs, ran.of_outputs.values(), strict=True)]
+    for of, gradient in zip(leaves, torch.autograd.grad(outputs, [*leaves.values()], douts), strict=True):
+        close(ran.of_inputs[of], gradient)
+    forward = ran.before, ran.after, cases.PAIRS[backward].forward
+    for before, after, operation in (forward, (ran.backward_before, ran.backward_after, backward)):
+        read = cases.TENSOR.findall(cases.CALLS[operation].partition("<-")[2])
+        names = [name for name, _, _ in read if before[name] is not None and not name.endswith("_acc")]
+        assert all(torch.equal(before[name], after[name]) for name in names)
+    return ran
+
+
+TOKENS = torch.tensor([[0, 4, 4, 10, 1], [4, 4, 4, 4, 4], [2, 0, 9, 9, 3]])  # repeats, within and across samples
+
+
 def test_embedding(ops: ModuleType) -> None:
-    B, T, C, Vp, longest = 3, 5, 7, 11, 9
-    tokens = torch.tensor([[0, 4, 4, 10, 1], [4, 4, 4, 4, 4], [2, 0, 9, 9, 3]])  # repeats, within and across samples
-    wte, wpe, dout = randn(Vp, C), randn(longest, C, seed=1), randn(B * T, C, seed=2)
-    out = nan(B * T, C)
-    ops.embedding_forward(out, tokens, wte, wpe)
-    wte.requires_grad_(), wpe.requires_grad_()
-    expected = (wte[tokens] + wpe[:T]).view(B * T, C)
-    assert torch.equal(out, expected.detach())
-    dwte, dwpe = gradients(expected, dout, wte, wpe)
-    dwte_acc, dwpe_acc = accumulator(dwte), accumulator(dwpe)
-    sorted_positions = torch.argsort(tokens.view(-1), stable=True).int()
-    ops.embedding_backward(dwte_acc, dwpe_acc, dout, tokens, sorted_positions)
-    close(dwte_acc - SENTINEL, dwte)
-    close(dwpe_acc - SENTINEL, dwpe)
+    """The table has three positions more than the rows."""
+
+    def definition(wte: Tensor, wpe: Tensor, **_: Any) -> dict[str, Tensor]:
+        return {"out": (wte[TOKENS] + wpe[:5]).view(15, 7)}
+
+    sizes = {"B": 3, "T": 5, "C": 7, "Vp": 11, "M": 8}
+    ran = equal_autograd(ops, "embedding_backward", definition, **sizes, tokens=TOKENS)
+    assert torch.equal(ran.after["out"], definition(**ran.before)["out"])
 
 
 @pytest.mark.parametrize(("N", "C"), [(1, 3), (7, 13), (33, 64)])
 def test_layernorm(ops: ModuleType, N: int, C: int) -> None:
-    inp, weight, bias = randn(N, C), randn(C, seed=1), randn(C, seed=2)
-    dout, residual = randn(N, C, seed=3), randn(N, C, seed=4)
-    out, mean, rstd = nan(N, C), nan(N), nan(N)
-    ops.layernorm_forward(out, mean, rstd, inp, weight, bias)
-    for leaf in (inp, weight, bias):
-        leaf.requires_grad_()
-    centred = inp - inp.mean(1, keepdim=True)
-    expected = centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight + bias
-    close(out, expected.detach())
-    close(mean, inp.detach().mean(1))
-    close(rstd, (inp.detach().var(1, correction=0) + 1e-5).rsqrt())
-    dinp, dweight, dbias = gradients(expected, dout, inp, weight, bias)
-    dresidual_inout, dweight_acc, dbias_acc = residual.clone(), accumulator(dweight), accumulator(dbias)
-    detached = inp.detach(), mean, rstd, weight.detach()
-    dbias_below_acc = accumulator(dbias)
-    ops.layernorm_backward(dresidual_inout, dweight_acc, dbias_acc, dout, *detached, dbias_below_acc)
-    close(dbias_below_acc - SENTINEL, (residual + dinp).sum(0))
-    close(dresidual_inout - residual, dinp)
-    close(dweight_acc - SENTINEL, dweight)
-    close(dbias_acc - SENTINEL, dbias)
+    def definition(inp: Tensor, weight: Tensor, bias: Tensor, **_: Any) -> dict[str, Tensor]:
+        mean = inp.mean(1)
+        rstd = (inp.var(1, correction=0) + 1e-5).rsqrt()
+        return {"out": (inp - mean[:, None]) * rstd[:, None] * weight + bias, "mean": mean, "rstd": rstd}
+
+    after = equal_autograd(ops, "layernorm_backward", definition, N=N, C=C).backward_after
+    close(after["dbias_below_acc"] - SENTINEL, after["dresidual_inout"].sum(0))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("N", "inputs", "outputs"), [(1, 1, 1), (5, 3, 7), (17, 40, 1300)])
 def test_linear(ops: ModuleType, N: int, inputs: int, outputs: int, bias: bool) -> None:
-    inp, weight, dout = randn(N, inputs), randn(outputs, inputs, seed=1), randn(N, outputs, seed=2)
-    b = randn(outputs, seed=3) if bias else None
-    out = nan(N, outputs)
-    ops.linear_forward(out, inp, weight, b)
-    leaves = [leaf.requires_grad_() for leaf in (inp, weight, b) if leaf is not None]
-    expected = inp @ weight.t() + (b if b is not None else 0)
-    close(out, expected.detach())
-    found = gradients(expected, dout, *leaves)
-    dinp, dweight_acc = nan(N, inputs), accumulator(weight.detach())
-    dbias_acc = accumulator(b.detach()) if b is not None else None
-    ops.linear_backward(dinp, dweight_acc, dbias_acc, dout, inp.detach(), weight.detach())
-    close(dinp, found[0])
-    close(dweight_acc - SENTINEL, found[1])
-    if dbias_acc is not None:
-        close(dbias_acc - SENTINEL, found[2])
+    def definition(inp: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> dict[str, Tensor]:
+        return {"out": inp @ weight.t() + (0 if bias is None else bias)}
+
+    absent = {} if bias else {"bias": None, "dbias_acc": None}
+    equal_autograd(ops, "linear_backward", definition, N=N, C=inputs, F=outputs, **absent)
 
 
 def test_float32_products_are_float32(ops: ModuleType) -> None:
@@ -136,17 +134,11 @@ def test_float32_products_are_float32(ops: ModuleType) -> None:
 
 
 def test_gelu(ops: ModuleType) -> None:
-    inp, dout = randn(9, 31) * 3, randn(9, 31, seed=1)
-    out = nan(9, 31)
-    ops.gelu_forward(out, inp)
-    inp.requires_grad_()
-    u = math.sqrt(2 / math.pi) * (inp + 0.044715 * inp**3)
-    expected = 0.5 * inp * (1 + torch.tanh(u))
-    close(out, expected.detach())
-    (dinp,) = gradients(expected, dout, inp)
-    dhidden_inout = dout.clone()
-    ops.gelu_backward(dhidden_inout, inp.detach())
-    close(dhidden_inout, dinp)
+    def definition(inp: Tensor, **_: Any) -> dict[str, Tensor]:
+        u = math.sqrt(2 / math.pi) * (inp + 0.044715 * inp**3)
+        return {"out": 0.5 * inp * (1 + torch.tanh(u))}
+
+    equal_autograd(ops, "gelu_backward", definition, N=9, F=31)
 
 
 def test_residual(ops: ModuleType) -> None:
@@ -155,28 +147,16 @@ def test_residual(ops: ModuleType) -> None:
     assert torch.equal(out, a + b)
 
 
-def attention(qkv: Tensor, B: int, T: int, H: int) -> tuple[Tensor, Tensor]:
-    """Attention as the definition has it, and its log-sums."""
-    D = qkv.shape[1] // (3 * H)
-    q, k, v = qkv.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4)
-    scores = (q @ k.transpose(-1, -2)) / math.sqrt(D)
-    scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
-    y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B * T, H * D)
-    return y, scores.logsumexp(-1)
-
-
 @pytest.mark.parametrize(("B", "T", "H", "D"), [(1, 1, 1, 1), (2, 7, 3, 5), (3, 65, 2, 16)])
 def test_attention(ops: ModuleType, B: int, T: int, H: int, D: int) -> None:
-    qkv, dout = randn(B * T, 3 * H * D), randn(B * T, H * D, seed=1)
-    out, lse, dqkv = nan(B * T, H * D), nan(B, H, T), nan(B * T, 3 * H * D)
-    ops.attention_forward(out, lse, qkv)
-    ops.attention_backward(dqkv, dout, out, lse, qkv)
-    qkv.requires_grad_()
-    expected, log_sums = attention(qkv, B, T, H)
-    close(out, expected.detach())
-    close(lse, log_sums.detach())
-    (expected_dqkv,) = gradients(expected, dout, qkv)
-    close(dqkv, expected_dqkv)
+    def definition(qkv: Tensor, **_: Any) -> dict[str, Tensor]:
+        q, k, v = qkv.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2)) / math.sqrt(D)
+        scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+        y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B * T, H * D)
+        return {"out": y, "lse": scores.logsumexp(-1)}
+
+    equal_autograd(ops, "attention_backward", definition, B=B, T=T, H=H, D=D)
 
 
 def test_attention_sees_no_later_token(ops: ModuleType) -> None:
@@ -206,20 +186,26 @@ def test_attention_decode_equals_attention(ops: ModuleType) -> None:
 
 @pytest.mark.parametrize(("N", "V", "Vp"), [(1, 2, 128), (9, 57, 128), (5, 128, 128)])
 def test_classifier(ops: ModuleType, N: int, V: int, Vp: int) -> None:
-    logits = randn(N, Vp) * 4
-    targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(1))
-    scale = 0.37
-    leaf = logits.clone().requires_grad_()
-    expected = F.cross_entropy(leaf[:, :V], targets, reduction="none")
-    (dlogits,) = torch.autograd.grad(expected.sum() * scale, leaf)
-    losses, forward_losses = nan(N), nan(N)
-    ops.classifier_forward(forward_losses, logits.clone(), targets, vocab_size=V)
+    check_classifier(ops, N, V, Vp, lambda logits: logits)
+
+
+def check_classifier(
+    ops: ModuleType, N: int, V: int, Vp: int, capped: Callable[[Tensor], Tensor], **options: float
+) -> None:
+    """The padded columns are NaN before. `capped`: the function that `options` name."""
+
+    def definition(logits_to_dlogits_inout: Tensor, targets: Tensor, **_: Any) -> dict[str, Tensor]:
+        return {"losses": F.cross_entropy(capped(logits_to_dlogits_inout[:, :V]), targets, reduction="none")}
+
+    ran = equal_autograd(ops, "classifier_forward_backward", definition, N=N, V=V, Vp=Vp, **options)
+    assert (ran.of_inputs["logits_to_dlogits_inout"][:, V:] == 0).all(), (
+        "the padded vocabulary must have no gradient at all"
+    )
+    losses, logits = nan(N), ran.before["logits_to_dlogits_inout"]
     found = logits.clone()
-    ops.classifier_forward_backward(losses, found, targets, torch.tensor([scale], dtype=torch.float64), vocab_size=V)
-    close(losses, expected.detach())
-    assert torch.equal(losses, forward_losses)
-    close(found, dlogits)
-    assert (found[:, V:] == 0).all(), "the padded vocabulary must have no gradient at all"
+    ops.classifier_forward(losses, found, ran.before["targets"], vocab_size=V, **options)
+    assert torch.equal(losses, ran.after["losses"])
+    assert torch.equal(found[:, :V], logits[:, :V]), "a loss alone leaves the logits as they are"
 
 
 def test_classifier_survives_extreme_logits(ops: ModuleType) -> None:
@@ -316,6 +302,16 @@ def test_the_loss_scale_grows_after_so_many_good_steps(ops: ModuleType) -> None:
         ops.verdict(results, loss_scale, one, torch.ones(1), controls, **settings)
         assert loss_scale[1] == expected and loss_scale[0] == expected / 2
     assert loss_scale[2] == 1.0
+
+
+@pytest.mark.parametrize(("scale", "norm", "end"), [(2.0**23, 1, 2.0**24), (2.0**24, 1, 2.0**24), (1.0, math.inf, 1.0)])
+def test_the_loss_scale_stays_between_its_ends(ops: ModuleType, scale: float, norm: float, end: float) -> None:
+    """It doubles up to 2^24, and halves down to 1."""
+    results, controls = nan(RESULTS), torch.tensor([1, 0, math.inf, math.inf, 1], dtype=torch.float64)
+    loss_scale, one = torch.tensor([scale, scale, LOSS_SCALE_GROWTH_STEPS - 1]), torch.ones(1, dtype=torch.float64)
+    settings = {"gradient_tokens": 1, "clip_norm": 0.0}
+    ops.verdict(results, loss_scale, one, torch.tensor([norm]), controls, **settings, dynamic_loss_scale=True)
+    assert loss_scale.tolist() == [end, end, 0.0]
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.25])

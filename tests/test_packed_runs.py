@@ -1,8 +1,10 @@
 """Runs over rows of documents: the same bits on any number of ranks, in any number of launches; the setting, settled and
 refused; validation over the tokens that are trained."""
 
+import hashlib
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +14,16 @@ import torch
 
 from handgrad.api.actions import evaluate
 from handgrad.api.model import load
-from handgrad.checkpoint import open_checkpoint
+from handgrad.checkpoint import find, open_checkpoint
 from handgrad.cli import main
 from handgrad.config import RunConfig, check, differences, to_dict
 from handgrad.data.batches import Batches, validation_batches
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import open_dataset
-from handgrad.errors import DataError, UsageError
+from handgrad.errors import ConfigError, DataError, UsageError
 from handgrad.evaluation.load import checkpoint_weights
-from handgrad.run.packing import packing_lines
+from handgrad.run import loop
+from handgrad.run.packing import identity_of, packing_lines
 from handgrad.run.start import train
 from tests.conftest import small_run
 from tests.distributed.runs import Launcher, arguments, same_run
@@ -107,7 +110,7 @@ def test_it_learns_and_evaluates_as_it_validates(packed: RunConfig) -> None:
 
 @pytest.mark.parametrize("packing", ["stream", "masked", "whole"])
 def test_the_header_says_how_much_of_the_chats_is_trained(packed: RunConfig, chats: Path, packing: str) -> None:
-    (line,) = packing_lines(replace(packed, data=str(chats), packing=packing), open_dataset(chats))
+    line, *_ = packing_lines(replace(packed, data=str(chats), packing=packing), open_dataset(chats))
     assert line.startswith(f"packing    {packing}: ") and line.endswith("% of the targets are trained")
 
 
@@ -120,9 +123,11 @@ def test_the_header_says_which_documents_no_row_holds(packed: RunConfig, chats: 
         (lengths[-1] - 2, lengths.count(lengths[-1])),
         (lengths[0] - 2, len(lengths)),
     ):
-        (line,) = packing_lines(replace(packed, data=str(chats), packing="whole", sequence_length=length), dataset)
-        told = f"stays within each, {cut} of {len(lengths)} are longer and cut, the longest has {lengths[-1]} tokens, "
-        assert (told in line) == (cut > 0) and ("longer" in line) == (cut > 0)
+        lines = packing_lines(replace(packed, data=str(chats), packing="whole", sequence_length=length), dataset)
+        told = f"cut        {cut} of {len(lengths)} documents are longer than a row, the longest has {lengths[-1]} tokens;"
+        assert len(lines) == 1 + (cut > 0) and lines[-1].startswith(told) == (cut > 0)
+        flag = re.search(r"; --sequence-length (\d+) takes all whole", lines[-1])
+        assert flag is None or lengths[-1] - 1 <= int(flag[1]) < 2 * (lengths[-1] - 1)
 
 
 def test_other_data_are_evaluated_as_suits_them(packed: RunConfig, documents: Path, chats: Path) -> None:
@@ -219,6 +224,50 @@ def test_an_older_run_was_a_stream() -> None:
     del older["packing"]
     assert differences(older, to_dict(replace(RunConfig(), lanes=1, packing="stream"))) == ["lanes: 0 -> 1"]
     assert differences(older, to_dict(replace(RunConfig(), packing="whole"))) == ["packing: 'stream' -> 'whole'"]
+
+
+def shift_boundaries(folder: Path) -> None:
+    """Moves each document's start but the first by a token, in both splits, and adjusts the manifest."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for split in manifest["splits"].values():
+        for shard in split["shards"]:
+            path = (folder / shard["file"]).with_suffix(".idx")
+            starts = np.fromfile(path, "<u4")
+            starts[1:] += 1
+            path.write_bytes(starts.tobytes())
+            shard["index_sha256"] = hashlib.sha256(starts.tobytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.fault(46)
+@pytest.mark.parametrize("packing", ["stream", "masked", "whole"])
+def test_other_boundaries_are_other_data(
+    packing: str, packed: RunConfig, documents: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Row 46. Refused on resume, and by `verify`. A run that cuts its rows from the stream does not read them."""
+    data = Path(shutil.copytree(documents, tmp_path / "data"))
+    config = replace(packed, data=str(data), packing=packing, steps=2, warmup_steps=0, eval_every=0, audit_every=1)
+    train(config)
+    shift_boundaries(data)
+    if packing == "stream":
+        train(config)
+        assert main(["verify", config.out]) == 0
+        return
+    with pytest.raises(ConfigError, match=f"was trained on other data than {data} holds now; restore it"):
+        train(config)
+    assert main(["verify", config.out]) == 65 and "was trained on documents" in capsys.readouterr().err
+
+
+def test_a_run_of_before_boundaries_counted_goes_on(packed: RunConfig, documents: Path) -> None:
+    """Its checkpoint and its chain name tokens and tokenizer alone."""
+    config = replace(packed, packing="masked", steps=2, warmup_steps=0, eval_every=0, audit_every=1)
+    with pytest.MonkeyPatch.context() as older:
+        older.setattr(loop, "identity_of", lambda config, dataset: identity_of(replace(config, packing="stream"), dataset))
+        train(config)
+    assert "documents" not in find(config.out).manifest["identity"]
+    assert main(["verify", config.out]) == 0
+    train(replace(config, steps=3), allow_changes=True)
+    assert len(find(config.out).manifest["identity"]["documents"]) == 64
 
 
 def test_what_a_packing_does_not_go_with(packed: RunConfig, tmp_path: Path) -> None:

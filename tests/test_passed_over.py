@@ -115,11 +115,11 @@ def patch_open(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.mark.fault(10)
 def test_a_newer_schema_is_refused_and_left_alone(finished: RunConfig, newest: Path) -> None:
     """The run would go on from an older checkpoint beside one that another version has made."""
-    with_manifest(newest, schema=manifest.PARTS_SCHEMA + 1)
+    with_manifest(newest, schema=manifest.STATE_SCHEMA + 1)
     before = contents(newest)
     for read in (lambda: train(finished), lambda: checkpoint.find(finished.out), lambda: checkpoint.find(str(newest))):
         with pytest.raises(
-            DataError, match=r"manifest.json: expected checkpoint schema 1 or 2, found 3; .* newer handgrad"
+            DataError, match=r"manifest.json: expected checkpoint schema 1 to 3, found 4; .* newer handgrad"
         ):
             read()
     assert contents(newest) == before and names(finished) == NAMES

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import handgrad
 from handgrad import devices, load, processor
 from handgrad.checkpoint import peek_config
 from handgrad.config import RunConfig
@@ -112,6 +113,24 @@ def switch() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision("highest")
     torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("switch")
+def test_a_plan_leaves_torchs_switches_alone() -> None:
+    """They hold for the whole process: a plan would change the arithmetic of the program that asks for it."""
+    matmul = torch.backends.cuda.matmul
+    names = ("allow_tf32", "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+
+    def switches() -> list[object]:
+        return [torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul.fp32_precision] + [
+            getattr(matmul, name) for name in names
+        ]
+
+    torch.set_float32_matmul_precision("medium")
+    before = switches()
+    resolve(RunConfig(micro_batch=1, tokens_per_step=1024, device="cpu", precision="fp32"), 300)
+    handgrad.plan("d12", gpu="h100", precision="tf32")
+    assert switches() == before
 
 
 @pytest.mark.usefixtures("switch")

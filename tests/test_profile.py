@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from benchmarks.nsight import METRICS, parse, table
 from handgrad import fp8, ops
 from handgrad.cli import main
 from handgrad.config import RunConfig
@@ -23,7 +24,6 @@ from handgrad.ops import reference
 from handgrad.presets import tiny
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
-from handgrad.tools.nsight import METRICS, parse, table
 from handgrad.tools.profile import MadeUpTokens, rate_text
 from handgrad.tools.recorder import OPERATIONS, PARTS, Recorder, size_bytes
 from handgrad.tools.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
@@ -305,7 +305,7 @@ def test_a_begun_run_is_tuned_as_it_goes_on(
     assert main([*tune, "auto", "--out", config.out]) == main([*tune, "fp32", "--vocab-size", "300"]) == 130
     assert found == [("bf16", "masked", 0, 257), ("fp32", "stream", 0, 300)], "the last one of a new run"
     told = capsys.readouterr().out
-    assert f"vocabulary 257 words, those of {config.data}\nbegun      {config.out}, which keeps the settings of" in told
+    assert f"vocabulary 257 words, from {config.data}\nbegun      {config.out}, which keeps the settings of" in told
 
 
 def test_real_tokens_if_asked_for(shards: Path, capsys: pytest.CaptureFixture) -> None:
@@ -321,7 +321,6 @@ def test_real_tokens_if_asked_for(shards: Path, capsys: pytest.CaptureFixture) -
         (["--vocab-size", "0"], 64, "--vocab-size must be at least 1"),
         (["--trace", "nowhere/trace.json"], 64, "there is no folder"),
         (["--data", "no-shards"], 65, "no-shards"),
-        (["--ncu"], 64, "ncu is not installed"),
     ],
 )
 def test_mistakes(
@@ -334,7 +333,6 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("handgrad.tools.nsight.DEFAULT_PATH", tmp_path / "ncu")
     assert main([*TINY, *arguments]) == code
     line = capsys.readouterr().err
     assert told in line and line.count("\n") == 1
@@ -342,16 +340,16 @@ def test_mistakes(
 
 def test_ncu_runs_the_same_command_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stand-in for ncu that shows how it was called, and then the sample above."""
-    from handgrad.tools import nsight
+    from benchmarks import nsight
 
     stand_in = tmp_path / "ncu"
     stand_in.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\ncat {tmp_path}/sample\n')
     stand_in.chmod(0o755)
     (tmp_path / "sample").write_text(CSV)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert nsight.run_ncu(["tiny", "--inside-ncu"]) == table(parse(CSV))
+    assert nsight.run_ncu(["tiny"]) == table(parse(CSV))
     called = (tmp_path / "called").read_text()
-    assert "--clock-control none" in called and called.endswith("-m handgrad profile tiny --inside-ncu\n")
+    assert "--clock-control none" in called and called.endswith("-m benchmarks.nsight --inside-ncu tiny\n")
     (tmp_path / "sample").write_text("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
     with pytest.raises(UsageError, match="counted no kernel; it printed: ==ERROR== ERR_NVGPUCTRPERM"):
         nsight.run_ncu([])

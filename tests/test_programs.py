@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import handgrad
 from handgrad.cli import COMMANDS
+from handgrad.parallel.local import LAUNCHER, command_line
 from tests.test_commands import SMALL
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_as_a_program() -> None:
@@ -24,6 +28,38 @@ def test_as_a_program() -> None:
     command = f"{sys.executable} -m handgrad doctor | head -1"
     run = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert run.returncode == 0 and run.stderr == "", run.stderr
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A second checkout of handgrad, whose program does nothing but end with code 3."""
+    (tmp_path / "other" / "handgrad").mkdir(parents=True)
+    (tmp_path / "other" / "pyproject.toml").touch()
+    (tmp_path / "other" / "handgrad" / "__init__.py").touch()
+    (tmp_path / "other" / "handgrad" / "__main__.py").write_text("raise SystemExit(3)\n")
+    return tmp_path / "other"
+
+
+def test_a_command_says_which_code_it_runs(other: Path) -> None:
+    """In another checkout and below it; not in its own, outside of any, and in the processes that it starts."""
+    code = "from handgrad.cli import main; main(['runs', 'nowhere'])"
+    start = [sys.executable, "-P", "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    note = f"handgrad: this is the code in {ROOT}, not the checkout in {other};"
+    note += f" `cd {other} && python -m handgrad runs` runs the code there"
+    started = {LAUNCHER: "1"}
+    cases = [(other, {}, 1), (other / "handgrad", {}, 1), (other, started, 0), (ROOT, {}, 0), (other.parent, {}, 0)]
+    for folder, added, notes in cases:
+        run = subprocess.run(start, cwd=folder, env=environment | added, capture_output=True, text=True)
+        assert [line for line in run.stderr.splitlines() if "this is the code" in line] == [note] * notes
+
+
+def test_children_run_the_code_of_their_parent(other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for folder in (other, ROOT):
+        monkeypatch.chdir(folder)
+        run = subprocess.run(command_line("--version"), capture_output=True, text=True)
+        assert run.stdout == f"handgrad {handgrad.__version__}\n", f"exit code {run.returncode} in {folder}"
 
 
 # Without a report, whose plots take longer than these runs.

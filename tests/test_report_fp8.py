@@ -71,12 +71,12 @@ def test_saturation_is_pointed_out(tmp_path: Path) -> None:
     line = watched("blocks.1.dqkv", part="1.qkv", amax=9.0, saturated_steps=8)
     events = [
         {"kind": "event", "step": step, "text": saturation_line(line, step, policy)}
-        for step, policy in ((30, "warn"), (50, "bf16"))
+        for step, policy in ((30, "warn"), (50, "widen"))
     ]
     page = report(tmp_path, make_run(tmp_path / "run", fp8_lines(*events)), plots=False)
     assert "Tensors in fp8 saturated 2 times, first in step 30; they are listed below." in page.text
     history = page.text[page.text.index("History") :]
-    assert "blocks.1.dqkv clipped numbers in 8 steps in a row" in history and "1.qkv goes to bf16" in history
+    assert "blocks.1.dqkv clipped numbers in 8 steps in a row" in history and "one binade of margin more" in history
     once = report(tmp_path, make_run(tmp_path / "once", fp8_lines(events[0])), plots=False)
     assert "Tensors in fp8 saturated once in step 30;" in once.text
     assert "saturated" not in report(tmp_path, make_run(tmp_path / "none", fp8_lines()), plots=False).text

@@ -49,7 +49,18 @@ def test_a_main_log_is_read(tmp_path: Path) -> None:
     assert run.tasks["hellaswag", "acc_norm_llmc"][0][1].value == 0.2955
 
 
-@pytest.mark.parametrize("content", ["hello\nworld\n", "s:0 trl:1.0 lr:x norm:1\ns:1 trl:1.0\n", "s:0 tel:1.0\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "hello\nworld\n",
+        "s:0 trl:1.0 lr:x norm:1\ns:1 trl:1.0\n",
+        "s:0 tel:1.0\n",
+        "s:0 trl:4.50474.4039\n\n",
+        "s:0 trl:.\n\n",
+        f"s:{'9' * 5000} trl:1.0\n\n",
+        f"s:{'9' * 400} trl:1.0\n\n",
+    ],
+)
 def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(DataError, match=r"line 1 of .*main\.log; repair|has no finished step"):
         read_main_log(write_log(tmp_path, content), "main.log")

@@ -1,4 +1,4 @@
-"""Whose a run folder is."""
+"""Whose a run folder is, and whose code made it."""
 
 import errno
 import fcntl
@@ -11,12 +11,15 @@ from typing import TextIO
 import pytest
 import torch
 
+import handgrad
+from handgrad import checkpoint
 from handgrad.config import RunConfig
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
+from handgrad.run import checkpointing
 from handgrad.run.lock import take_lock
 from handgrad.run.start import train
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, METRICS_FILE
-from tests.test_runs import finished, tensors
+from tests.test_runs import finished, records, tensors
 
 __all__ = ["finished"]  # a fixture
 
@@ -107,3 +110,34 @@ def test_a_copy_without_its_dotfiles_resumes(finished: RunConfig, tmp_path: Path
     train(copy)
     there, here = tensors(finished.out, 12), tensors(copy.out, 12)
     assert there.keys() == here.keys() and all(torch.equal(there[name], here[name]) for name in there)
+
+
+def test_other_code_under_the_same_version_is_said(finished: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another version is: a developer's edit between two starts is no reason to refuse the run."""
+    manifest = checkpoint.find(finished.out).manifest
+    assert len(manifest["versions"]["sources"]) == 64
+    monkeypatch.setattr(checkpointing, "sources_sha256", lambda: "another")
+    train(finished)
+    told = " ".join(r["text"] for r in records(finished.out, ("event",)))
+    assert f"sources {manifest['versions']['sources']} -> another (the bits may differ" in told
+
+
+def test_sources_are_named_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A byte, a name or the place of a cut changes the hash; compiled files do not."""
+    monkeypatch.setattr(handgrad, "__file__", str(tmp_path / "__init__.py"))
+    digests = []
+    for files in (
+        {"a.py": "x", "b.py": "y"},
+        {"a.py": "x", "b.py": "z"},
+        {"a.py": "x", "c.py": "z"},
+        {"a.py": "", "c.py": "xz"},
+        {"a.py": "xb.py\ny"},  # the bytes of the first one without lengths
+    ):
+        for path in tmp_path.rglob("*.py"):
+            path.unlink()
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        (tmp_path / f"{len(digests)}.pyc").touch()
+        digests.append(checkpointing.sources_sha256.__wrapped__())
+        assert digests[-1] == checkpointing.sources_sha256.__wrapped__()
+    assert len({*digests}) == len(digests)

@@ -349,16 +349,15 @@ def test_overflows_of_fp16_are_no_skips_until_the_scale_cannot_fall(
 def test_the_loss_scale_belongs_to_fp16(config: RunConfig) -> None:
     """A run resumed in another precision starts with that precision's own scale."""
     train(replace(config, steps=2, save_every=2))
-    run = loop.Run.restore
-    found = []
+    load_run, found = loop.load_run, []
 
-    def watching(self, resumed):
-        run(self, resumed)
-        found.append(self.training.state.loss_scale[1].item())
+    def watching(source, config, training):
+        load_run(source, config, training)
+        found.append(training.state.loss_scale[1].item())
 
     changed = replace(config, steps=3, precision="fp16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Run, "restore", watching)
+        patch.setattr(loop, "load_run", watching)
         train(changed, allow_changes=True)
     assert found == [2.0**16]
 

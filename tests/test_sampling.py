@@ -12,7 +12,7 @@ from handgrad.arena import make_plan
 from handgrad.config import ModelShape
 from handgrad.errors import NumericsError, UsageError
 from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
-from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.models import gpt2
 from handgrad.ops import reference as ops
 from tests.conftest import Model, make_model
@@ -274,3 +274,10 @@ def test_options_that_cannot_be(name: str, values: tuple[float, ...]) -> None:
     for value in values:
         with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} must be .*, found"):
             dataclasses.replace(SamplingOptions(), **{name: value})
+
+
+def test_the_largest_seed() -> None:
+    check_writing(1, (1 << 32) - 1, ["."])
+    for seed in (-1, 1 << 32):
+        with pytest.raises(UsageError, match=f"--seed must be at least 0 and below 2\\^32, found {seed}"):
+            check_writing(1, seed, [])

@@ -103,7 +103,7 @@ def test_a_save_that_comes_due_waits_for_the_one_before(
     train(config)
     assert waited[0] == 4 and saved_steps(Path(config.out)) == [2, 4, 6, 8, 10, 12]
     (told,) = (record for record in records(config.out, ("event",)) if "its save waited" in record["text"])
-    assert re.match(r"step 4: its save waited [\d.]+ s for that of step 2, which took [\d.]+ s; a larger", told["text"])
+    assert re.match(r"step 4: its save waited [\d.]+ s for step 2's, which took [\d.]+ s; a larger", told["text"])
     found = {record["step"]: record for record in records(config.out, ("save",))}
     assert sorted(found) == [2, 4, 6, 8, 10, 12] and min(found[4]["pause_seconds"], found[2]["seconds"]) > 0.04
 

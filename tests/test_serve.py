@@ -1,11 +1,12 @@
 """`handgrad serve`: its answers are those of `Model.chat` and `Model.generate`, in the order of the requests; what it lacks
 is refused; the page in a browser, where there is one."""
 
+import dataclasses
 import functools
 import http.client
 import json
-import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ import pytest
 
 from handgrad.api.model import Model, load
 from handgrad.cli import main
-from handgrad.errors import NumericsError
+from handgrad.errors import NumericsError, UsageError
 from handgrad.generation.chat import Talk
 from handgrad.generation.generate import SamplingOptions
 from handgrad.local_server import listen
-from handgrad.serving.requests import Request
+from handgrad.serving.requests import COMPLETION, Request, read_request
 from handgrad.serving.server import MOST_BYTES, Handler, Served, write_all
 from handgrad.serving.writer import Writer
 from tests.interop.models import make_checkpoint
@@ -45,7 +46,7 @@ def no_thread_remains() -> Iterator[None]:
 class Client:
     """A served model with random weights on bytes, of a short context, and the lines that its terminal shows."""
 
-    def __init__(self, model: Model, *, system: str = ""):
+    def __init__(self, model: Model, *, system: str = "", starts: bool = True):
         self.model, self.lines = model, []
         about = {"id": "name", "object": "model", "context": CONTEXT, "talks": True}
         about |= {"temperature": 0.8, "max_tokens": 24, "system": system}
@@ -53,6 +54,10 @@ class Client:
         self.writer = Writer(model._writing, Talk(model.tokenizer), context=CONTEXT, seed=5)
         self.server = listen(functools.partial(Handler, self.served), "127.0.0.1", 0, may_move=False)
         self.port = self.server.server_address[1]
+        if starts:
+            self.start()
+
+    def start(self) -> None:
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         threading.Thread(target=write_all, args=(self.served, self.writer, self.lines.append), daemon=True).start()
 
@@ -204,6 +209,12 @@ def test_a_conversation_that_does_not_fit(client: Client) -> None:
         (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "top_p": NaN}', "top-p must be"),
         (CHAT, {"messages": HELLO, "max_tokens": 2.5}, "expected 'max_tokens' to be a whole number"),
         (CHAT, {"messages": HELLO, "max_tokens": 0}, "max-tokens must be 1 or more"),
+        (
+            CHAT,
+            {"messages": HELLO, "max_tokens": 161},
+            "expected 'max_tokens' of at most 160, the model's context, found 161",
+        ),
+        (COMPLETIONS, {"prompt": "a", "max_completion_tokens": 10**9}, "expected 'max_completion_tokens' of at most 160"),
         (CHAT, {"messages": HELLO, "seed": -1}, "seed must be"),
         (CHAT, {"messages": HELLO, "stop": 3}, "expected 'stop' to be a text or a list of texts, found 3"),
         (CHAT, {"messages": HELLO, "stop": [""]}, "stop must be some text"),
@@ -226,18 +237,6 @@ def test_connections_that_are_none(client: Client) -> None:
     assert (model["id"], model["object"], model["context"]) == ("name", "model", CONTEXT)
     page = client.send("/")
     assert page.status == 200 and b"Content-Security-Policy" in page.read()
-
-
-def test_a_client_that_goes_away_ends_its_text(client: Client) -> None:
-    """A completion has no other end: a full context drops its older half."""
-    body = json.dumps({"prompt": "Once", "max_tokens": 10**9, "stream": True}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    for _ in range(2):
-        with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
-            connection.sendall(head + body)
-            assert connection.recv(64)
-    assert client.text(messages=HELLO)
-    assert client.lines[:2] == ["completion: the client went away"] * 2
 
 
 def test_requests_are_answered_in_their_order(client: Client) -> None:
@@ -324,13 +323,21 @@ def test_the_page_talks(client: Client, run: Path) -> None:
 
 
 @browser
-def test_the_page_continues_a_text(client: Client, run: Path) -> None:
+def test_the_page_continues_a_text(client: Client, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And stops it on request, with what there is."""
+    write = client.writer.write
+
+    def slowly(request: Request) -> Iterator[Any]:
+        for part in write(request):
+            time.sleep(0.1 * (request.max_tokens == CONTEXT))
+            yield part
+
+    monkeypatch.setattr(client.writer, "write", slowly)
     shown, console = ask(
         f"http://127.0.0.1:{client.port}/",
         f"{DRIVE} at('write').click(); at('temperature').value = 0; at('text').value = 'Once'; at('send').click();"
         "await until(() => at('stop').disabled && at('text').value !== 'Once'); const text = at('text').value;"
-        "at('max_tokens').value = 100000; at('send').click(); await until(() => at('text').value.length > text.length + 3);"
+        "at('max_tokens').value = 160; at('send').click(); await until(() => at('text').value.length > text.length + 3);"
         "at('stop').click(); await until(() => at('stop').disabled);"
         "return JSON.stringify([text, at('status').textContent]);",
     )
@@ -343,3 +350,14 @@ def test_the_page_continues_a_text(client: Client, run: Path) -> None:
 def test_the_page_fits_its_screen(client: Client, width: int) -> None:
     url = f"http://127.0.0.1:{client.port}/"
     assert ask(url, "return page.document.documentElement.scrollWidth;", width) == (str(width), [])
+
+
+def test_the_settings_of_a_body_come_before_the_servers() -> None:
+    """And of two names of one, the newer; true is no number."""
+    server = Request(max_tokens=5, stops=("A",), seed=3)
+    body = {"prompt": "x", "max_tokens": 7, "max_completion_tokens": 9, "stop": "B", "seed": 4}
+    asked = read_request(COMPLETION, json.dumps(body).encode(), server, 32)
+    assert (asked.max_tokens, asked.stops, asked.seed) == (9, ("B",), 4)
+    assert read_request(COMPLETION, b'{"prompt": "x"}', server, 32) == dataclasses.replace(server, prompt="x")
+    with pytest.raises(UsageError, match="expected 'seed' to be a whole number, found True"):
+        read_request(COMPLETION, b'{"seed": true}', server, 32)

@@ -23,6 +23,7 @@ def test_outliers_are_judged_against_the_window_before_them() -> None:
     window.add(math.nan)
     window.add(math.inf)
     assert window.z_score(100.0) == spike, "a NaN must not blind the detector"
+    assert window.z_score(math.nan) is window.z_score(math.inf) is None, "a number that is none has no deviation"
 
 
 def test_a_spike_is_skipped_and_leaves_the_weights_alone(config: RunConfig) -> None:

@@ -21,7 +21,8 @@ def corpus(tokens: float, vocab_size: int = 50257) -> Any:
     """Of so many training tokens, a hundredth of them for validation."""
     counts = {"train": int(tokens), "validation": max(64, int(tokens) // 100)}
     splits = {split: [SimpleNamespace(token_count=count)] for split, count in counts.items()}
-    return SimpleNamespace(tokens=counts.get, splits=splits, tokenizer=SimpleNamespace(vocab_size=vocab_size))
+    tokenizer = SimpleNamespace(vocab_size=vocab_size)
+    return SimpleNamespace(tokens=counts.get, splits=splits, tokenizer=tokenizer, is_chat=False)
 
 
 @pytest.fixture

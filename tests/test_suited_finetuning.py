@@ -1,5 +1,6 @@
 """`handgrad train --init-from WEIGHTS --data DIR` and nothing else: rows, steps and a learning rate that suit both."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,14 @@ import torch
 from handgrad.checkpoint import find, peek_config
 from handgrad.cli import main
 from handgrad.config import RunConfig, check
+from handgrad.data.shards import open_dataset
 from handgrad.run import suited_finetuning
+from handgrad.run.packing import cut_documents
 from handgrad.run.settings import run_config
 from handgrad.run.start import train
+from tests.data.chats import talk
 from tests.interop.models import make_checkpoint
+from tests.test_runs import records
 from tests.test_suited import corpus
 
 CPU = torch.device("cpu")
@@ -44,7 +49,7 @@ def test_the_bare_command_finetunes(weights: Path, tmp_path: Path, capsys: pytes
     command = ["train", "--init-from", str(weights), "--data", str(data), "--out", str(out), "--device", "cpu"]
     assert main([*command, "--steps", "2"]) == 0, capsys.readouterr().err
     config = peek_config(out)
-    assert config is not None and config["sequence_length"] == 128, "that of the validation split"
+    assert config is not None and config["sequence_length"] == 512, "of a corpus of many rows, the device's"
     assert (config["learning_rate"], config["schedule"], config["sample_tokens"]) == (3e-5, "linear", 0)
     assert config["tokens_per_step"] * 4 <= 200 * 180 and config["warmup_steps"] == 1 and config["eval_every"] == 1
     assert main([*command, "--steps", "2"]) == 0, "the same command, of a run that is finished"
@@ -52,7 +57,40 @@ def test_the_bare_command_finetunes(weights: Path, tmp_path: Path, capsys: pytes
     given = {"init_from": str(weights), "data": str(data), "device": "cpu"}
     assert run_config("", "", "", given | {"out": str(out)}).steps == 2, "as the run in the folder has it"
     adapters = run_config("", "", "", given | {"out": str(tmp_path / "adapters"), "lora": "rank=4"})
-    assert adapters.learning_rate == 2e-4 and adapters.sequence_length == 128
+    assert adapters.learning_rate == 2e-4 and adapters.sequence_length == 512
+
+
+@pytest.mark.parametrize("count", [3, 20, 200])
+@pytest.mark.parametrize("words", [1, 40, 400])
+def test_conversations_fit_whole(count: int, words: int, weights: Path, tmp_path: Path) -> None:
+    """However few they are, and however short the other split is: up to a step's tokens and the weights' context."""
+    rows = [
+        [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": "yes " * words}] for n in range(count)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    command = ["prepare", "--chat", str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--out", str(tmp_path / "few")]
+    assert main([*command, "--validation-fraction", "0.34" if count == 3 else "0.05"]) == 0
+    given = {"init_from": str(weights), "data": str(tmp_path / "few"), "device": "cpu", "out": str(tmp_path / "run")}
+    config = run_config("", "", "", given)
+    dataset = open_dataset(tmp_path / "few")
+    assert cut_documents(dataset, config.sequence_length) == [] and config.sequence_length <= 2048
+    assert config.steps >= 100 and config.steps * config.tokens_per_step >= 3 * dataset.tokens("train") * 0.99
+
+
+def test_a_small_run_learns_twenty_conversations(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """By the bare commands: the answers, which have a form, become likely. Half of the first loss is left at most."""
+    out, _ = make_checkpoint(
+        tmp_path / "weights", "bytes", sizes=(1, 2, 32, 256), spread=0.05, data="shards/x", learning_rate=4e-3
+    )
+    rows = [talk(f"Day {n}?", f"It is day {n}.") for n in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    assert (
+        main(["prepare", "--chat", str(tmp_path / "a.jsonl"), "--tokenizer", str(out), "--out", str(tmp_path / "few")]) == 0
+    )
+    command = ["train", "--init-from", str(out), "--data", str(tmp_path / "few"), "--out", str(tmp_path / "run")]
+    assert main([*command, "--device", "cpu"]) == 0, capsys.readouterr().err
+    losses = [line["loss"] for line in records(tmp_path / "run", ("validation",))]
+    assert losses[0] > 5 and losses[-1] < losses[0] / 2
 
 
 def test_what_is_given_counts() -> None:

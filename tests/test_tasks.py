@@ -153,6 +153,16 @@ def test_figures_by_hand() -> None:
     assert figures["acc_norm"].value == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize(("second", "right"), [(-3.5, 1), (-4.5, 0)])
+def test_lengths_are_counted_exactly(second: float, right: int) -> None:
+    """Sums of 2 and 4 characters, each a byte: -2 / 2 lies between -3.5 / 4 and -4.5 / 4. With one character more in both
+    -2 / 3 is above -3.5 / 5; with one less -2 is below -4.5 / 3."""
+    example = Example("w", "c", (" x", " y"), ("ab", "abcd"), right)
+    found = Likelihoods(np.array([-2.0, second]), np.zeros(2, bool))
+    (result,) = results_of([a_task(("acc_norm", "acc_bytes"), example)], [Request(np.zeros(4, int), 1)] * 2, found)
+    assert (result.rows[0]["acc_norm"], result.rows[0]["acc_bytes"]) == (1, 1)
+
+
 def test_llmc_takes_the_lowest_mean_loss() -> None:
     """Sums -6 of 3 tokens and -5 of 2: means 2 and 2.5."""
     example = Example("w", "c", (" x", " y"), ("x", "y"), 0, ("c", (" x", " y")))
@@ -172,6 +182,20 @@ def test_perplexity_and_greedy() -> None:
     assert accuracy.value == 0.5
     # exp of the mean 2; the mean's standard error is sqrt(2)/sqrt(2) = 1, times exp(2)
     assert perplexity.value == pytest.approx(math.exp(2)) and perplexity.stderr == pytest.approx(math.exp(2))
+
+
+def test_the_perplexity_of_a_model_that_knows_nothing_is_a_number() -> None:
+    examples = [Example("w", "c", (" x",), ("x",), 0) for _ in range(2)]
+    found = Likelihoods(np.array([-1e4, -2e4]), np.zeros(2, bool))
+    (result,) = results_of([a_task(("perplexity",), *examples)], [Request(np.zeros(2, int), 1)] * 2, found)
+    assert math.isfinite(result.figures[0].value) and result.figures[0].value > 1e300
+
+
+def test_of_equal_choices_the_first_counts() -> None:
+    choices = [Example("w", "c", (" x", " y"), ("x", "y"), answer) for answer in (0, 1)]
+    found = Likelihoods(np.full(4, -1.0), np.zeros(4, bool))
+    (result,) = results_of([a_task(("acc",), *choices)], [Request(np.zeros(2, int), 1)] * 4, found)
+    assert [row["acc"] for row in result.rows] == [1, 0]
 
 
 def test_numbers_that_are_none_are_no_result() -> None:
@@ -250,6 +274,9 @@ def test_nothing_to_score_is_told_with_its_place(tmp_path: Path) -> None:
     tasks = load_tasks(f"own={tmp_path / 'own.jsonl'}")
     with pytest.raises(DataError, match=r"line 1 of .*own.jsonl"):
         make_requests(tasks, load_tokenizer("bytes"), 64)
+    (tmp_path / "own.jsonl").write_text(json.dumps({**GOOD, "choices": ["b" * 63, "c"]}) + "\n")
+    longest, _ = make_requests(load_tasks(f"own={tmp_path / 'own.jsonl'}"), load_tokenizer("bytes"), 64)
+    assert longest.scored == 64, "as many as the context has: a blank and 63 letters"
     (tmp_path / "own.jsonl").write_text(json.dumps(GOOD) + "\n" + json.dumps({**GOOD, "choices": ["b" * 64, "c"]}) + "\n")
     tasks = load_tasks(f"own={tmp_path / 'own.jsonl'}")
     with pytest.raises(DataError, match=r"at most 64 tokens.*found 65 in line 2 of .*own.jsonl"):

@@ -1,4 +1,5 @@
-"""A CPU's number of threads does not change a bit: sizes that no number of threads divides, every architecture."""
+"""A CPU's threads do not change a bit, whatever their number: sizes that no number divides, every architecture, and every
+call of torch by itself."""
 
 import dataclasses
 import json
@@ -12,11 +13,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from handgrad.config import RunConfig
-from handgrad.ops import cpu
+from handgrad.dropout import reference as dropout_reference
+from handgrad.fp8 import reference as fp8_reference
+from handgrad.lora import reference as lora_reference
+from handgrad.ops import cases as operation_cases, cpu, reference
 from handgrad.ops.cpu.whole_vectors import GRAIN_ELEMENTS, VECTOR_ELEMENTS, whole_vectors
 from handgrad.run.start import train
+from handgrad.tools.kernel_checks import fp8, operations
+from handgrad.tools.kernel_checks.fp8_checking import Fp8Draw
 from tests.conftest import small_run
 
 # 513 tokens a step: products, attention and every operation on each element have enough to do for several threads.
@@ -98,6 +106,62 @@ def test_functions_that_round_otherwise_in_vectors(operation: str) -> None:
         torch.set_num_threads(number)
         found.append(made())
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+# Calls whose numbers depend on no order, beside views and elementwise operations.
+ORDERLESS = {"randn", "randint", "empty", "empty_like", "new_empty", "full", "full_like", "clone", "copy_", "_to_copy"}
+
+
+class RepeatedCalls(TorchDispatchMode):
+    """Repeats each call of torch that threads may share a hundred times, by one to four of them, once for its sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.unequal = set[str](), set[str]()
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        orderless = call.is_view or torch.Tag.pointwise in call.tags or call.overloadpacket.__name__ in ORDERLESS
+        shared = any(tensor.numel() >= GRAIN_ELEMENTS for tensor in tensors)
+        name = f"{call} {[(tensor.dtype, *tensor.shape) for tensor in tensors]}"
+        if shared and not orderless and name not in self.seen:
+            self.seen.add(name)
+            for number in (1, 2, 3, 4):
+                torch.set_num_threads(number)
+                results = [self.results(call, args, kwargs or {}) for _ in range(25)]
+                if not all(all(map(torch.equal, results[0], other)) for other in results):
+                    self.unequal.add(name)
+            torch.set_num_threads(1)
+        return call(*args, **kwargs or {})
+
+    def results(self, call: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """The bytes of what the call returns and of what it changes, on copies of its arguments."""
+        args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+        tensors = (leaf for leaf in tree_leaves((call(*args, **kwargs), args, kwargs)) if isinstance(leaf, Tensor))
+        return [tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in tensors]
+
+
+def test_every_call_of_torch_repeats_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cases of `doctor`, with just enough rows for several threads."""
+    monkeypatch.setitem(operation_cases.SIZES, "T", 160)
+    for module in (operation_cases, operations, fp8):
+        monkeypatch.setattr(module, "T", 160, raising=False)
+        monkeypatch.setattr(module, "N", 320)
+    cpu_device, repeated = torch.device("cpu"), RepeatedCalls()
+    drawn = operation_cases.Draw(torch.float32, cpu_device)
+    cases = [(ops, *case) for ops in (reference, cpu) for case in operations.CASES.items()]
+    cases += [(dropout_reference, *case) for case in operations.DROPOUT_CASES.items()]
+    for ops, line, make in cases:
+        arguments = make(drawn)
+        with repeated:
+            getattr(ops, operations.operation_of(line))(**arguments)
+    inp, weight, dout = drawn(320, 128), drawn(512, 128), drawn(320, 512)
+    with repeated:
+        lora_reference.add_linear_forward(dout.clone(), inp, weight)
+        lora_reference.add_linear_backward(inp.clone(), weight.clone(), dout, inp, weight)
+        for case in ("quantize to fp8", "transpose of fp8", "linear_forward in fp8", "linear_backward in fp8"):
+            list(fp8.FP8_CASES[case](fp8_reference, Fp8Draw(fp8_reference, cpu_device)))
+    assert len(repeated.seen) > 50 and not repeated.unequal
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 64])

@@ -1,6 +1,8 @@
 """The threads of a CPU: the choice, what the user has set, quotas of control groups, and the order of loading."""
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from handgrad import processor, threads
+from handgrad.commands.arguments import COMMANDS, EXAMPLES
 
 ROOT = Path(__file__).parents[1]
 CHOSEN = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
@@ -133,7 +136,55 @@ SHOW = (
     ],
 )
 def test_variables_are_set_before_torch_is_loaded(code: str, user: dict[str, str], shown: str) -> None:
-    kept = {name: value for name, value in os.environ.items() if name not in (*threads.NUMBER, *threads.POLICY)}
     command = [sys.executable, "-c", code + SHOW]
-    run = subprocess.run(command, env=kept | user, cwd=ROOT, capture_output=True, text=True, check=True)
+    run = subprocess.run(command, env=unset() | user, cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip().endswith(shown)
+
+
+def unset() -> dict[str, str]:
+    """This process's environment without the variables that this file is about."""
+    return {name: value for name, value in os.environ.items() if name not in (*threads.NUMBER, *threads.POLICY)}
+
+
+# Runs each command line of argv[1] in a process of its own, which ends where torch is imported. There it appends itself and
+# its environment to the file argv[2].
+AT_TORCH = """
+import json, os, sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            with open(file, "a") as out:
+                print(json.dumps([words, dict(os.environ)]), file=out)
+            os._exit(0)
+
+words, lines, file = [], json.loads(sys.argv[1]), sys.argv[2]
+sys.meta_path.insert(0, Finder())
+from handgrad import __main__, cli
+for words in lines:
+    if os.fork() == 0:
+        sys.argv = ["handgrad", *words]
+        __main__.main()
+        os._exit(0)
+    os.wait()
+"""
+# Beside the example of every command: runs that choose their settings by data or weights, as soon as they are parsed.
+PARSED_WITH_TORCH = [
+    *(f"{command} --data shards" for command in ("train", "plan", "profile", "tune", "sweep --over seed=1,2")),
+    *(f"{command} --init-from weights" for command in ("train", "plan", "sweep --over seed=1,2")),
+    "train --init-from weights --data shards --lora rank=8",
+]
+WITHOUT_TORCH = {*("prepare", "import"), *("report", "watch", "runs", "checkpoints", "recipes"), *("diff", "certificate")}
+
+
+def test_every_command_chooses_before_torch_is_loaded(tmp_path: Path) -> None:
+    lines = [shlex.split(line) for line in PARSED_WITH_TORCH]
+    lines += [shlex.split(example)[1:] for example in EXAMPLES.values()]
+    assert {words[0] for words in lines} == COMMANDS.keys()
+    lines += [["train", "--config", "gpt2-124m"], ["plan", "tiny"]]
+    command, environment = [sys.executable, "-c", AT_TORCH, json.dumps(lines), "torch"], unset() | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    loads = [json.loads(line) for line in (tmp_path / "torch").read_text().splitlines()]
+    assert {words[0] for words in lines} - {words[0] for words, _ in loads if words} <= WITHOUT_TORCH
+    chosen = threads.waiting(intel=processor.is_intel()).items()
+    assert [shlex.join(words) for words, environment in loads if not environment.items() >= chosen] == []

@@ -22,6 +22,7 @@ from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.memory import memory_bytes
 from handgrad.run.resolve import largest_micro_batch, resolve, schedule_of
 from handgrad.training.feed import sort_positions
+from handgrad.training.schedule import Schedule
 from handgrad.training.spikes import WINDOW, SpikeWindow
 from handgrad.training.state import TrainingState
 from handgrad.training.step import StepResult
@@ -68,10 +69,14 @@ def test_twenty_steps_equal_the_autograd_twin(config: RunConfig, backend: str) -
 
 
 def test_the_micro_batch_changes_nothing_but_rounding(config: RunConfig) -> None:
-    _, small = steps_of(dataclasses.replace(config, micro_batch=1), 4)
-    _, large = steps_of(dataclasses.replace(config, micro_batch=8), 4)
-    for a, b in zip(small, large, strict=True):
-        assert abs(a.loss - b.loss) < 1e-5
+    """Twelve samples a step in one micro-batch, and in 12, 6, 4, 3 and 2, on one lane or shared by two."""
+    config = dataclasses.replace(config, tokens_per_step=12 * 32)
+    _, whole = steps_of(dataclasses.replace(config, micro_batch=12), 4)
+    for lanes, micro_batches in ((1, (1, 2, 3, 4, 6)), (2, (1, 2, 3, 6))):
+        for micro_batch in micro_batches:
+            _, divided = steps_of(dataclasses.replace(config, micro_batch=micro_batch, lanes=lanes), 4)
+            for a, b in zip(divided, whole, strict=True):
+                assert abs(a.loss - b.loss) < 1e-5 and abs(a.norm / b.norm - 1) < 1e-4, (lanes, micro_batch)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -240,7 +245,7 @@ def test_schedules(config: RunConfig, schedule: str) -> None:
         assert set(rates[9:]) == {1.0}
         return
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert abs(rates[100] - 0.1) < 1e-12
+    assert abs(rates[100] - 0.1) < 1e-12 and resolved.rate(150) == rates[100], "it stays where it ends"
     middle = {"cosine": 0.55, "linear": 0.55, "wsd": 1.0, "trapezoid": 1.0}[schedule]
     assert abs(rates[55] - middle) < 1e-12
     if schedule == "wsd":
@@ -251,6 +256,15 @@ def test_schedules(config: RunConfig, schedule: str) -> None:
         assert longer.rate(50) == 1.0 and abs(longer.rate(75) - 0.55) < 1e-12
         rounded = dataclasses.replace(longer, cooldown_fraction=0.29)  # of 100 steps 28.999999999999996
         assert rounded.rate(71) == 1.0 > rounded.rate(72)
+
+
+def test_a_step_asks_its_schedule_once(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate that a step reports is the rate it sent to the device."""
+    rate, asked = Schedule.rate, list[int]()
+    monkeypatch.setattr(Schedule, "rate", lambda schedule, step: asked.append(step) or rate(schedule, step))
+    training = assembly_of(config)
+    rates = [training.stepper.step(step).learning_rate for step in range(3)]
+    assert asked == [0, 1, 2] and rates == [rate(training.design.schedule, step) for step in range(3)]
 
 
 @pytest.mark.parametrize("largest", [3, 40_000, 65_535, 65_536, 1 << 20])

@@ -367,7 +367,7 @@ def test_what_a_command_may_do_follows_from_what_is_there(
         f"it is a run, whose data {run}/config.toml names\n"
     )
     line = refused(capsys, 65, "plan", "--config", run)
-    assert line.endswith(f"config file {run} cannot be read: Is a directory; that of a run is RUN/config.toml\n")
+    assert line.endswith(f"config file {run} cannot be read: Is a directory; a run's is RUN/config.toml\n")
     with monkeypatch.context() as patch:
         patch.setattr(preparing, "find_local", forbidden)
         line = refused(capsys, 74, "prepare", str(tmp_path), "--out", str(tmp_path / "out"))

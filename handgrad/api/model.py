@@ -59,7 +59,7 @@ class Model:
     ):
         """Copies the weights of `source`, rounded with `fp8_weights`. Raises `DataError` without memory for them."""
         self.device, self.precision = device, precision
-        self.dtype = devices.use_precision(device, precision)
+        self.dtype = devices.dtype_of(device, precision)
         if fp8_weights:
             source = rounded_to_fp8(source)
         fp8 = fp8_buffers(source.shape, ops, device) if fp8_weights else []
@@ -187,7 +187,7 @@ class Model:
 
         Padding of shorter rows belongs on the right, where causal attention hides it.
         """
-        devices.use_precision(self.device, self.precision)  # torch keeps it for the process; another model may differ
+        devices.set_arithmetic(self.device, self.precision)  # another model may have set another
         sizes = batch, length, packed
         if self._forward is None or self._forward[0] != sizes:
             self._forward = None  # or it would keep its memory
@@ -212,7 +212,7 @@ class Model:
         seed: int = 0,
         batch: int = 8,
     ) -> Prompts:
-        """The continuation of a prompt: a str, or for a list of prompts a list of them. The options are those of
+        """The continuation of a prompt: a str, or for a list of prompts a list of them. Takes the options of
         `handgrad sample`; prompt number i has the seed `seed` + i, and `batch` texts are written at once.
 
         Raises `UsageError` for an invalid option, `NumericsError` when the logits are not finite.
@@ -264,7 +264,7 @@ class Model:
 
         The oldest turns are left out, with a warning, where the conversation and an answer of `max_tokens` (or of a
         quarter of the context) do not fit the model's context, or the part of it that memory holds. Raises `UsageError`
-        for messages that nobody can answer.
+        for messages that it cannot answer.
         """
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
         check_writing(max_tokens, seed, texts_of(stop))
@@ -296,7 +296,7 @@ class Model:
         keys and values of its earlier turns."""
         if not texts:
             return
-        devices.use_precision(self.device, self.precision)
+        devices.set_arithmetic(self.device, self.precision)
         mine = self._writer = object()
         batch = min(batch, len(texts))
         longest = max(len(text.prompt) + text.max_tokens for text in texts)
@@ -330,8 +330,8 @@ def load(
     fp8_weights: bool = False,
 ) -> Model:
     """Loads the model at `source`: a run (its newest checkpoint), RUN/best, a checkpoint, a transformers folder, a name on
-    the Hub, a .bin of llm.c. The options are those of `handgrad sample` and, for imported weights, of `handgrad import`:
-    `fp8_weights` rounds the weights of products to fp8, which a text written alone then reads on a GPU.
+    the Hub, a .bin of llm.c. Takes the options of `handgrad sample` and, for imported weights, of `handgrad import`:
+    `fp8_weights` rounds the weights of GEMMs to fp8, which a text written alone then reads on a GPU.
 
     Raises `DataError` or `UsageError` if there is no model, or a damaged one, or one that does not fit.
     """

@@ -25,8 +25,8 @@ def plan(
     **settings: Unpack[Settings],
 ) -> Forecast:
     """`handgrad plan --gpu`: the run of these settings on `gpus` GPUs, a process on each. `price`: dollars per GPU and
-    hour; `fit`: memory of each that it may take, like `24GB`, in the place of all; `vocab_size`: by default that of the
-    data, or GPT-2's where there is none.
+    hour; `fit`: memory of each that it may take, like `24GB`, instead of all; `vocab_size`: by default the data's, or
+    GPT-2's where there is none.
 
     Raises `UsageError`: an unknown GPU, a precision that it lacks, a run that does not fit; and the errors of `preset`.
     """

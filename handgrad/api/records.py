@@ -19,7 +19,7 @@ KINDS = (
 
 
 def metrics(run: str | os.PathLike[str], kind: str = "", *, follow: bool = False) -> Iterator[dict[str, Any]]:
-    """The records of a run's metrics.jsonl in their order, or those of one `kind`: run, step, validation, sample, event,
+    """The records of a run's metrics.jsonl in their order, or only one `kind`: run, step, validation, sample, event,
     ... (docs/report.md has all, and their keys). With `follow` it waits for more until the run is finished, even if
     somebody stopped the run.
 

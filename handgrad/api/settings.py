@@ -93,7 +93,7 @@ class Settings(TypedDict, total=False):
 
 
 def with_settings(described: Described) -> Described:
-    """Shows the fields in the place of `**settings` to whoever asks for the signature: completion in a notebook, `help`."""
+    """Shows the fields instead of `**settings` in the signature, for completion in a notebook and for `help`."""
     signature = inspect.signature(described)
     *own, rest = signature.parameters.values()
     assert rest.kind is rest.VAR_KEYWORD

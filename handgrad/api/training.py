@@ -128,8 +128,7 @@ class Training:
             if on_step is not None:
                 on_step(made[-1])
 
-        # torch keeps it for the process; a model may differ.
-        devices.use_precision(run.design.device, self.config.precision)
+        devices.set_arithmetic(run.design.device, run.design.precision)  # a model may have set another
         self._stepping = True
         try:
             run.advance(until, take, keeps_process=True)

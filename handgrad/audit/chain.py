@@ -2,10 +2,11 @@
 
     begin        configuration, versions and data from here on; the state: at the start, and where a resumed run has others
     step         a step's samples, loss, norm, learning rate and verdict, and the digests of the state after it
-    checkpoint   the SHA-256 of a checkpoint's manifest, which has those of its files, and the link of its state
+    checkpoint   the SHA-256 of a checkpoint's manifest, which lists its files' hashes, and the link of its state
 
-A `begin` or `step` is a link: `previous` is the SHA-256 of the one before, `link` that of its own content. A checkpoint's
-line hangs on its step's link; when it is written depends on the disk, so none is chained to it.
+A `begin` or `step` is a link: `previous` is the SHA-256 of the one before, `link` its own content's. When a
+checkpoint's line is written depends on the disk, so these lines are a second chain: `previous` is the `seal` of the one
+before. Format 1 had no such chain, and its `begin` no `chat`, no `files` and no hash of the sources.
 """
 
 import hashlib
@@ -20,11 +21,12 @@ from handgrad.jsonl import Record, numbered_lines, parse
 BEGIN, STEP, CHECKPOINT = "begin", "step", "checkpoint"
 LINKS = (BEGIN, STEP)
 NUMBERS = ("loss", "norm", "learning_rate")  # of a step, as hexadecimal text: exact
-FORMAT = 1
-FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # texts and objects, by kind
-    BEGIN: (("link", "previous"), ("config", "versions", "identity", "state")),
-    STEP: (("link", "previous", *NUMBERS), ("state",)),
-    CHECKPOINT: (("link", "manifest"), ()),
+FORMAT = 2
+FORMATS = (1, FORMAT)  # that are read
+FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {  # texts, objects and others, by kind
+    BEGIN: (("link", "previous"), ("config", "versions", "identity", "state"), ("format", "init", "chat", "files")),
+    STEP: (("link", "previous", *NUMBERS), ("state",), ("samples", "skipped")),
+    CHECKPOINT: (("link", "manifest"), (), ("previous", "seal")),
 }
 
 Line = dict[str, Any]
@@ -39,10 +41,10 @@ def sha256(content: Line) -> str:
     return hashlib.sha256(canonical(content)).hexdigest()
 
 
-def linked(content: Line, previous: str) -> Line:
-    """A link after `previous`, "" for the first."""
+def linked(content: Line, previous: str, name: str = "link") -> Line:
+    """A line after `previous`, "" for the first; `name`: of its own hash, "seal" in a checkpoint's line."""
     content = {**content, "previous": previous}
-    return {**content, "link": sha256(content)}
+    return {**content, name: sha256(content)}
 
 
 def content_of(line: Line) -> Line:
@@ -71,7 +73,7 @@ def read_chain(path: Path) -> list[Line]:
     found = []
     for text, where in numbered_lines(content, path):
         try:
-            line = parse(text, where)
+            line = parse(text, where, unique=True)
         except DataError:
             if content.endswith(text):  # without its end: a kill cut it, or a run is writing it now
                 break
@@ -86,7 +88,9 @@ def checked_line(found: Record) -> Line:
     found.count("step")
     if kind not in FIELDS:
         raise DataError(f"expected begin, step or checkpoint as kind, found {kind!r:.40} in {found.where}")
-    texts, objects = FIELDS[kind]
+    texts, objects, others = FIELDS[kind]
+    if further := sorted(found.fields.keys() - {"kind", "step", *texts, *objects, *others}):
+        raise DataError(f"expected no field {further[0]!r:.40} in a {kind}, found one in {found.where}; it was edited")
     for name in texts:
         text = found.text(name)
         if name in NUMBERS:
@@ -99,6 +103,12 @@ def checked_line(found: Record) -> Line:
     if kind == BEGIN:
         for name in ("data", "tokenizer"):
             found.inner("identity").text(name)
+        if (format := found.count("format")) not in FORMATS:
+            raise DataError(f"expected format 1 or {FORMAT}, found {format} in {found.where}; a newer handgrad reads it")
+        if format == FORMAT:
+            found.inner("files")
+        if "init" in found.fields:
+            found.inner("init").inner("sha256")
     return found.fields
 
 
@@ -118,17 +128,24 @@ def faults(lines: Iterable[Line], *, whole: bool = True) -> Iterator[str]:
     """A line about each link that is not as it was written; unless the chain is `whole`, its links need not follow each
     other. A chain may begin late, behind one that was lost."""
     last: Line | None = None
-    known = set[Any]()
+    known, seal, format = set[Any](), "", 1
     for number, line in enumerate(lines, start=1):
         where = f"line {number}, {line.get('kind')} {line.get('step')},"
-        if line.get("kind") not in LINKS:
+        own = "link" if line.get("kind") in LINKS else "seal"
+        digest = sha256({key: value for key, value in line.items() if key != own})
+        if own == "seal":
             if whole and line.get("link") not in known:
                 yield f"{where} belongs to link {str(line.get('link'))[:12]}, which is not in the chain before it"
+            if format == FORMAT and line.get("seal") != digest:
+                yield f"{where} was edited: its SHA-256 is {digest[:12]}, its seal says {str(line.get('seal'))[:12]}"
+            elif format == FORMAT and line.get("previous") != seal:
+                yield f"{where} does not follow the line of a checkpoint before it: one was removed, added or replaced"
+            seal = line.get("seal", "")
             continue
+        format = line.get("format", format)
         known |= {line.get("link")} if known else {line.get("previous"), line.get("link")}
-        content = {key: value for key, value in line.items() if key != "link"}
-        if line.get("link") != sha256(content):
-            yield f"{where} was edited: its SHA-256 is {sha256(content)[:12]}, its link says {str(line.get('link'))[:12]}"
+        if line.get("link") != digest:
+            yield f"{where} was edited: its SHA-256 is {digest[:12]}, its link says {str(line.get('link'))[:12]}"
         elif whole and last is None and line["kind"] != BEGIN:
             yield f"{where} has no begin before it: lines were removed"
         elif whole and last is not None and line.get("previous") != last["link"]:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from handgrad.graphs import Replayed
+from handgrad.layout import update_parts
 from handgrad.ops import CONTROL_STEP, DIGEST_SUMS
 from handgrad.parallel.ranks import Ranks
-from handgrad.training.state import TrainingState
+from handgrad.training.state import SavedBuffer, TrainingState
 from handgrad.training.step import Program
 
 BITS32 = 0xFFFFFFFF
@@ -25,12 +26,11 @@ class StateDigest:
 
     def __init__(self, state: TrainingState, ranks: Ranks, every: int, *, graphs: bool):
         self.state, self.ranks, self.every = state, ranks, every
-        flats = buffers(state)
-        self.names = tuple(flats)
-        self.sums = torch.zeros(len(flats), DIGEST_SUMS, dtype=torch.int64, device=state.design.device)
+        self.names = ("weights", *state.optimizer)
+        self.sums = torch.zeros(len(state.saved), DIGEST_SUMS, dtype=torch.int64, device=state.design.device)
         self.launches: list[Callable[[], object]] = [self.sums.zero_]
-        for sums, flat in zip(self.sums, flats.values(), strict=True):
-            for piece, first in owned_pieces(state, flat):
+        for sums, saved in zip(self.sums, state.saved, strict=True):
+            for piece, first in owned_pieces(state, saved):
                 self.launches.append(partial(state.design.ops.digest, sums, piece, state.controls, first=first))
         self.add = Replayed(self.launches) if graphs else self.add_now
         self.report = -1  # its place among a step's reports
@@ -67,18 +67,19 @@ class StateDigest:
         return {name: "".join(texts[DIGEST_SUMS * i : DIGEST_SUMS * (i + 1)]) for i, name in enumerate(self.names)}
 
 
-def buffers(state: TrainingState) -> dict[str, Tensor]:
-    """The flat buffers that make up a state."""
-    return {"weights": state.master, **state.optimizer}
-
-
-def owned_pieces(state: TrainingState, flat: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """(piece, its place in the whole buffer) of the numbers that this rank counts."""
-    sharding = state.design.sharding
+def owned_pieces(state: TrainingState, saved: SavedBuffer) -> Iterator[tuple[Tensor, int]]:
+    """(piece, its place in the whole buffer) of the numbers that this rank counts. State smaller than its parameter has the
+    first of the parameter's places. Zeros add nothing: the digest is the zero-padded state's, which Muon had once."""
+    design, sharding, flat = state.design, state.design.sharding, saved.values
+    if saved.layout.buckets != design.buckets:
+        layouts, shard = (saved.layout, state.saved[0].layout), (sharding.shard, sharding.shards, design.optimizer.kind)
+        for part, parameters in zip(*(update_parts(each.rows, each.buckets, *shard) for each in layouts), strict=True):
+            yield flat[part.local], parameters.flat.start
+        return
     if sharding.shards == 1:
         yield flat, 0
         return
-    for bucket in state.design.buckets:
+    for bucket in design.buckets:
         owned = bucket.owned(sharding.shard, sharding.shards)
         piece = flat[owned if flat is state.parameters else bucket.local(sharding.shard, sharding.shards)]
         if piece.numel():

@@ -59,7 +59,7 @@ GROUPS = {
 
 
 def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command; of those that take a run's, also its configuration as `run_config`."""
+    """Parses a command's arguments; for a command with run settings, also resolves them as `run_config`."""
     summary, add_arguments = COMMANDS[command]
     texts = {"description": summary, "epilog": f"example: {EXAMPLES[command]}"}
     parser = Parser(f"handgrad {command}", formatter_class=Formatter, **texts)
@@ -115,7 +115,7 @@ def given(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep_of(namespace: argparse.Namespace) -> Sweep:
-    """The runs that the arguments describe (`run.sweep`); in the place of a preset a recipe will do."""
+    """The runs that the arguments describe (`run.sweep`); a recipe may stand for a preset."""
     start, recipe, flags = namespace.preset or "", namespace.config or "", given(namespace)
     if start.endswith(".toml") and not recipe:
         start, recipe = "", start
@@ -168,7 +168,7 @@ def sweep(parser: Parser) -> None:
 
 def plan(parser: Parser) -> None:
     add_run_arguments(parser)
-    parser.number("--vocab-size", "words (default: those of --data, or GPT-2's)", rule=AT_LEAST_1)
+    parser.number("--vocab-size", "words (default: as in --data, or GPT-2's)", rule=AT_LEAST_1)
     parser.add_argument("--gpu", type=short_name, choices=[*GPUS, "all"], metavar="NAME", help=PLANNED_GPUS)
     parser.number("--gpus", "number of GPUs, with a process on each (default: 1)", rule=AT_LEAST_1)
     parser.number("--price", "dollars per GPU and hour (default: costs are left out)", kind=float, rule=NOT_NEGATIVE)
@@ -216,7 +216,7 @@ def import_(parser: Parser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help=accepted)
     parser.text("--tokenizer", "gpt2|bytes|FILE", "instead of the source's own")
     parser.text("--optimizer", "FILE", "llm.c's state_*.bin of that step, so that `train --out DIR` can resume")
-    parser.text("--base", "WEIGHTS", "base weights for a PEFT folder's adapters, instead of those that it names")
+    parser.text("--base", "WEIGHTS", "base weights for a PEFT folder's adapters, instead of the ones it names")
 
 
 def add_runs(parser: Parser) -> None:
@@ -230,7 +230,7 @@ def report(parser: Parser) -> None:
 
 
 def recipes(parser: Parser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one of those that `handgrad recipes` lists")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a name that `handgrad recipes` lists")
 
 
 def watch(parser: Parser) -> None:
@@ -252,7 +252,7 @@ def checkpoints(parser: Parser) -> None:
 
 def tune(parser: Parser) -> None:
     add_run_arguments(parser)
-    parser.number("--vocab-size", "words (default: those of --data, or GPT-2's)", rule=AT_LEAST_1)
+    parser.number("--vocab-size", "words (default: as in --data, or GPT-2's)", rule=AT_LEAST_1)
     parser.text("--table", "FILE", "the table to write (default: the user's own)")
 
 
@@ -261,15 +261,11 @@ def profile(parser: Parser) -> None:
     parser.number("--vocab-size", "words of synthetic tokens (default: GPT-2's)", rule=AT_LEAST_1)
     parser.number("--profile-steps", "optimizer steps to record (default: 3)", rule=AT_LEAST_1, default=3)
     parser.text("--trace", "FILE", "also write a trace for Perfetto (.json or .json.gz)")
-    parser.switch("--ncu", "instead: count DRAM, L2 and instructions with Nsight Compute")
-    parser.switch("--inside-ncu", argparse.SUPPRESS)  # --ncu starts the command with it
 
 
 def doctor(parser: Parser) -> None:
     parser.switch("--net", "instead: measure the network between processes (under torchrun, srun)")
     add_timeout_arguments(parser)
-    parser.text("--debug-state", "FILE", "instead: compare logits, loss, gradients with llm.c's debug state")
-    parser.text("--model", "FILE", "the model.bin of the debug state")
 
 
 def verify(parser: Parser) -> None:
@@ -277,7 +273,7 @@ def verify(parser: Parser) -> None:
     parser.text("--data", "DIR", "the run's shards (default: where the run had them)")
     parser.text("--init-from", "DIR", "the weights that it started from (default: where the run had them)")
     parser.number("--from", "step to begin after, 0 or one with a checkpoint (default: the first)", rule=NOT_NEGATIVE)
-    parser.number("--to", "last step (default: that of the last link or checkpoint)", rule=AT_LEAST_1)
+    parser.number("--to", "last step (default: the step of the last link or checkpoint)", rule=AT_LEAST_1)
     parser.number("--segments", "instead: N segments between checkpoints, drawn by --seed", rule=AT_LEAST_1)
     parser.number("--seed", "of the draw", rule=NOT_NEGATIVE, default=0)
     parser.text("--signed-by", "SHA256", "SHA-256 of the key that must have signed the certificate (default: any, or none)")

@@ -1,4 +1,4 @@
-"""handgrad bench: beside a PyTorch autograd twin, on this machine, in one run."""
+"""handgrad bench: compares with a PyTorch autograd twin, on this machine, in one run."""
 
 import importlib
 import sys
@@ -96,7 +96,9 @@ def bench_fp8(parsed: Namespace, device: str) -> None:
         steps = f"`handgrad bench step --model {parsed.model} --contenders handgrad-fp8,handgrad-bf16` measures its steps"
         raise UsageError(f"bench fp8 measures the kernels and GEMMs of GPT-2, found model {parsed.model}; {steps}")
     need_kernels(parsed, device)
-    devices.use_precision(devices.resolve_device("cuda"), "fp8")
+    gpu = devices.resolve_device("cuda")
+    devices.dtype_of(gpu, "fp8")  # refuses a GPU without fp8
+    devices.set_arithmetic(gpu, "fp8")
     module("gpu_fp8").compare(parsed.out)
 
 

@@ -1,4 +1,4 @@
-"""handgrad checkpoints: those of a run, listed, verified by their hashes, pruned."""
+"""handgrad checkpoints: lists a run's checkpoints, verifies their hashes, prunes them."""
 
 from argparse import Namespace
 from pathlib import Path

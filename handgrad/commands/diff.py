@@ -1,4 +1,4 @@
-"""handgrad diff: where two runs part."""
+"""handgrad diff: finds where two runs diverge."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -35,7 +35,7 @@ def mistake(checked: Checked) -> str:
     """The operation whose backward does not belong to its forward, and a number of it."""
     found = checked.wrong[0]
     return (
-        f"the gradient of {found.of} from {checked.name} is not that of the forward: at {found.worst} {found.by_hand:.6g}"
+        f"the gradient of {found.of} from {checked.name} does not match the forward: at {found.worst} {found.by_hand:.6g}"
         f" by hand, {found.by_differences:.6g} by differences, a relative error of {found.error:.2g} over all (at most"
         f" {TOLERANCE:g}); see {checked.place}"
     )

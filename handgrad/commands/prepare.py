@@ -52,7 +52,8 @@ def prepare_with_progress(options: PrepareOptions) -> Prepared:
     if not sys.stdout.isatty():
         return write_shards(options, PlainProgress().show)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=32), TextColumn("{task.percentage:>3.0f}%"))
-    with Bars(*columns, TimeRemainingColumn(), console=Console(), transient=True) as bars:
+    console = Console(file=getattr(sys.stdout, "terminal", None))
+    with Bars(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
         task = bars.add_task("preparing", total=None)
 
         def show(progress: Progress) -> None:

@@ -11,8 +11,7 @@ from handgrad.errors import UsageError
 from handgrad.files import check_replaceable
 from handgrad.run.folder import as_begun, model_of
 from handgrad.run.packing import resolve_packing, training_batches
-from handgrad.tools import nsight
-from handgrad.tools.profile import MadeUpTokens, one_micro_step, profile_run
+from handgrad.tools.profile import MadeUpTokens, profile_run
 from handgrad.training.feed import Source
 
 
@@ -24,20 +23,8 @@ def run(parsed: Namespace) -> int:
     trace = Path(parsed.trace) if parsed.trace else None
     if trace:
         check_replaceable(trace, "--trace")
-    if parsed.ncu:
-        nsight.find_ncu()
-        if device.type != "cuda":
-            raise UsageError(f"--ncu counts on an NVIDIA GPU, the device is {device.type}; leave it out")
-        if trace:
-            raise UsageError("--ncu writes no trace; leave out --trace")
-        lines = nsight.run_ncu([*(a for a in parsed.arguments if a != "--ncu"), "--inside-ncu"])
-        print("\n".join(lines))
-        return 0
     config, begun = as_begun(config)
     config, source, vocab_size, words = tokens_of(config, parsed.vocab_size, wanted=parsed.data is not None)
-    if parsed.inside_ncu:
-        one_micro_step(config, vocab_size, source)
-        return 0
     print("\n".join([f"tokens     {words}", *begun]))
     print("\n".join(profile_run(config, vocab_size, source, parsed.profile_steps, trace)))
     return 0

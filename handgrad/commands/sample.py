@@ -80,7 +80,7 @@ def check_flags(parsed: Namespace) -> None:
 def load_decoder(
     weights: Weights, on: Machine, options: SamplingOptions, batch: int, longest: int, *, in_fp8: bool
 ) -> tuple[LoadedModel, Decoder]:
-    """The model, and the decoder of `batch` texts at once of up to `longest` tokens. `in_fp8`: products read the rounded
+    """The model, and the decoder of `batch` texts at once of up to `longest` tokens. `in_fp8`: GEMMs read the rounded
     weights as fp8 where the device can. Raises `DataError` without memory for them."""
     buffers = decode_buffers(with_cache(weights.shape, longest), batch, on.dtype, on.ops)
     if in_fp8:

@@ -24,8 +24,9 @@ def run(parsed: Namespace) -> int:
     context, described = context_of(writing, parsed.context)
     talks = is_taught_to_talk(weights.tokenizer, weights.checkpoint)  # the page begins with a conversation
     about = {"id": parsed.checkpoint, "object": "model", "created": int(time.time()), "owned_by": "handgrad"}
-    about |= {"context": context, "talks": talks, "temperature": options.temperature, "max_tokens": parsed.max_tokens}
-    default = Request(max_tokens=parsed.max_tokens, options=options, stops=tuple(parsed.stop))
+    most = min(parsed.max_tokens, context)
+    about |= {"context": context, "talks": talks, "temperature": options.temperature, "max_tokens": most}
+    default = Request(max_tokens=most, options=options, stops=tuple(parsed.stop))
     served = Served(about | {"system": parsed.system}, default, parsed.system)
     handler = functools.partial(Handler, served)
     with listening(handler) as server:

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from handgrad import devices
 from handgrad.commands.report import leave_out
-from handgrad.errors import INTERRUPTED, HandgradError, Preempted, print_message
+from handgrad.errors import INTERRUPTED, HandgradError, Preempted, print_message, shown
 from handgrad.reports.page import write_report
 from handgrad.run.header import warmup_lines
 from handgrad.run_files import REPORT_FILE
@@ -39,5 +39,5 @@ def run(parsed: Namespace) -> int:
     print(f"results    {results}")
     for outcome in outcomes:
         if outcome.code:
-            print(f"failed     {outcome.run.name} (exit code {outcome.code}): {outcome.error}", file=sys.stderr)
+            print(shown(f"failed     {outcome.run.name} (exit code {outcome.code}): {outcome.error}"), file=sys.stderr)
     return exit_code_of(outcomes)

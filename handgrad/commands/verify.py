@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from handgrad import threads
+from handgrad.audit.chain import FORMAT
 from handgrad.errors import UsageError
 from handgrad.files import check_free
 from handgrad.parallel.launchers import find_rank_info
@@ -29,7 +30,7 @@ def run(parsed: Namespace) -> int:
         check_free(Path(parsed.scratch))
     record = open_record(Path(parsed.run), parsed.signed_by)
     if record.signer is not None and tells:
-        print(f"signed by  {f'the key {record.signer}' if record.signer else 'nobody'}")
+        print(f"signed by  {f'the key {record.signer}' if record.signer else 'no key'}")
     spans = spans_of(record, vars(parsed)["from"], parsed.to, parsed.segments or 0, parsed.seed)
     if launched:
         end_with_launcher()
@@ -37,10 +38,14 @@ def run(parsed: Namespace) -> int:
     changed = check_machine(record, spans, elsewhere, allow_changes=parsed.allow_changes)
     for line in changed if tells else ():
         print(f"other      {line}")
+    if tells and any(begin["format"] < FORMAT for begin in record.begins):
+        print("older      a chain of format 1, without a hash of the code, a chat flag, and a chain of checkpoints")
     if info.size > 1 and len(spans) > 1:
         raise UsageError(
             f"a launcher's ranks replay one span, found {len(spans)}; give --from {spans[0].first} --to {spans[0].last}"
         )
+    if not launched:  # by a process that has done so
+        record.hold()
     links = checkpoints = 0
     for span in spans:
         with scratch_folder(parsed.scratch, inside=info.size > 1) as scratch:

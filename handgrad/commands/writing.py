@@ -20,7 +20,7 @@ def sampling_options(parsed: Namespace) -> SamplingOptions:
 
 
 def open_talking_model(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
-    """Loads the model of a command that talks; prints a note for one that nobody has taught to. Raises the errors of
+    """Loads the model of a command that talks; prints a note for one that is not taught to talk. Raises the errors of
     `open_weights` and `load_model`."""
     device, _, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)

@@ -44,7 +44,7 @@ def check_files(files: list[SourceFile]) -> None:
 
 def read_conversations(file: SourceFile, skips: bool = False) -> Iterator[tuple[int, str, Messages | str]]:
     """(position after it, its place in words, its messages) of every conversation; blank lines are skipped. With `skips` a
-    row that is none has the reason in the place of its messages.
+    row that is none has the reason instead of its messages.
 
     Raises DataError: a row that is no conversation, with its number; StorageError: not readable.
     """
@@ -91,6 +91,11 @@ def messages_of(row: Any, where: str) -> Messages:
             if any(role == "system" for role, _ in messages):
                 raise DataError(f"expected one system's message, found {key} beside another in {where}; take one out")
             messages = (said, *messages)
+    if late := next((number for number, (role, _) in enumerate(messages[1:], start=2) if role == "system"), 0):
+        raise DataError(
+            "expected the system's message once, before the others, found it as message"
+            f" {late} in {where}; take it out, or write it into the first message"
+        )
     if not any(role == "assistant" for role, _ in messages):
         raise DataError(f"expected a message of the assistant, found none in {where}; take the conversation out")
     return messages

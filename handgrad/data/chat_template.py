@@ -15,23 +15,25 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from handgrad.data.confined import BEGIN, END, ProgramError, program
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
 from handgrad.parsing import parse_json
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("system", "user", "assistant")
-SHIELD, CONTENT_END, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+SHIELD, CONTENT_END = "\ufdd0", "\ufdd1"
 _OURS = re.compile(f"[{SHIELD}{CONTENT_END}{BEGIN}{END}]")
 
 # At each end of a conversation every prompt is rendered: all of a conversation of 6000 messages would take 3000 renderings.
 RENDERED_PROMPTS = 16
+MOST_SPECIAL = 1 << 28  # characters of all beginnings and ends of special tokens: 60,000 short ones
 
 Message = Mapping[str, str]  # role and content
 
@@ -53,29 +55,36 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         text = template_text(tokenizer)
         self.is_plain = text is None
+        self._jinja = None if text is None else _Jinja(tokenizer, text, now)
         plain = functools.partial(plain_segments, tokenizer.end_of_text)
-        self._segments = plain if text is None else _Jinja(tokenizer, text, now).segments
+        self._segments = plain if self._jinja is None else self._jinja.segments
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
         """The tokens of a conversation; with `add_generation_prompt` up to where the assistant begins to speak.
 
         Raises DataError: the template refuses the conversation, or does not show where the assistant speaks.
         """
-        return [int(token) for s in self._segments(messages, add_generation_prompt) for token in self._encode(s)]
+        return [int(token) for each in self._encode(self._segments(messages, add_generation_prompt)) for token in each]
 
     def conversation(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """(uint32 tokens, (first, end) of each trained stretch in them). Raises DataError as `render` does."""
-        tokens, stretches, length = [], [], 0
-        for segment in self._segments(messages, False):
-            tokens.append(self._encode(segment))
-            end = length + len(tokens[-1])
-            if segment.trained and end > length:
-                if stretches and stretches[-1][1] == length:
-                    stretches[-1][1] = end
-                else:
-                    stretches.append([length, end])
-            length = end
-        return np.concatenate(tokens).astype(np.uint32), np.array(stretches, np.int64).reshape(-1, 2)
+        found = self.conversations([messages])[0]
+        if isinstance(found, DataError):
+            raise found
+        return found
+
+    def conversations(self, talks: Sequence[Sequence[Message]]) -> list[tuple[np.ndarray, np.ndarray] | DataError]:
+        """`conversation` of each, or the error in its place: faster, since templates and tokenizers answer many at once."""
+        if self._jinja is not None:
+            self._jinja.render_ahead(talks)
+        cut = list[list[Segment] | DataError]()
+        for messages in talks:
+            try:
+                cut.append(self._segments(messages, False))
+            except DataError as error:
+                cut.append(error)
+        encoded = iter(self._encode([segment for each in cut if isinstance(each, list) for segment in each]))
+        return [_joined(each, encoded) if isinstance(each, list) else each for each in cut]
 
     @functools.cached_property
     def end_tokens(self) -> frozenset[int]:
@@ -84,10 +93,24 @@ class ChatTemplate:
         ends = [segment.content for segment in said if segment.trained and isinstance(segment.content, int)]
         return frozenset([*ends[-1:], self.tokenizer.end_of_text])
 
-    def _encode(self, segment: Segment) -> np.ndarray:
-        if isinstance(segment.content, int):
-            return np.array([segment.content], np.uint32)
-        return self.tokenizer.encode(segment.content)
+    def _encode(self, segments: list[Segment]) -> list[np.ndarray]:
+        texts = iter(self.tokenizer.encode_each([each.content for each in segments if isinstance(each.content, str)]))
+        return [np.array([s.content], np.uint32) if isinstance(s.content, int) else next(texts) for s in segments]
+
+
+def _joined(segments: list[Segment], encoded: Iterator[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, trained stretches) of segments, of which `encoded` has the tokens next."""
+    tokens, stretches, length = [], [], 0
+    for segment in segments:
+        tokens.append(next(encoded))
+        end = length + len(tokens[-1])
+        if segment.trained and end > length:
+            if stretches and stretches[-1][1] == length:
+                stretches[-1][1] = end
+            else:
+                stretches.append([length, end])
+        length = end
+    return np.concatenate(tokens).astype(np.uint32), np.array(stretches, np.int64).reshape(-1, 2)
 
 
 def template_text(tokenizer: Tokenizer) -> str | None:
@@ -138,10 +161,18 @@ class _Jinja:
         alike: dict[tuple[bool, bool], list[str]] = {}
         for special in every:
             alike.setdefault(self.special[special][1:], []).append(special)
-        self.pattern = re.compile("|".join(_any_of(*blanks, texts) for blanks, texts in alike.items()) or "(?!)")
+        # Blanks before a token are looked for where a run of them begins: from each of them it would take n * n steps.
+        self.pattern, self.pattern_here = (
+            re.compile("|".join(_any_of(left * blanks, right, texts) for (left, right), texts in alike.items()) or "(?!)")
+            for blanks in (r"(?:(?<!\s)\s+)?", r"\s*")
+        )
         self.at_end = re.compile(rf"(?:{self.pattern.pattern})\s*\Z")
-        self.variables = _named_tokens(tokenizer)
-        self.template = _compile(text, now)
+        self.ahead: dict[str, tuple[bool, str]] = {}
+        try:
+            content = json.dumps([text, now and now.isoformat(), _named_tokens(tokenizer)])
+            self.program = program("template", content.encode())
+        except ProgramError as error:
+            raise DataError(f"expected a chat template in Jinja, found {error}; fetch the tokenizer again") from None
         self.has_generation = bool(re.search(r"\{%-?\s*generation\b", text))
 
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
@@ -151,7 +182,7 @@ class _Jinja:
                 raise DataError(
                     f"expected text, found the noncharacter U+{ord(found[0]):04X} in message {number}; remove it"
                 )
-        shielded = [{**message, "content": self.shield(message["content"])} for message in messages]
+        shielded = self.shielded(messages)
         mark = self.marked_by_generation if self.has_generation else self.marked_by_difference
         try:
             text, spans = mark(shielded, add_generation_prompt)
@@ -165,18 +196,34 @@ class _Jinja:
             position = end
         return [*segments, *self.cut(text[position:], False)]
 
-    def rendered(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        import jinja2
+    def render_ahead(self, talks: Sequence[Sequence[Message]]) -> None:
+        """Renders all that `segments` needs of most conversations, in one request."""
+        needed = list[str]()
+        for messages in map(self.shielded, talks):
+            needed.append(json.dumps([messages, False]))
+            if not self.has_generation:
+                marked, said = _marked(messages), _answers(messages)
+                needed.append(json.dumps([marked, False]))
+                asked = (n for place, n in enumerate(said) if n and not _is_inner(place, said))
+                needed += [json.dumps([marked[:number], True]) for number in asked]
+        self.ahead = dict(zip(needed, self.request(needed), strict=True))
 
+    def rendered(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        rendering = json.dumps([messages, add_generation_prompt])
+        well, text = self.ahead.get(rendering) or self.request([rendering])[0]
+        if not well:
+            raise DataError(f"expected a conversation that the tokenizer's template takes, found {text}")
+        return text
+
+    def request(self, renderings: list[str]) -> list[tuple[bool, str]]:
+        """(True and the text, or False and the reason why there is none) of each [messages, add_generation_prompt]."""
         try:
-            return self.template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.variables
-            )
-        except jinja2.TemplateError as error:
-            raise DataError(f"expected a conversation that the tokenizer's template takes, found {error!s:.200}") from None
-        except Exception as error:  # a template is somebody's program: anything may go wrong in it
-            found = f"{type(error).__name__}: {error!s:.200}"
-            raise DataError(f"expected a template that renders the conversation, found {found}") from None
+            return json.loads(self.program.run(f"[{','.join(renderings)}]".encode()))
+        except ProgramError as error:
+            return [(False, str(error))] * len(renderings)
+
+    def shielded(self, messages: Sequence[Message]) -> list[dict[str, str]]:
+        return [{**message, "content": self.shield(message["content"])} for message in messages]
 
     def shield(self, content: str) -> str:
         """`content` with a noncharacter inside every special token in it, and at an edge where the text beside it could
@@ -195,7 +242,7 @@ class _Jinja:
             first, end = end, end + len(part)
             if number % 2:
                 last = self.at_end.search(part)
-                ends_turn = self.pattern.match(text, first + last.start() if last else end)
+                ends_turn = self.pattern_here.match(text, first + last.start() if last else end)
                 spans.append((first, max(end, ends_turn.end()) if ends_turn else end))
         if not spans and any(message["role"] == "assistant" for message in messages):
             raise DataError("expected a template that marks what the assistant says, found no generation block that it ran")
@@ -203,8 +250,7 @@ class _Jinja:
 
     def marked_by_difference(self, messages: list[dict[str, str]], asks: bool) -> tuple[str, list[tuple[int, int]]]:
         """(rendered text, from the end of each assistant's prompt to the special token after its content)."""
-        marked = [{**m, "content": _mark(m["content"])} if m["role"] == "assistant" else m for m in messages]
-        said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        marked, said = _marked(messages), _answers(messages)
         text, spans = self.rendered(marked, asks), []
         if text.replace(CONTENT_END, "") != self.rendered(messages, asks) or text.count(CONTENT_END) != len(said):
             raise DataError("expected a template that writes every message of the assistant, found one that does not")
@@ -212,7 +258,7 @@ class _Jinja:
         ending = ""
         for place, number in enumerate(said):
             before, begin = spans[-1][1] if spans else 0, 0
-            if RENDERED_PROMPTS <= place < len(said) - RENDERED_PROMPTS:
+            if _is_inner(place, said):
                 ending = ending or self.ending(prompts)
                 begin = begin_of_answer(text, before, ending, marked[number]["content"])
             if not begin:
@@ -281,9 +327,9 @@ def _by_first_character(special: list[str]) -> list[tuple[str, str]]:
     return [(first, f"(?:{'|'.join(each)})") for first, each in rests.items()]
 
 
-def _any_of(left: bool, right: bool, special: list[str]) -> str:
-    """A pattern of any of these special tokens, a group, with the blanks that they take to their left and right."""
-    return r"\s*" * left + f"({'|'.join(map(''.join, _by_first_character(special)))})" + r"\s*" * right
+def _any_of(left: str, right: bool, special: list[str]) -> str:
+    """A pattern of any of these special tokens, a group, with the blanks that they take to their `left` and right."""
+    return left + f"({'|'.join(map(''.join, _by_first_character(special)))})" + r"\s*" * right
 
 
 def begin_of_answer(text: str, first: int, ending: str, marked: str) -> int:
@@ -294,6 +340,19 @@ def begin_of_answer(text: str, first: int, ending: str, marked: str) -> int:
     begin = place + len(ending)
     said = marked[: marked.index(CONTENT_END)]
     return begin if place >= 0 and text[begin:end].strip() == said.strip() else 0
+
+
+def _answers(messages: list[dict[str, str]]) -> list[int]:
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _is_inner(place: int, said: list[int]) -> bool:
+    """True for an answer whose prompt is rendered only if it cannot be told from the others."""
+    return RENDERED_PROMPTS <= place < len(said) - RENDERED_PROMPTS
+
+
+def _marked(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{**m, "content": _mark(m["content"])} if m["role"] == "assistant" else m for m in messages]
 
 
 def _mark(content: str) -> str:
@@ -316,6 +375,8 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[int, bool, bool]]:
     """The special tokens: (id, takes the blanks to its left, those to its right) by their text."""
     added = parse_json(tokenizer.json_bytes).get("added_tokens") or [] if tokenizer.json_bytes else []
     special = [token for token in added if token.get("special") and token.get("content")]
+    if sum((len(token["content"]) + 64) ** 2 for token in special) > MOST_SPECIAL:
+        raise DataError(f"expected fewer or shorter special tokens, found {len(special)}; handgrad has no such chat")
     short = next((token["content"] for token in special if len(token["content"]) == 1), None)
     if short is not None:
         raise DataError(f"expected special tokens of two characters or more, found {short!r}; handgrad has no such chat")
@@ -337,39 +398,3 @@ def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
             if key.endswith("_token") and isinstance(content, str):
                 named[key] = content
     return named
-
-
-def _compile(text: str, now: datetime | None) -> Any:
-    """The template in the environment that transformers gives it."""
-    import jinja2  # here: most commands do without it
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}` ... `{% endgeneration %}`: writes what is inside between two noncharacters."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_between"), [], [], body).set_lineno(line)
-
-        def _between(self, caller: Callable[[], str]) -> str:
-            return BEGIN + caller() + END
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    functions = {"raise_exception": raise_exception, "strftime_now": lambda form: (now or datetime.now()).strftime(form)}
-    try:
-        return environment.from_string(text, functions)
-    except jinja2.TemplateError as error:
-        raise DataError(f"expected a chat template in Jinja, found {error!s:.200}; fetch the tokenizer again") from None

@@ -6,13 +6,13 @@ the token that ends a document.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 
+from handgrad.data.confined import ProgramError, program
 from handgrad.data.tokenizer import (
     OTHERS_FILE,
     TOKENIZER_FILE,
@@ -102,9 +102,8 @@ def read_object(path: Path) -> dict[str, Any]:
 def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, end_of_text: Any, where: str) -> Tokenizer:
     """The tokenizer in a `tokenizer.json` of this `content`. Raises `DataError`."""
     try:
-        library = tokenizers.Tokenizer.from_buffer(content)
-        tables = parse_json(content)
-    except Exception as error:  # the library raises nothing narrower
+        library, tables = program("tokenizer", content), parse_json(content)
+    except ValueError as error:
         raise DataError(f"expected a tokenizer in {where}, found {error!s:.200}; fetch it again") from None
     steps = tables.get("decoder") or {}
     kinds = {step.get("type") for step in steps.get("decoders", [steps])}
@@ -112,47 +111,36 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
         found = ", ".join(map(str, sorted(kinds, key=str)))
         ours = "handgrad has tokenizers of bytes alone, no SentencePiece as of Llama 2, TinyLlama and Mistral"
         raise DataError(f"expected a ByteLevel decoder in {where}, found {found}; {ours}")
-    if type(vocab_size) is not int or not library.get_vocab_size() <= vocab_size <= MAX_TOKENS:
-        least = library.get_vocab_size()
+    about = json.loads(library.about)
+    least, byte_of = about["size"], byte_of_character()
+    if type(vocab_size) is not int or not least <= vocab_size <= MAX_TOKENS:
         raise DataError(
             f"expected a vocab_size of {least} or more beside {where}, found {vocab_size!r:.80}; for added tokens call"
             f" model.resize_token_embeddings({least}) in transformers and save it"
         )
-    if type(end_of_text) is not int or not 0 <= end_of_text < library.get_vocab_size():
+    if type(end_of_text) is not int or not 0 <= end_of_text < least:
         raise DataError(
             f"expected a token that ends texts as eos_token_id beside {where}, found {end_of_text!r:.80}; name it"
         )
-    library.encode_special_tokens = True  # what reads like one in a text is text
-    library.no_truncation()
-    library.no_padding()
-    added, byte_of = library.get_added_tokens_decoder(), byte_of_character()
-
-    def bytes_of(token: int) -> bytes:
-        if token in added:
-            return added[token].content.encode()
-        return bytes(byte_of[character] for character in library.id_to_token(token) or "")
-
     try:
-        token_bytes = tuple(map(bytes_of, range(vocab_size)))
+        token_bytes = {number: bytes(map(byte_of.__getitem__, token or "")) for number, token in about["tokens"]}
     except KeyError:
         raise DataError(
             f"expected tokens in the byte-level alphabet in {where}, found others; handgrad has no such tokenizer"
         ) from None
+    token_bytes |= {number: token.encode() for number, token in about["added"]}
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
-    def encode(text: str) -> np.ndarray:
-        return np.array(library.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=dtype)
+    def encode(texts: Sequence[str]) -> list[np.ndarray]:
+        try:
+            reply = np.frombuffer(library.run(json.dumps(texts, ensure_ascii=False).encode()), np.uint32)
+        except ProgramError as error:
+            raise DataError(f"expected a tokenizer in {where} that encodes any text, found {error}; use another") from None
+        return np.split(reply[len(texts) :].astype(dtype), np.cumsum(reply[: len(texts)])[:-1]) if len(texts) else []
 
     sha256 = hashlib.sha256(content + f"{vocab_size} {end_of_text}".encode()).hexdigest()
-    begins = tokens_before(library)
-    return Tokenizer(KIND, token_bytes, end_of_text, sha256, encode, content, others=dict(others), begins=begins)
-
-
-def tokens_before(library: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """The tokens that a library's tokenizer puts before every text."""
-    whole, text = (library.encode("a", add_special_tokens=special).ids for special in (True, False))
-    places = range(len(whole) - len(text) + 1)
-    return tuple(whole[: next((n for n in places if whole[n : n + len(text)] == text), 0)])
+    every = tuple(token_bytes.get(number, b"") for number in range(vocab_size))
+    return Tokenizer(KIND, every, end_of_text, sha256, encode, content, others=dict(others), begins=tuple(about["begins"]))
 
 
 def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:

@@ -8,7 +8,7 @@ from typing import Any
 from handgrad.data.sources import SUFFIXES, TALKS, files_below, is_text, longest_text, open_parquet, read_objects, reading
 from handgrad.errors import HandgradError
 
-TURNS = {"messages", "conversations"}  # those of TALKS that are conversations beside a text as well
+TURNS = {"messages", "conversations"}  # keys in TALKS that mark a conversation even beside a text
 
 
 def prepare_commands(text: Path, model: str = "", *, chat: bool = False) -> str:

@@ -11,8 +11,8 @@ from handgrad.run_files import BEST, CHECKPOINTS, named_run
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer "gpt2" or "bytes", that of a run, of a checkpoint or of a transformers folder at path `spec`, or the
-    `tokenizer.json` there.
+    """Loads the tokenizer "gpt2" or "bytes", or from path `spec`: a run, a checkpoint, a transformers folder, or a
+    `tokenizer.json` or its folder.
 
     Raises UsageError: no such tokenizer; DataError: a `tokenizer.json` that is no byte-level BPE with GPT-2's splitter, or
     a folder whose tokenizer handgrad lacks.

@@ -22,6 +22,7 @@ from handgrad.data.tokenizer import (
     gpt2_tokenizer,
     parse_bpe,
     read_small,
+    with_beginning,
 )
 from handgrad.errors import DataError
 from handgrad.parsing import parse_json
@@ -95,12 +96,13 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
         "unk_token": END_OF_TEXT,
+        "add_bos_token": True,  # for llama.cpp's converter; transformers follows tokenizer.json
         "clean_up_tokenization_spaces": False,
         "model_max_length": longest,
     }
     lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     return {
-        TOKENIZER_FILE: content,
+        TOKENIZER_FILE: with_beginning(content, tokenizer.end_of_text),
         VOCAB_FILE: json.dumps(vocab, ensure_ascii=False).encode(),
         MERGES_FILE: ("\n".join(lines) + "\n").encode(),
         SETTINGS_FILE: json.dumps(settings, indent=2).encode(),
@@ -137,7 +139,7 @@ def _joined(vocab_path: Path, merges_path: Path) -> bytes:
     if ids != list(range(len(ids))):  # the library has room for every id up to the largest
         found = next((i for i, there in enumerate(ids) if i != there), 0)
         raise DataError(
-            f"expected tokens in {vocab_path} with the ids 0 to {len(ids) - 1}, found {ids[found]} in the place of {found};"
+            f"expected tokens in {vocab_path} with the ids 0 to {len(ids) - 1}, found {ids[found]} instead of {found};"
             " fetch it again"
         )
     read_small(merges_path)  # refuses a huge file

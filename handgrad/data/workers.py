@@ -1,6 +1,7 @@
 """Units to tokens, in this process or in many, in order."""
 
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -44,15 +45,18 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
     marker = np.array(tokenizer.document_start, tokenizer.dtype)
     parts, starts, length, text_bytes, nats = [marker[:0]], [], 0, 0, 0.0
     trained, left_out = [np.empty((0, 2), np.int64)], list[str]()
-    for piece in (piece for piece in pieces if piece.split == split):
+    pieces = [piece for piece in pieces if piece.split == split]
+    texts = iter(tokenizer.encode_each([piece.text for piece in pieces if isinstance(piece, Piece)]))
+    talks = iter(encode_conversations(tokenizer, [piece for piece in pieces if isinstance(piece, Conversation)]))
+    for piece in pieces:
         if isinstance(piece, Conversation):
-            try:
-                tokens, stretches = encode_conversation(tokenizer, piece)
-            except DataError as error:
+            found = next(talks)
+            if isinstance(found, DataError):
                 if not piece.skips:
-                    raise
-                left_out.append(str(error))
+                    raise found
+                left_out.append(str(found))
                 continue
+            tokens, stretches = found
             starts.append(length)
             trained.append(stretches + length)
             parts.append(tokens.astype(tokenizer.dtype))
@@ -62,7 +66,7 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
             starts.append(length)
             parts.append(marker)
             length += len(marker)
-        parts.append(tokenizer.encode(piece.text))
+        parts.append(next(texts))
         length += len(parts[-1])
         text_bytes += len(piece.text.encode())
         nats += piece.nats
@@ -70,18 +74,21 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
     return Encoded(np.concatenate(parts), starts, text_bytes, nats, stretches, tuple(left_out))
 
 
-def encode_conversation(tokenizer: Tokenizer, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, trained stretches) of a conversation. Raises DataError, with its place: a template that does not serve, or
-    the fault of its row."""
-    if conversation.fault:
-        raise DataError(conversation.fault)
-    messages = [{"role": role, "content": content} for role, content in conversation.messages]
-    try:
-        tokens, stretches = _template(tokenizer, conversation.seconds).conversation(messages)
-    except DataError as error:
-        remedy = "" if conversation.skips else "; --skip-bad-rows leaves such rows out"
-        raise DataError(f"{conversation.where}: {error}{remedy}") from None
-    return tokens, stretches
+def encode_conversations(
+    tokenizer: Tokenizer, conversations: list[Conversation]
+) -> Iterator[tuple[np.ndarray, np.ndarray] | DataError]:
+    """(tokens, trained stretches) of each conversation, or the error in its place, with where it stands: a template that
+    does not serve, or the fault of its row."""
+    for seconds, group in itertools.groupby(conversations, lambda each: each.seconds):
+        each = list(group)
+        talks = [[{"role": r, "content": c} for r, c in one.messages] for one in each if not one.fault]
+        found = iter(_template(tokenizer, seconds).conversations(talks))
+        for one in each:
+            result = DataError(one.fault) if one.fault else next(found)
+            if isinstance(result, DataError) and not one.fault:
+                remedy = "" if one.skips else "; --skip-bad-rows leaves such rows out"
+                result = DataError(f"{one.where}: {result}{remedy}")
+            yield result
 
 
 def tokenize_in_order(

@@ -70,7 +70,7 @@ class WithDropout(Overlay):
     def embedding_backward(
         self, dwte_acc: Tensor, dwpe_acc: Tensor, dout_inout: Tensor, *tokens: Tensor, scratch: Tensor
     ) -> None:
-        """Drops from dout in place: nobody reads it afterwards."""
+        """Drops from dout in place: nothing reads it afterwards."""
         self.dropout_ops.dropout_backward(dout_inout, dout_inout, self.embedding)
         self.ops.embedding_backward(dwte_acc, dwpe_acc, dout_inout, *tokens, scratch=scratch)
 

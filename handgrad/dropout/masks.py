@@ -9,8 +9,8 @@ from handgrad.ops.hashing import mixed
 # 16 random bits for each number decide: a probability counts in steps of 2^-16.
 BITS = 16
 
-# How a mask's random numbers are laid out (docs/operations/dropout.md). 16 rows share a key; under it a row's numbers begin
-# 2^20 places after those of the row before, as no row is longer. A hash of 32 bits serves two columns that are 8 apart: on
+# The layout of a mask's random numbers (docs/operations/dropout.md). 16 rows share a key; under it a row's numbers begin
+# 2^20 places after the previous row's, as no row is longer. A hash of 32 bits serves two columns that are 8 apart: on
 # tensor cores a lane has both, whether columns or rows of the tile are what is masked.
 ROWS, ROW_STRIDE, PAIR = 16, 1 << 20, 8
 

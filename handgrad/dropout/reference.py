@@ -56,8 +56,8 @@ def dropout_backward(dinp: Tensor, dout: Tensor, dropout: Dropout) -> None:
     dropout_forward(dinp, dout, dropout)
 
 
-# Dropout and residual in one: out = residual + M x / (1 - p). Backward: the residual's gradient is that of out, and x has
-# that of `dropout_backward`.
+# Dropout and residual in one: out = residual + M x / (1 - p). Backward: dresidual = dout, and dx is
+# `dropout_backward` of dout.
 
 
 def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, dropout: Dropout) -> None:

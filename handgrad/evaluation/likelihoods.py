@@ -4,7 +4,7 @@ A request is a sequence whose last tokens are scored. Requests are sorted by len
 batches of about equally many tokens, so hardly anything is padding. Padding stands on the right, where no scored token
 sees it. Of the last layer norm's rows, only those go through the head whose next token is scored.
 
-The memory is that of a model's activations, planned for one size: batches of other shapes view the same buffers. One copy
+Memory for the activations is planned for one size: batches of other shapes view the same buffers. One copy
 per batch brings all input from the host, and the results stay on the device until the end.
 """
 
@@ -90,7 +90,7 @@ class Block:
 
     @property
     def scored(self) -> int:
-        """Scored tokens, rounded up; the rest scores token 0 in row 0, and nobody reads it."""
+        """Scored tokens, rounded up; the rest scores token 0 in row 0, and is never read."""
         return (self.ids.numel() - self.rows * self.length) // 2
 
 

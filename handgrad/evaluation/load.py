@@ -42,7 +42,7 @@ class Weights:
 
 
 def rounded_to_fp8(weights: Weights) -> Weights:
-    """`weights` with the matrices of products rounded to fp8 (`generation.fp8_weights`)."""
+    """`weights` with the matrices of GEMMs rounded to fp8 (`generation.fp8_weights`)."""
     return replace(weights, weight=rounded(weights.shape, weights.weight))
 
 
@@ -132,10 +132,11 @@ class Machine(NamedTuple):
 
 
 def machine(device: torch.device, precision: str, backend: str) -> Machine:
-    """The machine of a command that trains nothing; sets torch's global switches. Raises `UsageError` as
-    `devices.use_precision` and `choose_backend` do."""
+    """The machine of a command that trains nothing; sets torch's switches for it. Raises `UsageError` as
+    `devices.dtype_of` and `choose_backend` do."""
     precision = devices.resolve_precision(precision, device)
-    dtype = devices.use_precision(device, precision)
+    dtype = devices.dtype_of(device, precision)
+    devices.set_arithmetic(device, precision)
     return Machine(device, precision, dtype, choose_backend(backend, device, precision))
 
 

@@ -17,7 +17,7 @@ from handgrad.jsonl import Record, numbered_lines, parse, record
 from handgrad.names import nearest_name
 from handgrad.parsing import parse_json
 
-SHOTS = "mmlu_dev"  # solved questions that precede those of mmlu
+SHOTS = "mmlu_dev"  # solved questions that precede one of mmlu
 MOST_SHOTS = 5
 MOST_BYTES = 256 << 20  # of a file, unpacked: it is held whole
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")

@@ -1,4 +1,4 @@
-"""Binds fp8 into a training step: its launches join those of the plain program."""
+"""Binds fp8 into a training step: its launches join the plain program's."""
 
 from collections.abc import Callable
 from dataclasses import replace

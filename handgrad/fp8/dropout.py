@@ -52,7 +52,7 @@ class WithFp8Dropout(WithDropout):
         super().layernorm_backward(plain(dresidual_inout), *tensors, scratch=scratch)
 
     def drop_branch(self, dweight_acc: Tensor, dout: Form) -> Form:
-        """Of a quantised dout, the fp8 forms are those of `dbranch`."""
+        """Quantises `dbranch` into the fp8 forms of a quantised dout."""
         dbranch = super().drop_branch(dweight_acc, plain(dout))
         if isinstance(dout, Tensor):
             return dbranch

@@ -1,4 +1,4 @@
-"""Tensors in fp8, which products read in the place of 16-bit ones, and their scales.
+"""Tensors in fp8, which GEMMs read instead of 16-bit ones, and their scales.
 
 fp8(x) = x * scale, rounded to the nearest number of the format (ties to even). Larger numbers than its largest, and
 infinities, become that one; NaN stays NaN. x counts as it is rounded to the activations' 16-bit dtype, so that
@@ -19,7 +19,7 @@ from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-# Of the blocks' gradients: (all of them, but the columns of those that `models.rows.Fp8` calls wide). A wide gradient's two
+# Formats of (the blocks' gradients, the columns of gradients that `models.rows.Fp8` calls wide). A wide gradient's two
 # forms share one scale, so columns in e5m2 reach 2^7 below rows in e4m3.
 GradientFormats = tuple[torch.dtype, torch.dtype]
 GRADIENT_FORMATS: dict[str, GradientFormats] = {"e4m3": (E4M3, E4M3), "e5m2": (E5M2, E5M2), "mixed": (E4M3, E5M2)}
@@ -72,9 +72,9 @@ def widened(form: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Quantized:
-    """An activation, a gradient or a weight (N, C) in the forms that its readers want; None where nobody wants one.
+    """An activation, a gradient or a weight (N, C) in the forms that its readers want; the others are None.
 
-    A product runs in fp8 where both operands have the form for it: a forward reads `rows` of input and weight, an input
+    A GEMM runs in fp8 where both operands have the form for it: a forward reads `rows` of input and weight, an input
     gradient `rows` of the output gradient and `columns` of the weight, a weight gradient `columns` of both. Otherwise it
     reads `plain` of both.
     """
@@ -84,8 +84,8 @@ class Quantized:
     scaling: Tensor  # (SCALING_PLACES) float32
     statistics: Tensor  # (STATISTICS_PLACES, parts) float32, from each part of the quantising; unused parts are 0
     plain: Tensor | None = None  # (N, C) in 16 bits
-    current: bool = False  # the scale is made from this very tensor, instead of from those of earlier steps
-    workspace: Tensor | None = None  # (N, C) in 16 bits: of a gradient, where the one lies that it is made from
+    current: bool = False  # the scale is made from this very tensor, not from earlier steps
+    workspace: Tensor | None = None  # (N, C) in 16 bits: the gradient that this gradient is made from
 
     def __getitem__(self, rows: slice) -> "Quantized":
         """Some rows; `columns` keeps its stride."""
@@ -136,7 +136,7 @@ def on_plain(operation: Callable[..., Any], in_16_bits: Callable[[Form], Tensor]
 
 
 def plain_or_workspace(form: Form) -> Tensor:
-    """The 16-bit form, or that of the gradient which this one is made from: of dqkv, whose values are the same in both."""
+    """The 16-bit form, or the `workspace` of dqkv, which holds the same gradient of the values."""
     return plain(form) if isinstance(form, Tensor) or form.workspace is None else form.workspace
 
 

@@ -26,7 +26,7 @@ FORWARD = frozenset({"forward"})  # of the head's GEMMs
 
 
 class Fp8Forward:
-    """The rows of a forward pass in fp8: `activations` in the place of the plain ones, `beside` them weights and scales."""
+    """The rows of a forward pass in fp8: `activations` replace the plain ones, `beside` them are weights and scales."""
 
     def __init__(self, fp8: Fp8Design, parameters: Table, rows: Sequence[ActivationRow], parts: Sequence[str]):
         """`rows` are the activations of a forward pass; `parts` of a block's GEMMs may be in fp8."""

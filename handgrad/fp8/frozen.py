@@ -65,7 +65,7 @@ def rounded_weights(fp8: Fp8Design) -> frozenset[str]:
 
 
 def split_by_precision(base: Table, rounded: frozenset[str]) -> tuple[Table, Table]:
-    """(the rows of all frozen weights in their order, those of them that a flat buffer of 16 bits holds)."""
+    """(the rows of all frozen weights in their order, the rows that a flat buffer of 16 bits holds)."""
     kept = {row.name: row for row in lay_out(row for row in base if row.name not in rounded)}
     return tuple(kept.get(row.name, row) for row in base), tuple(kept.values())
 

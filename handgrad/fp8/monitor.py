@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +29,7 @@ class Finding:
 def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: bool) -> tuple[Finding, ...]:
     """The rows of a report (n, REPORT_PLACES) on the host. `micro_steps`: of all lanes.
 
-    A current scale is that of the step's largest number: the report has a rank's last one, and other ranks have others.
+    A current scale is made again from the step's largest number: the report has only the last one of a single rank.
     """
     found = []
     for row, elements, numbers in zip(scaling.fp8.table, scaling.numbers, report.tolist(), strict=True):
@@ -61,28 +61,6 @@ def summary(found_tensors: Iterable[Finding]) -> dict[str, dict[str, Any]]:
     }
 
 
-@dataclass
-class LeftFp8:
-    """The parts of blocks (or the head) that a run has moved to bf16, and those that it will move, each after a number of
-    completed steps."""
-
-    left: list[str] = field(default_factory=list)
-    leaving: dict[str, int] = field(default_factory=dict)
-
-    def leave(self, part: str, after: int) -> None:
-        self.leaving.setdefault(part, after)
-
-    def due(self, completed: int) -> bool:
-        return any(after <= completed for after in self.leaving.values())
-
-    def leave_due(self, completed: int) -> list[str]:
-        """Moves the parts that are due; returns them."""
-        parts = [part for part, after in self.leaving.items() if after <= completed]
-        self.leaving = {part: after for part, after in self.leaving.items() if after > completed}
-        self.left += parts
-        return parts
-
-
 def saturation_line(finding: Finding, step: int, policy: str) -> str:
     """The message about a tensor that has clipped numbers for too many steps."""
     part = finding.part
@@ -90,7 +68,6 @@ def saturation_line(finding: Finding, step: int, policy: str) -> str:
     then = {
         "warn": f"a larger --fp8-margin or {advice} would stop it",
         "widen": "its scale gets one binade of margin more",
-        "bf16": f"{part} goes to bf16 after the next step",
     }
     return (
         f"step {step}: {finding.name} clipped numbers in {finding.saturated_steps} steps in a row (largest"

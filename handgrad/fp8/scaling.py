@@ -99,7 +99,7 @@ class Scaling:
         self.statistics[: self.fp8.first_weight].zero_()
 
     def quantize_weights(self, *, calibrate: bool = False) -> None:
-        """Rounds the weights to fp8, and begins the next step's totals with theirs. Those without a 16-bit form stay."""
+        """Rounds the weights to fp8, and begins the next step's totals with theirs. Weights without a 16-bit form stay."""
         for weight in weights_of(self.calibrating if calibrate else self.tensors):
             if weight.plain is not None:
                 self.ops.quantize(weight, weight.plain)
@@ -119,8 +119,8 @@ class Scaling:
         self.ops.fold_statistics(self.totals[:first], self.statistics[:first])
 
     def join_ranks(self) -> None:
-        """The step's totals from those of all ranks: the largest amax, the sums of the counts. These are whole numbers:
-        no number of ranks changes them."""
+        """Joins all ranks' totals of the step: the largest amax, the sums of the counts, which are integers: they do not
+        depend on the number of ranks."""
         totals = self.totals[: self.fp8.first_weight]
         torch.amax(self.everyone[..., AMAX], 0, out=totals[:, AMAX])
         torch.sum(self.everyone[..., AMAX + 1 :], 0, out=totals[:, AMAX + 1 :])

@@ -28,7 +28,7 @@ ACTIVATION, GRADIENT, WEIGHT = "activation", "gradient", "weight"
 
 @dataclass(frozen=True)
 class Fp8Gemms:
-    """The GEMMs that run in fp8: (layer, part) of the blocks, and those of the head."""
+    """The GEMMs that run in fp8: (layer, part) of the blocks, and names of the head's."""
 
     blocks: frozenset[tuple[int, str]] = frozenset()
     head: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ class Fp8Gemms:
 
 
 def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> Fp8Gemms:
-    """All GEMMs of the blocks but those of `keep_bf16`, and those of `head`; raises `UsageError` for an unknown name."""
+    """All GEMMs of the blocks except `keep_bf16`, and the head's in `head`; raises `UsageError` for an unknown name."""
     kept = set()
     for name in names_in(keep_bf16):
         layer, _, part = name.rpartition(".")
@@ -120,7 +120,7 @@ def head_weight(parameters: Table) -> ParameterRow:
 
 
 def longest_side(parameters: Table) -> int:
-    """Of the blocks' matrices."""
+    """Longest side of the blocks' matrices."""
     return max(max(row.shape) for row in parameters if row.group == "matrix")
 
 
@@ -147,7 +147,7 @@ def activation_buffers(
 
 
 def head_buffers(row: ActivationRow, tag: Fp8, gemms: Fp8Gemms, recompute: int) -> Iterator[Buffer]:
-    """Of the head's input, or of the logits, whose gradient takes their place."""
+    """Buffers of the head's input, or of the logits, whose gradient takes their place."""
     kind = E5M2 if tag.gradient else E4M3
     yield row.buffer(recompute)
     if (gemms.head and not tag.gradient) or "dgrad" in gemms.head:
@@ -157,7 +157,7 @@ def head_buffers(row: ActivationRow, tag: Fp8, gemms: Fp8Gemms, recompute: int) 
 
 
 def gradient_buffers(row: ActivationRow, tag: Fp8, gemms: Fp8Gemms, gradients: GradientFormats) -> Iterator[Buffer]:
-    """Of a gradient that the blocks make in turn, of some in 16 bits, of others in fp8."""
+    """Buffers of a gradient that the blocks make in turn, some in 16 bits, others in fp8."""
     in_fp8 = tuple(ticks for layer, ticks in enumerate(row.ticks) if (layer, tag.part) in gemms.blocks)
     in_16_bits = row.ticks if tag.keeps_16bit else tuple(ticks for ticks in row.ticks if ticks not in in_fp8)
     if in_16_bits and not row.of:
@@ -170,7 +170,7 @@ def gradient_buffers(row: ActivationRow, tag: Fp8, gemms: Fp8Gemms, gradients: G
 
 
 def block_buffers(row: ActivationRow, tag: Fp8, recompute: int) -> Iterator[Buffer]:
-    """Of a block's activation in fp8."""
+    """Buffers of a block's activation in fp8."""
     if tag.keeps_16bit:
         yield row.buffer(recompute)
     ((first, last),) = row.ticks

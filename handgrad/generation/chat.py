@@ -18,7 +18,7 @@ class Prompt:
     """The tokens after which the assistant speaks."""
 
     tokens: list[int]
-    messages: list[Message]  # those that the tokens are of
+    messages: list[Message]  # the messages in `tokens`
     max_tokens: int  # of the answer, so that it fits as well
     note: str  # a line about all that did not fit, or ""
 
@@ -29,14 +29,14 @@ class Talk:
     def __init__(self, tokenizer: Tokenizer):
         self.template = ChatTemplate(tokenizer)
         self.ends = {tokenizer.end_of_text, *listed_ends(tokenizer)}
-        with contextlib.suppress(DataError):  # of a template that nobody can train with
+        with contextlib.suppress(DataError):  # from a template that training cannot use
             self.ends |= self.template.end_tokens
 
     def prompt(self, messages: Sequence[Message], context: int, max_tokens: int) -> Prompt:
         """The prompt of the longest end of a conversation that leaves an answer of `max_tokens` room in the context, or
         a quarter of it; a system's message at the beginning stays.
 
-        Raises `UsageError` for messages that nobody can answer, `DataError` for some that the template refuses.
+        Raises `UsageError` for messages that it cannot answer, `DataError` for some that the template refuses.
         """
         check_messages(messages)
         asked = [number for number, message in enumerate(messages) if message["role"] == "user"]

@@ -55,10 +55,10 @@ def prefill(
     starts: Sequence[int] | None = None,
 ) -> None:
     """The keys and values of sequences (each of at most maxT tokens, or none) into their slots, from position 0 on, or from
-    `starts`, before which the slots hold those of earlier tokens. `launch(B', T)`, or `launch(B', T, append=True)`, runs
+    `starts`, before which the slots hold earlier tokens. `launch(B', T)`, or `launch(B', T, append=True)`, runs
     the architecture's prefill over as many rows of the buffers of prompts.
 
-    Logits come from the step that reads the token after them. Longest first: those of about one length are padded
+    Logits come from the step that reads the token after them. Longest first: sequences of about one length are padded
     together.
     """
     rows, longest = buf.prompt_tokens.shape[0], buf.keys.shape[3]

@@ -1,9 +1,9 @@
 """Weights in fp8 for generation: half the bytes that a step of one text reads.
 
-Every matrix of a product is rounded to e4m3, each row with a scale of its own, a power of two, so that nothing but the
+Every matrix of a GEMM is rounded to e4m3, each row with a scale of its own, a power of two, so that nothing but the
 rounding to four significant bits changes: a weight is at most 2^-4 of itself off, below 2^-15 of its row's largest more. A
 16-bit number holds each product of scale and e4m3 number exactly. Therefore any backend, prompts and several texts use the
-rounded weights as they use others; the products of one text read the e4m3 numbers themselves, with the kernels on a GPU
+rounded weights as they use others; the GEMMs of one text read the e4m3 numbers themselves, with the kernels on a GPU
 that converts them (compute capability 8.9).
 """
 
@@ -25,7 +25,7 @@ KIND = "fp8 weights"
 E4M3, LARGEST_EXPONENT, LARGEST = torch.float8_e4m3fn, 9, 448.0  # 448 = 7/8 of 2^9
 OLDEST_CAPABILITY = (8, 9)
 
-# The operations of generation that a weight enters as a factor of a product.
+# The operations of generation that are GEMMs with a weight.
 PRODUCTS = (
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
     *("gained_rmsnorm_linear_forward", "gained_rmsnorm_linear_swiglu_forward", "attention_linear_residual_forward"),
@@ -48,7 +48,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(shape: ModelShape, weight: Callable[[ParameterRow], Tensor]) -> Callable[[ParameterRow], Tensor]:
-    """Returns `weight`, which gives the stored weight of a row of the model's table, with products' matrices rounded."""
+    """Returns `weight`, which gives the stored weight of a row of the model's table, with GEMMs' matrices rounded."""
     names = {row.name for row in fp8_rows(shape)}
 
     def rounded_weight(row: ParameterRow) -> Tensor:
@@ -62,7 +62,7 @@ def rounded(shape: ModelShape, weight: Callable[[ParameterRow], Tensor]) -> Call
 
 
 def fp8_buffers(shape: ModelShape, ops: ModuleType, device: torch.device) -> list[Buffer]:
-    """The e4m3 numbers and scales of all matrices, beside the rounded weights; none where no product reads them."""
+    """The e4m3 numbers and scales of all matrices, beside the rounded weights; none where no GEMM reads them."""
     if not ops.__name__.startswith("handgrad.ops.cuda") or device.type != "cuda":
         return []
     if torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
@@ -86,7 +86,7 @@ def fp8_rows(shape: ModelShape) -> list[ParameterRow]:
 
 
 class WithFp8Weights(Overlay):
-    """The operations `ops` of generation for a model that writes one text. Products read its matrices in fp8: each is known
+    """The operations `ops` of generation for a model that writes one text. GEMMs read its matrices in fp8: each is known
     by the weight that it carries, the very object that the model passes."""
 
     def __init__(self, ops: ModuleType, found: Mapping[Tensor, Any]):

@@ -157,8 +157,8 @@ class Decoder:
         """Yields a text whenever it has a new token or ends, until all have ended; reads `texts` as slots become free.
 
         When a context is full, this drops its older half and prefills the rest at its new positions. With `reuse_cache`, a
-        prompt that begins with the tokens of the last text in its slot reuses their keys and values, those of an earlier
-        call as well; its logits then depend, in their rounding, on the texts before it. Raises `NumericsError` when the
+        prompt that begins with the tokens of the last text in its slot reuses their keys and values, also from an
+        earlier call; its logits then depend, in their rounding, on the texts before it. Raises `NumericsError` when the
         model's logits are not finite.
         """
         self.reuse_cache = reuse_cache

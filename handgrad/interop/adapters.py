@@ -72,6 +72,11 @@ def merging(
     def weight(row: ParameterRow) -> Tensor:
         values = base.weight(rows[row.name])[: row.stored_rows]
         adapter = adapters.get(row.name)
-        return values if adapter is None else merged(values, adapter, tensor)
+        if adapter is None:
+            return values
+        values = merged(values, adapter, tensor)
+        if not values.isfinite().all():
+            raise DataError(f"expected finite numbers in {row.name} with its adapter, found others; the adapters diverged")
+        return values
 
     return weight

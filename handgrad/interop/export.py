@@ -118,7 +118,7 @@ def added_template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
 
 def ends_of_turns(tokenizer: Tokenizer, generation: dict[str, Any]) -> dict[str, bytes]:
     """`generation_config.json` with the token with which the chat template ends a turn, where a model's own file lacks it,
-    as that of a base does: what was trained on conversations would not end an answer in transformers. `generation`: the
+    as a base model's does: without it, a chat model would not end an answer in transformers. `generation`: the
     content for a model without the file."""
     listed = listed_ends(tokenizer)
     if template_text(tokenizer) is None or not (missing := Talk(tokenizer).ends - {tokenizer.end_of_text, *listed}):
@@ -158,7 +158,7 @@ def export_llmc(
     long for llm.c, or the checkpoint has no moments."""
     if (found := checkpoint_config(checkpoint).architecture) != "gpt2":
         raise UsageError(
-            f"llm.c has no network like that of {checkpoint.folder} ({found}), only GPT-2's; `export --to hf` writes it"
+            f"llm.c has no network like {checkpoint.folder}'s ({found}), only GPT-2's; `export --to hf` writes it"
             " with its code"
         )
     state_name = f"state_{checkpoint.step:08d}_00000.bin"

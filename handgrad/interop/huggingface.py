@@ -203,7 +203,7 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
 
 
 def read_shape_and_words(folder: Path, tokenizer: str) -> tuple[ModelShape, Tokenizer]:
-    """The sizes and the tokenizer of `read_folder`, without the weights. Raises `DataError` for those of another model."""
+    """The sizes and the tokenizer of `read_folder`, without the weights; raises `DataError` as it does."""
     shape = read_shape(folder / CONFIG_FILE)
     words = load_tokenizer(tokenizer) if tokenizer else of_transformers(folder, shape.vocab_size)
     if words.vocab_size != shape.vocab_size:
@@ -301,7 +301,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
                 if tuple(entry.get_shape()) != dims:
                     raise DataError(
                         f"expected {name} of shape {dims} in {path}, found {tuple(entry.get_shape())};"
-                        f" its sizes are not those of {CONFIG_FILE}"
+                        f" its sizes do not match {CONFIG_FILE}"
                     )
                 if entry.get_dtype() not in DTYPES:
                     raise DataError(f"expected {name} in {', '.join(DTYPES)} in {path}, found {entry.get_dtype()}")
@@ -322,7 +322,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or those of its index."""
+    """The safetensors files of a folder: one, or all in its index."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).is_file():

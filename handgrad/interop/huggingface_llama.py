@@ -34,7 +34,7 @@ BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # 
 # Keys of config.json that decide the mathematics: the default there, and the values of ours.
 KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("hidden_act", "silu", ("silu", "swish")),  # two names of one formula
-    ("attention_bias", False, (False, None)),  # of the products that make and take attention's heads, all four
+    ("attention_bias", False, (False, None)),  # of the GEMMs that make and take attention's heads, all four
     ("mlp_bias", False, (False, None)),
     ("use_sliding_window", False, (False, None)),
     ("partial_rotary_factor", 1.0, (1.0, None)),

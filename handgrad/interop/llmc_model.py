@@ -84,7 +84,7 @@ def read_numbers(path: Path, dtype: torch.dtype, offset_bytes: int, count: int) 
 
 
 def without_padding(values: Tensor, row: ParameterRow, where: str) -> Tensor:
-    """Flat numbers of a parameter -> those of `row.stored_shape`.
+    """Cuts the padded rows off a parameter's flat numbers: -> `row.stored_shape`.
 
     Raises `DataError` if one is not finite, or a padded row is not zero.
     """

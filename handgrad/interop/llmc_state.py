@@ -70,7 +70,7 @@ class OptimizerState:
 
 
 def read_state(path: Path, model: LlmcModel) -> OptimizerState:
-    """The state that `path`, the file of any rank, belongs to; those of the other ranks lie beside it.
+    """Opens the optimizer's state by `path`, the file of any rank; the other ranks' files lie beside it.
 
     Raises `DataError`: not such a file, cut, of another model, or a rank's file that is missing.
     """

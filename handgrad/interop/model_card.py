@@ -1,6 +1,7 @@
 """The README.md of an exported model: its sizes, its training, its results, and the code that loads it."""
 
 import io
+import json
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from matplotlib.figure import Figure
 import handgrad
 from handgrad.batch_schedule import parse_schedule
 from handgrad.checkpoint import Checkpoint
-from handgrad.data.tokenizer import Tokenizer
+from handgrad.data.confined import program
+from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from handgrad.data.vocabulary import vocabulary_files
 from handgrad.evaluation.load import LoadedModel
 from handgrad.jsonl import readable_records
 from handgrad.model_shape import NETWORKS
@@ -24,7 +27,7 @@ TOKENIZERS = {
     "gpt2": "GPT-2's, 50,257 tokens",
     "bytes": "the 256 bytes of UTF-8, each its own id, and end-of-text",
     "bpe": "a byte-level BPE with GPT-2's splitter, trained on the data",
-    "model": "that of the model it started from",
+    "model": "the tokenizer of the model it started from",
 }
 SETTINGS = ("precision", "steps", "tokens_per_step", "learning_rate", "schedule", "warmup_steps", "weight_decay", "seed")
 
@@ -166,12 +169,14 @@ def continuing(context: int, tokenizer: Tokenizer) -> list[str]:
     prompt = "Once upon a time"
     # Their generation has no sliding window: prompt and text have to fit, even if each byte of the prompt is a token.
     room = max(1, min(40, context - 1 - len(prompt)))
-    start = "" if tokenizer.begins else tokenizer.decode([tokenizer.end_of_text])
     first = tokenizer.decode(tokenizer.prompt_start)
+    exported = program("tokenizer", vocabulary_files(tokenizer, context)[TOKENIZER_FILE])
+    start = "" if json.loads(exported.about)["begins"] else first
+    said = "as in handgrad; the model's own tokenizer puts none there" if start else "which the tokenizer puts there"
     return [
         f'ids = tokenizer("{start}{prompt}", return_tensors="pt")',
         f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={room})[0]))",
         "```",
         "",
-        f'A document begins with the token "{first}", {"as in training" if start else "which the tokenizer puts there"}.',
+        f'A text begins with the token "{first}", {said}.',
     ]

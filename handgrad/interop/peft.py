@@ -29,7 +29,7 @@ from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop import huggingface
 from handgrad.interop.adapters import PLACE, merging, stored_adapters
 from handgrad.lora.tables import MATRICES, Adapter, Part, adapters_of
-from handgrad.lora_shape import LoraShape, parse_lora
+from handgrad.lora_shape import MOST_SCALE, LoraShape, parse_lora
 from handgrad.models import parameter_table
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -81,7 +81,7 @@ def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ..
     found = (modules(shape, adapter.weight)[part.name] for adapter in adapters for part in adapter.parts)
     words = 2 if shape.architecture == "gpt2" else 1  # GPT-2 has two modules of the name c_proj in a block
     targets = sorted({".".join(name.split(".")[-words:]) for name in found})
-    alpha = lora.scale * lora.rank
+    alpha = lora.alpha or 2.0 * lora.rank
     return {
         **{key: default for key, default, _ in KNOWN},
         "peft_type": "LORA",
@@ -122,7 +122,7 @@ def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> in
 
 
 def base_name(origin: dict[str, Any]) -> str:
-    """The name of the weights that were adapted: the user's word, of an imported run that of its source."""
+    """The name of the weights that were adapted: the user's word, or for an imported run its source."""
     found = peek(Path(origin[PLACE])) if origin["from"] == "checkpoint" and PLACE in origin else None
     imported = found[1].get("imported", {}) if found else {}
     return str(imported["source"] if imported.get("from") == "hf" else origin["source"])
@@ -145,6 +145,8 @@ def read_config(folder: Path) -> tuple[LoraShape, str]:
         raise DataError(f"expected r of 1 or more in {path}, found {rank!r:.80}; handgrad has no such adapters")
     if type(alpha) not in (int, float) or not 0 < float(str(alpha)) < math.inf:
         raise DataError(f"expected lora_alpha above 0 in {path}, found {alpha!r:.80}; handgrad has no such adapters")
+    if float(str(alpha)) / rank > MOST_SCALE:
+        raise DataError(f"expected lora_alpha / r of at most {MOST_SCALE}, a float32, in {path}, found {alpha} / {rank}")
     if not isinstance(base, str) or not base:
         raise DataError(f"expected base_model_name_or_path in {path}, found {base!r:.80}; name the weights that it adapts")
     return LoraShape(rank, float(str(alpha))), base

@@ -48,14 +48,17 @@ from handgrad.run_files import CHECKPOINTS, LOCK_FILE, named_run
 from handgrad.techniques import of_stored
 
 
-def open_weights(source: str, tokenizer: str = "", *, strict: bool = False, base: str = "") -> Weights:
+def open_weights(
+    source: str, tokenizer: str = "", *, strict: bool = False, base: str = "", above: tuple[Path, ...] = ()
+) -> Weights:
     """The weights at a user's `source` (see above). `tokenizer` (gpt2, bytes or a file) replaces the source's own, except
-    a checkpoint's. `strict`: of a run the newest checkpoint, or none. `base`: the weights under adapters of PEFT, in the
-    place of those that they name.
+    a checkpoint's. `strict`: of a run the newest checkpoint, or none. `base`: the weights under adapters of PEFT,
+    instead of the ones they name. `above`: the adapters that lie on these weights.
 
-    Raises `DataError` if there are none, or damaged ones, or those of a network that handgrad lacks.
+    Raises `DataError` if there are none, or damaged ones, or ones for a network that handgrad lacks.
     """
     path = Path(source)
+    above = with_base(above, path)
     if base and not peft.is_peft(path):
         raise UsageError(f"--base goes with adapters of PEFT, found {source} without {peft.CONFIG_FILE}")
     if is_llmc(path):
@@ -63,13 +66,15 @@ def open_weights(source: str, tokenizer: str = "", *, strict: bool = False, base
     if is_ours(path):
         if tokenizer:
             raise UsageError(f"{source} is a run or checkpoint and has its tokenizer; leave --tokenizer out")
-        return weights_of(checkpoint.find(source, strict=strict), source)
+        return weights_of(checkpoint.find(source, strict=strict), source, above)
     if peft.is_peft(path):
         named = base or peft.base_source(path)
         try:
-            found = open_weights(named, tokenizer)
+            found = open_weights(named, tokenizer, above=above)
         except DataError as error:
-            other = "" if base else f"; other weights than it names: `handgrad import {source} --base MODEL`"
+            other = (
+                "" if base or len(above) > 1 else f"; other weights than it names: `handgrad import {source} --base MODEL`"
+            )
             raise DataError(f"{error}{other}") from None
         return peft.adapted(path, found)
     if on_hub(source):  # another network or tokenizer is refused before its weights, often gigabytes, are downloaded
@@ -78,11 +83,21 @@ def open_weights(source: str, tokenizer: str = "", *, strict: bool = False, base
     return imported("hf", source, found, sorted({file for file, _ in found.tensors.values()}))
 
 
-def weights_of(found: Checkpoint, named: str = "") -> Weights:
+def weights_of(found: Checkpoint, named: str = "", above: tuple[Path, ...] = ()) -> Weights:
     """The weights of a checkpoint of ours, adapters merged with the weights that they adapt; `named`: the user's name for
-    it. Raises the errors of `checkpoint_weights` and `base_of`."""
+    it; `above` as in `open_weights`. Raises the errors of `checkpoint_weights` and `base_of`."""
     weights = checkpoint_weights(found, named)
-    return merged_checkpoint(weights, base_of(found, open_weights)) if weights.config.lora else weights
+    opener = functools.partial(open_weights, above=above)
+    return merged_checkpoint(weights, base_of(found, opener)) if weights.config.lora else weights
+
+
+def with_base(above: tuple[Path, ...], base: Path) -> tuple[Path, ...]:
+    """`above` and the place of the weights under them. Raises DataError if they lie in a circle."""
+    place = base.resolve()
+    if place in above:
+        circle = " on ".join(map(str, (*above[above.index(place) :], place)))
+        raise DataError(f"expected adapters on weights, found adapters on each other: {circle}; name their weights anew")
+    return (*above, place)
 
 
 def imported(kind: str, source: str, found: HuggingFaceFolder | LlmcModel, files: Iterable[Path]) -> Weights:
@@ -90,10 +105,11 @@ def imported(kind: str, source: str, found: HuggingFaceFolder | LlmcModel, files
     return Weights(found.shape, found.tokenizer, found.weight, origin, imported_config(found.shape))
 
 
-def read_sizes(source: str) -> dict[str, Any]:
+def read_sizes(source: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The fields of a configuration that the weights decide: their `SHAPE`. Reads no weights; from the Hub it fetches only
-    the model's config.json."""
+    the model's config.json. `above` as in `open_weights`."""
     path = Path(source)
+    above = with_base(above, path)
     if is_llmc(path):
         shape = read_model(path).shape
     elif is_ours(path):
@@ -103,7 +119,7 @@ def read_sizes(source: str) -> dict[str, Any]:
             raise DataError(f"{source} holds no checkpoint; {named_run(path)}")
         return shape_fields(config)
     elif peft.is_peft(path):
-        return read_sizes(peft.base_source(path))
+        return read_sizes(peft.base_source(path), above)
     else:
         shape = read_shape(folder_of(source, (CONFIG_FILE,)) / CONFIG_FILE)
     return {name: getattr(shape, name) for name in SHAPE}

@@ -1,8 +1,8 @@
 """LoRA: adapters beside frozen weights (docs/lora.md).
 
-tables     the products that have adapters, the adapters' rows, the memory beside them
-reference  the operations that add into a product, in plain torch; `cuda`: on NVIDIA GPUs
-products   the adapters' products, added to those of their weights
+tables     the GEMMs that have adapters, the adapters' rows, the memory beside them
+reference  the operations that add into a GEMM's output, in plain torch; `cuda`: on NVIDIA GPUs
+products   the adapters' GEMMs, added to their weights'
 bind       the operations of a model whose weights have adapters
 merge      weights with their adapters added
 """

@@ -1,7 +1,7 @@
 """Binds adapters into the operations of a model.
 
-The model calls the operations by their plain names. Those that multiply by a weight with an adapter are bound here, written
-out of the plain pieces, so that the adapter's product (`lora.products`) comes before an activation function.
+The model calls the operations by their plain names. GEMMs by a weight with an adapter are bound here, composed of plain
+operations, so that the adapter's GEMMs (`lora.products`) come before an activation function.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,8 +24,8 @@ from handgrad.training.step import Program
 class WithAdapters(Overlay):
     """The operations `ops` of a model whose weights have adapters.
 
-    Frozen matrices have no gradients. Those of frozen vectors are by-products of other kernels and go into memory that
-    nothing reads.
+    Frozen matrices have no gradients. Some kernels compute frozen vectors' gradients all the same, into memory that nothing
+    reads.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class WithAdapters(Overlay):
         """Nothing below the blocks is trained."""
 
     def discarded(self, vector: Tensor) -> Iterator[Tensor]:
-        """Memory for two gradients of vectors that nobody reads."""
+        """Memory for two gradients of vectors that nothing reads."""
         return (row[: vector.numel()] for row in self.memory["lora.unread"])
 
 

@@ -1,7 +1,7 @@
-"""The product of an adapter, added to that of its matrix.
+"""The GEMMs of an adapter, added to its matrix's.
 
-The products of one matrix share a product with their A's, one above the other, and one with B' = s B, in which each
-product's B stands in the rows of its outputs and the columns of its A, zeros elsewhere (docs/lora.md):
+The parts of one matrix share a GEMM with their A's, one above the other, and one with B' = s B, in which each
+part's B stands in the rows of its outputs and the columns of its A, zeros elsewhere (docs/lora.md):
 
     u = x A^T (N, R),  y += u B'^T.   Backward: du = dy B',  dB' = dy^T u,  dB += s dB' in its blocks,
                                                 dx += du A,  dA += du^T x

@@ -142,7 +142,7 @@ def frozen_buffer(elements: int, dtype: torch.dtype) -> Buffer:
 
 
 def adapter_buffers(design: LoraDesign, base: Table, tokens: int, dtype: torch.dtype) -> list[Buffer]:
-    """The rows of the adapters' own activations for `tokens` tokens, which no layer keeps. Their memory is not that of the
+    """The rows of the adapters' own activations for `tokens` tokens, which no layer keeps. They share no memory with the
     other activations: tasks overwrite those, and read the adapters."""
     exact = accumulation_dtype(dtype)
     ranks = max(adapter.ranks for adapter in design.adapters)

@@ -40,7 +40,7 @@ def architecture(shape: ModelShape) -> ModuleType:
 
 
 def parameter_table(shape: ModelShape, lanes: int = 1, whole: Callable[[ParameterRow], bool] = lambda row: False) -> Table:
-    """The parameters with their places in the flat buffers; `whole`: those that the optimizer updates in one call."""
+    """The parameters with their offsets in the flat buffers; `whole`: if the optimizer updates a row in one call."""
     return lay_out(architecture(shape).parameters(shape), lanes, whole)
 
 

@@ -29,7 +29,7 @@ def activation(
     of: str = "",
     optional: bool = False,
 ) -> Any:
-    """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for that of sums. `lives`:
+    """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for accumulators. `lives`:
     the ticks it lives through (all by default); `recomputed_from`: the recompute level from which it lives at the first and
     the last of them only (but see `recomputed_lifetimes`). `of`: it is another name of that tensor; only its fp8 forms have
     memory of their own. `optional`: a model may be without it."""
@@ -113,9 +113,9 @@ def rows_of_pass(
     chunk: int,
     widest: int,
 ) -> Iterator[ActivationRow]:
-    """The rows of an architecture's `Activations` for `batch` samples of `length` tokens, and in training those of its
-    `Gradients`. `dims`: sizes of the letters in its parameters' shapes; `chunk`: tokens that go through the loss head at a
-    time; `widest`: columns of the widest product in a block."""
+    """The rows of an architecture's `Activations`, and in training of its `Gradients`, for `batch` samples of `length`
+    tokens. `dims`: sizes of the letters in its parameters' shapes; `chunk`: tokens that go through the loss head at a
+    time; `widest`: columns of the widest GEMM in a block."""
     N, attention = batch * length, {"num_heads": dims["H"], "kv_heads": dims["K"], "head_width": dims["D"]}
     sizes = {**dims, "B": batch, "T": length, "N": N, "chunk": chunk}
     sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=dims["C"], widest=widest)

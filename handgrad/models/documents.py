@@ -1,12 +1,12 @@
 """Several documents in one row of the batch, each as if it were alone: the inputs that keep them apart.
 
-    document_starts (B, T) int32       the place in its row at which a token's document starts
+    document_starts (B, T) int32       the offset in its row at which a token's document starts
     positions (B, T) int64             of a token in its document, from 0, where a model learns its positions
     sorted_by_position (N) int32       0..N-1 ordered by position, equal positions in their order
 
 Attention reads the first: a token sees its own document. Rotary angles are relative, so nothing else changes for them. A
-table of positions is read and written like one of words. A model calls its operations as for rows of one document; those
-that read these inputs are bound here.
+table of positions is read and written like one of words. A model calls its operations as for rows of one document; the
+operations that read these inputs are bound here.
 """
 
 from dataclasses import fields

@@ -143,8 +143,8 @@ class BlockGradients:
 
 @dataclass
 class Gradients:
-    """Gradients of activations. That of the residual stream runs through in place: the stream's identity path leaves it as
-    it is, and each layer norm adds its own path."""
+    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
+    is, and each layer norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
     dresidual: Tensor = activation("N C", lives=in_backward)
@@ -253,8 +253,8 @@ def block_backward(
     """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`.
 
     The bias gradient of a GEMM that writes into the stream is the column sum of the stream's gradient. The layer norm's
-    backward above it has that gradient at hand and adds the sums: those of this block's `fcproj_bias` came with the call
-    before, and `dbias_below` (None in the lowest block) belongs to the block below.
+    backward above it has that gradient at hand and adds the sums: the call before added this block's `fcproj_bias`,
+    and `dbias_below` (None in the lowest block) belongs to the block below.
     """
     s, ln1, ln2 = whole.scratch, (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
     if recompute == WHOLE_BLOCKS:
@@ -293,8 +293,8 @@ def decoding(
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """b.tokens (B) at b.positions, over the cached keys and values of the tokens before them -> b.logits (B, Vp) for those
-    that follow. `ops`: those of generation, one row per sequence."""
+    """b.tokens (B) at b.positions, over the cached keys and values of the tokens before them -> b.logits (B, Vp) for
+    the next tokens. `ops`: generation's, one row per sequence."""
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     ops.embedding_decode(x, b.tokens, b.positions, w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks):

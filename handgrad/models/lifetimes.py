@@ -43,8 +43,8 @@ def kept(stage: int, until: int | None = None) -> Lives:
 
 
 def recomputed_lifetimes(clock: Clock, ticks: tuple[Interval, ...]) -> tuple[Interval, ...]:
-    """The ticks of a block's tensor at `WHOLE_BLOCKS`: those of its readers in the forward; then, made again as the block's
-    backward begins, to its last reader there. Tensors that the blocks above alone read are kept."""
+    """The ticks of a block's tensor at `WHOLE_BLOCKS`: to its last reader in the forward; then, recomputed as the block's
+    backward begins, to its last reader there. Tensors that only the blocks above read are kept."""
     ((first, last),) = ticks
     begin = clock.mirrored(clock.tick(clock.stages - 1))
     if last < clock.head:

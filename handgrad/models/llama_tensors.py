@@ -57,7 +57,7 @@ def has(shape: ModelShape, name: str) -> bool:
 class BlockWeights:
     qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix", fp8=Fp8("qkv"))
     proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix", fp8=Fp8("proj"))
-    # The rows of the gates g, then those of the numbers u.
+    # The rows of the gates g, then of the numbers u.
     gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix", fp8=Fp8("mlp"))
     down_weight: Tensor = parameter("C F", RESIDUAL, "matrix", fp8=Fp8("mlp"))
     qkv_bias: Tensor = parameter("QKV", ZEROS, "vector", optional=True)
@@ -122,7 +122,7 @@ class Activations(PassTensors):
     logits: Tensor = activation("chunk Vp", lives=at_head, fp8=Fp8("head", gradient=True, keeps_16bit=True))
 
 
-DQKV = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # that of attention's inputs, normalised and rotated
+DQKV = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # dturned: of attention's inputs, normalised and rotated
 STREAM_PROJ, STREAM_MLP = (Fp8(part, gradient=True, keeps_16bit=True) for part in ("proj", "mlp"))
 
 
@@ -139,8 +139,8 @@ class BlockGradients:
 
 @dataclass
 class Gradients:
-    """Gradients of activations. That of the residual stream runs through in place: the stream's identity path leaves it as
-    it is, and each norm adds its own path."""
+    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
+    is, and each norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
     dresidual: Tensor = activation("N C", lives=in_backward)

@@ -122,7 +122,7 @@ def norm1_backward(
     first: Tensor | None,
     s: Tensor,
 ) -> None:
-    """The block's first norm and its scalars, backward: dx, so far of the stream between them, becomes that of x."""
+    """The block's first norm and its scalars, backward: dx, so far of the stream between them, becomes x's gradient."""
     if act.mixed is None:
         ops.rmsnorm_backward(dx, shared.dnorm, x, act.norm1_rstd)
         return
@@ -218,7 +218,7 @@ def backward(
 
 
 def last_norm_backward(ops: ModuleType, act: Activations, d: Gradients, x: Tensor, dx: Tensor) -> None:
-    """Adds to dx (N, C) the gradient of the stream x that enters the last norm. That of the first stream begins with 0."""
+    """Adds to dx (N, C) the gradient of the stream x that enters the last norm. Zeroes the first stream's."""
     if d.dfirst is not None:
         d.dfirst.zero_()
     ops.rmsnorm_backward(dx, d.dlnf, x, act.lnf_rstd)
@@ -289,8 +289,8 @@ def decoding(
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """b.tokens (B) at b.positions, over the cached keys and values of the tokens before them -> b.logits (B, Vp) for those
-    that follow. `ops`: those of generation, one row per sequence."""
+    """b.tokens (B) at b.positions, over the cached keys and values of the tokens before them -> b.logits (B, Vp) for
+    the next tokens. `ops`: generation's, one row per sequence."""
     s, act = b.scratch, b.blocks[1]
     x = act.residual_out if act.first is None else act.first
     rotated = norm_and_rotate(ops, act, shape, positions=b.positions)

@@ -28,11 +28,11 @@ from handgrad.models.rows import (
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
 FP8_PARTS = ("qkv", "proj", "mlp")  # GEMMs of a block that go to fp8 together; fc and fcproj share the squared ReLU
 
-# The norm that follows makes the embedding's scale a matter of its learning rate alone; 0.5 is that of an orthogonal
-# matrix's numbers, halved.
+# The norm that follows makes the embedding's scale a matter of its learning rate alone; 0.5 is half the scale of an
+# orthogonal matrix's numbers.
 EMBEDDING, MATRIX = Init("normal", 0.02), Init("normal", 0.5, by_inputs=True)
-RESIDUAL = Init("normal", 0.5, by_inputs=True, residual=True)  # in the place of zeros
-INPUT_SHARE = Init("constant", value=0.1)  # of the first stream in that of every block
+RESIDUAL = Init("normal", 0.5, by_inputs=True, residual=True)  # instead of zeros
+INPUT_SHARE = Init("constant", value=0.1)  # of the first stream in every block's
 
 # Learning rates over the step's, at which the head learns: docs/modern.md has their sources.
 INPUT_SCALAR_RATE, VALUE_TABLE_RATE = 100.0, 75.0
@@ -96,7 +96,7 @@ def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
     for row in parameter_rows(Weights, dims(shape), shape.num_layers):
         if has(shape, row.name) and in_its_layer(shape, row.name):
             if row.name.endswith(VALUE_TENSORS):
-                # Buckets of their own: those of the blocks stay equal, and a table arrives when its layer comes.
+                # Buckets of their own: the blocks' stay equal, and a table arrives when its layer comes.
                 row = replace(row, bucket=f"values.{row.name.split('.')[1]}")
             elif row.init == ZEROS and not shape.has("zero_init"):
                 init = EMBEDDING if row.name == "head" else RESIDUAL
@@ -156,7 +156,7 @@ class Activations(PassTensors):
         return self.embedded if self.normed_embedding is None else self.normed_embedding
 
 
-DQKV = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # that of attention's inputs, normalised and rotated
+DQKV = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # dturned: of attention's inputs, normalised and rotated
 DHIDDEN = Fp8("mlp", gradient=True, workspace="dsquare")  # after the squared ReLU
 STREAM_PROJ, STREAM_MLP = (Fp8(part, gradient=True, keeps_16bit=True) for part in ("proj", "mlp"))
 
@@ -174,8 +174,8 @@ class BlockGradients:
 
 @dataclass
 class Gradients:
-    """Gradients of activations. That of the residual stream runs through in place: the stream's identity path leaves it as
-    it is, and each norm adds its own path."""
+    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
+    is, and each norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
     dresidual: Tensor = activation("N C", lives=in_backward)

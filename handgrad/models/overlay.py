@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Overlay(ModuleType):
-    """The operations `ops`, except those that a subclass or an attribute replaces."""
+    """The operations `ops`, unless a subclass or an attribute replaces them."""
 
     def __init__(self, ops: Any):
         super().__init__(ops.__name__)

@@ -15,8 +15,8 @@ Launch = Callable[[], None]
 
 
 def no_launch() -> None:
-    """Launches nothing, in the place of an operation that a model lacks, or in a stage that only marks where its bucket's
-    weights are needed."""
+    """Launches nothing, for an operation that a model lacks, or in a stage that only marks where its bucket's weights are
+    needed."""
 
 
 @dataclass(frozen=True)

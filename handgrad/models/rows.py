@@ -208,7 +208,7 @@ def count_parameters(table: Iterable[ParameterRow]) -> int:
 
 def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], object]) -> None:
     """Hands the initial weights to `put`, the stored part of each parameter in float32 on the CPU, from several threads;
-    skips those that are zero.
+    skips zeros.
 
     Each tensor has a generator of its own, keyed by (seed, its place in the table): every device, precision and number of
     ranks starts from the same numbers.
@@ -221,7 +221,7 @@ def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], ob
             values.normal_(0.0, row.std, generator=torch.Generator().manual_seed(seed * 1_000_003 + index))
         put(row, values)
 
-    # A thread per processor: the draws of one tensor are a sequence, those of different tensors are not.
+    # A thread per processor: the draws of one tensor are a sequence, different tensors are independent.
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         list(threads.map(draw, [index for index, row in enumerate(table) if row.init.kind != "zeros"]))
 
@@ -231,7 +231,7 @@ def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], ob
 
 def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str = "") -> T:
     """A dataclass of tensors with the views that bear its fields' names: of a block's field `blocks.3.name`, or the `name`
-    that all blocks share. Tensors without a 16-bit form are None, and those that the model lacks."""
+    that all blocks share. A tensor without a 16-bit form, or that the model lacks, is None."""
 
     def lookup(f: Field) -> Any:
         row = f.metadata

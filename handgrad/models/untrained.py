@@ -1,7 +1,7 @@
 """Operations for targets below 0, which mark tokens that are not trained.
 
-`Batches.fill` alone writes such targets, and only where `Batches.trains_all` is False. So whoever has the batches decides
-by it, and where all tokens are trained the classifier's kernels do not ask.
+Only `Batches.fill` writes negative targets, and only if `Batches.trains_all` is False; otherwise the classifier's kernels
+skip the test.
 """
 
 from functools import partial

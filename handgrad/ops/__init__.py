@@ -17,7 +17,7 @@ One alphabet for the whole repository:
 
     B batch     T position      N = B T tokens      C channels      F feed-forward width
     H heads     D head width    V vocabulary        Vp padded vocabulary        L layers
-    K heads of keys and values, where they are fewer than those of queries
+    K heads of keys and values, where they are fewer than the queries' heads
 """
 
 # The operations of every backend, with the same arguments in each. `reference` specifies them.

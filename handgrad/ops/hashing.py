@@ -16,7 +16,7 @@ Number = TypeVar("Number", int, Tensor)
 
 
 def mixed(x: Number) -> Number:
-    """The hash of 32-bit numbers; those of a tensor are held in int64."""
+    """The hash of 32-bit numbers; a tensor holds them in int64."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & BITS32
     x = x ^ (x >> 13)

@@ -2,7 +2,8 @@
 
 It is a frozen dataclass with
 
-    state               names of its flat buffers, float32 or bf16, a number per parameter; in a checkpoint `NAME.parameter`
+    state(row)          the shapes of a parameter's state by name, in a checkpoint NAME.parameter, float32 or bf16: the
+                        parameter's own shape or, if one call updates it whole, a smaller one
     whole(row)          true for a parameter that one call updates whole, with its shape; the others may be cut anywhere
     kind(row)           equal for parameters that one call may update together
     scratch_bytes(...)  bytes of `scratch` in its update: planned, where activations lie until the update
@@ -25,5 +26,5 @@ class Owned:
     published: Tensor  # the weights that the model reads
     weight: Tensor  # float32 master weights, or `published` itself
     gradient: Tensor
-    state: dict[str, Tensor]
+    state: dict[str, Tensor]  # of the same range; of a parameter with the shapes of its state
     first_element: int  # its place in the whole buffer

@@ -8,7 +8,7 @@ w = (1 - lr decay) w - rate lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ class AdamW:
     weight_decay: float
     seed: int  # of stochastic rounding
 
-    state: ClassVar = ("m", "v")
+    def state(self, row: ParameterRow) -> dict[str, tuple[int, ...]]:
+        return {"m": row.shape, "v": row.shape}
 
     def whole(self, row: ParameterRow) -> bool:
         return False

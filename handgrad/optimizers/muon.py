@@ -7,7 +7,7 @@ With the gradient G of a matrix W (R, C), momentum b and learning rate lr:
     v = b2 v + (1 - b2) mean_c(O^2),  N = O / sqrt(v)                 a second moment for each row (Li et al. 2025)
     W = W - lr (s N + decay W where N W > 0),  s = 0.2 sqrt(R C) / |N|
 
-N is scaled to a root mean square of 0.2, about that of AdamW's updates, so that one learning rate serves both (Liu et al.
+N is scaled to a root mean square of 0.2, about as AdamW's updates have, so that one learning rate serves both (Liu et al.
 2025, https://arxiv.org/abs/2502.16982). The row-wise moment is NorMuon's (https://arxiv.org/abs/2510.05491); weights decay
 only where the update shrinks them (Chen et al. 2025, https://arxiv.org/abs/2510.12402).
 """
@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,9 @@ class Muon:
     weight_decay: float
     rate: float  # of the matrices, over the learning rate of the step
 
-    state: ClassVar = AdamW.state  # of a matrix: its momentum, and in the first R places of `v` its rows' second moments
+    def state(self, row: ParameterRow) -> dict[str, tuple[int, ...]]:
+        """A matrix has its momentum, and a second moment for each row."""
+        return {"m": row.shape, "v": row.shape[:1]} if self.whole(row) else self.adamw.state(row)
 
     def whole(self, row: ParameterRow) -> bool:
         return row.group == "matrix"
@@ -80,7 +82,7 @@ class Muon:
         ops.muon_polar(polar, scratch=scratch)
         settings = {"rate": self.rate, "beta2": self.beta2, "weight_decay": self.weight_decay}
         for direction, part in zip(polar, parts, strict=True):
-            tensors = part.published, part.weight, part.state["v"].view(-1)[:rows], direction
+            tensors = part.published, part.weight, part.state["v"], direction
             ops.muon_update(*tensors, controls, results, **settings, scratch=scratch)
 
 

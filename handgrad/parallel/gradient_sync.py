@@ -152,18 +152,13 @@ class GradientSync:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def gather_sums(self) -> None:
-        """Every rank's losses and, where they are shared, partial norms, on every rank. Beside the losses travel the
-        checksums of `parallel.replicas`."""
-        rank, losses, sent = self.ranks.rank, self.state.losses_of_step, self.state.views["sent_losses"]
-        by_rank = losses.view(self.ranks.size, -1)
-        sent[rank, :-1].copy_(by_rank[rank])
-        parts = [("losses", sent)]
+        """Gathers every rank's losses and, where they are shared, partial norms, on every rank."""
+        parts = [("losses", self.state.losses_of_step)]
         if self.sharding.shards > 1:
             parts.append(("norms", self.state.norm_partials))
         for operation, full in parts:
-            mine = full.view(self.ranks.size, -1)[rank]
-            self.ranks.wait(self.ranks.all_gather(full, mine, operation), operation)
-        by_rank.copy_(sent[:, :-1])
+            own = full.view(self.ranks.size, -1)[self.ranks.rank]
+            self.ranks.wait(self.ranks.all_gather(full, own, operation), operation)
 
     # The new weights.
 

@@ -1,9 +1,9 @@
 """The ranks' heartbeat: ends a run within bounded time when one of its processes is lost or nothing moves.
 
-A collective waits for ever for a rank that is dead, stopped or stuck, or until a library's limit that names nobody. So a
+A collective waits for ever for a rank that is dead, stopped or stuck, or until a library's limit that names no rank. So a
 thread of each rank writes beats into the store where the ranks met and reads others: rank 0 all of them, the rest rank 0's.
 The first rank to find a fault writes it under one key that all ranks read. Clocks of machines are never compared, and a
-pause of all ranks together is nobody's silence (`running_clock`).
+pause of all ranks together is no rank's silence (`running_clock`).
 
 A call to a store whose host is stopped does not return, whatever its time limit. So a second thread, the guard, which never
 calls the store, watches the first and ends the process.
@@ -113,7 +113,7 @@ class Heartbeat:
         self.closing.set()
         if self.thread.is_alive():  # a late beat after this one would be waited for
             self.thread.join(self.timeout_seconds)
-        if not self.thread.is_alive():  # else the store does not answer: nobody would read it
+        if not self.thread.is_alive():  # else the store does not answer: no rank would read it
             with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone, and with it the readers
                 self.write(self.beat(text, exit_code))
                 if text and self.rank == 0:

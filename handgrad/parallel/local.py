@@ -28,8 +28,10 @@ PARENT_DEATH_SIGNAL = 1  # of prctl, Linux
 
 
 def command_line(*words: object) -> list[str]:
-    """`handgrad` with these words, by the Python at work or, as with torchrun, by PYTHON_EXEC."""
-    return [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", *map(str, words)]
+    """`handgrad` with these words, by the Python at work or, as with torchrun, by PYTHON_EXEC. It runs the code of this
+    process: `-P` ignores another checkout in the working directory."""
+    options = ["-m"] if Path.cwd() == Path(__file__).resolve().parents[2] else ["-P", "-m"]
+    return [os.environ.get("PYTHON_EXEC", sys.executable), *options, "handgrad", *map(str, words)]
 
 
 def run_ranks(
@@ -88,8 +90,8 @@ def noted_signals(received: list[int]) -> Iterator[None]:
 
 
 def rank_environment(size: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun gives all ranks of one machine, in the place of those that another launcher has left; a
-    single process keeps its own."""
+    """The variables that torchrun gives all ranks of one machine, replacing another launcher's; a single process keeps its
+    own."""
     launcher = {LAUNCHER: str(os.getpid())}
     if size == 1:
         return {**environment, **launcher}
@@ -108,7 +110,7 @@ def free_port() -> int:
 
 def send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in processes:
-        process.send_signal(number)  # to nobody, once it has ended
+        process.send_signal(number)  # no-op if the process has exited
 
 
 def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], patience_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The sequence of a rank's collectives: the same on all ranks, or sums are wrong and nobody notices.
+"""The sequence of a rank's collectives: the same on all ranks, or sums are silently wrong.
 
 A collective has a tag: its name, dtype and sizes. One tag follows another in the same way in every step, and a rank learns
 these successions as it meets them. Before one that is new to it no bytes go out until every rank has come to the same tag:
@@ -29,7 +29,7 @@ class Order:
         self.count = 0
         self.digest = 0  # of the tags since `begin_step`
         self.last = 0  # the hash of the last tag
-        self.known: set[tuple[int, int]] = set()  # a tag's hash and that of its successor
+        self.known: set[tuple[int, int]] = set()  # a tag's hash and its successor's
         self.recent: deque[Entry] = deque(maxlen=RECENT)
 
     def begin_step(self) -> None:

@@ -33,7 +33,7 @@ LOCAL = (  # in the text of an NCCL error that is this rank's own
 
 @dataclass
 class Ranks:
-    """One process of a group that trains together; a single process communicates with nobody."""
+    """One process of a group that trains together; a single process does not communicate."""
 
     rank: int = 0
     size: int = 1

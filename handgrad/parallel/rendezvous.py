@@ -174,7 +174,7 @@ def wait_for_all(
     store: dist.Store, info: RankInfo, join_seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> str:
     """Waits until every rank of this start has joined; returns a name of the start, the same for all of them. Raises
-    `LostRank` naming those that have not joined.
+    `LostRank` naming the missing ranks.
 
     torchrun's store outlives a start, with what the ranks of the last one wrote, and with c10d its agents do not agree on
     the number of a restart. So each rank brings a word of its own. Rank 0 collects the words that it finds, and a rank

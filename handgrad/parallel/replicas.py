@@ -15,21 +15,21 @@ from torch import Tensor
 
 from handgrad.errors import NumericsError
 from handgrad.parallel.order import named_ranks
+from handgrad.parallel.ranks import Ranks
 from handgrad.training.state import BASE, TrainingState
 from handgrad.training.step import Program
 
 
 class Replicas:
-    """The checksums of a step's weights, one for every rank, in each `every`-th step (0: never). They travel beside the
-    losses, as the last number of each rank's."""
+    """The checksums of a step's weights, one for every rank, gathered in each `every`-th step (0: never)."""
 
-    def __init__(self, state: TrainingState, rank: int, every: int):
-        self.ops, self.every = state.design.ops, every
-        self.weights, self.sent = state.parameters, state.views["sent_losses"]
-        self.mine = self.sent.view(torch.int64)[rank, -1:]
+    def __init__(self, state: TrainingState, ranks: Ranks, every: int):
+        self.ops, self.ranks, self.every = state.design.ops, ranks, every
+        self.weights, self.checksums = state.parameters, state.views["weight_checksums"]
+        self.own_checksum = self.checksums[ranks.rank : ranks.rank + 1]
         names = [BASE, *(f"{name}.rows" for name in sorted(state.design.rounded))] if state.design.base else []
         self.base = [state.views[name].view(-1).view(torch.int32) for name in names]  # weights that no update writes anew
-        self.base_sum = torch.zeros_like(self.mine)
+        self.base_sum = torch.zeros_like(self.own_checksum)
         self.checks = False
 
     def due(self, step: int) -> bool:
@@ -38,21 +38,23 @@ class Replicas:
     def begin(self, step: int) -> None:
         self.checks = self.due(step)
 
-    def update_if_due(self) -> None:
-        """Before the losses are gathered, which is before the update."""
+    def gather_if_due(self) -> None:
+        """Before the update, which replaces the weights that the step used."""
         if self.checks:
             self.update_checksum()
+            operation = "checksums of the weights"
+            self.ranks.wait(self.ranks.all_gather(self.checksums, self.own_checksum, operation), operation)
 
     def update_checksum(self) -> None:
-        checksum(self.mine, self.weights, self.ops)
+        checksum(self.own_checksum, self.weights, self.ops)
         for flat in self.base:
             checksum(self.base_sum, flat, self.ops)
-            self.mine.add_(self.base_sum)
+            self.own_checksum.add_(self.base_sum)
 
-    def compare(self, step: int, sent: Tensor) -> None:
-        """Raises `NumericsError` unless all ranks have used the same weights; names those that differ from most. `sent`: of
-        the step, on the host."""
-        sums = sent.view(torch.int64)[:, -1].tolist()
+    def compare(self, step: int, checksums: Tensor) -> None:
+        """Raises `NumericsError` unless all ranks have used the same weights; names the ranks that differ from most.
+        `checksums`: (ranks) of the step, on the host."""
+        sums = checksums.tolist()
         if not self.due(step) or len(set(sums)) == 1:
             return
         raise NumericsError(
@@ -83,7 +85,7 @@ def with_replicas(program: Program, replicas: Replicas) -> Program:
     return replace(
         program,
         before_step=[*program.before_step, replicas.begin],
-        before_update=[replicas.update_if_due, *program.before_update],
+        before_update=[replicas.gather_if_due, *program.before_update],
         compiled_ahead=[*program.compiled_ahead, replicas.update_checksum],
-        reports=[*program.reports, replicas.sent],
+        reports=[*program.reports, replicas.checksums],
     )

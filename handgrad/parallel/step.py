@@ -69,7 +69,7 @@ class ParallelStep(TrainStep):
 
     def capture_ahead(self) -> None:
         """Captures the kinds of micro-steps that later stages of the batch have: no step in the middle of a run waits for a
-        capture. Their launches have run eagerly as those of another kind."""
+        capture. Their launches have run eagerly in another kind."""
         self.captures_ahead = False
         batch, lanes = self.design.batch, self.sync.sharding.lanes_per_rank
         counts = [lanes * batch.micro_steps(stage.first_step) for stage in batch.schedule.stages]
@@ -127,8 +127,8 @@ class ParallelStep(TrainStep):
 
 
 class PausedStages:
-    """The stages of a micro-step with pauses: before those that read a bucket if it `waits`, after those that finish one if
-    it `sends`. Each stretch between two pauses is a graph of its own."""
+    """The stages of a micro-step with pauses: before one that reads a bucket if it `waits`, after one that finishes one
+    if it `sends`. Each stretch between two pauses is a graph of its own."""
 
     def __init__(self, stages: list[Stage], waits: bool, sends: bool, *, graphs: bool):
         self.stretches: list[tuple[list[Callable[[], None]], Stage | None]] = [([], None)]

@@ -54,7 +54,7 @@ class Stragglers:
 
 
 def slowest_rank(steps: Sequence[Times]) -> tuple[int, float, float]:
-    """(the slowest rank, its time in its median step, that of the median rank)."""
+    """(the slowest rank, its time in its median step, the median rank's)."""
     medians = [statistics.median(times) for times in zip(*steps, strict=True)]
     slowest = max(medians)
     return medians.index(slowest), slowest, statistics.median_low(medians)

@@ -30,7 +30,7 @@ def find(name: str) -> str:
         raise UsageError(f"{name} is a launch file, not a recipe: `handgrad recipes {name}` prints it")
     if shipped_as not in recipe_names():
         near = nearest_name(Path(name).stem, recipe_names())
-        raise UsageError(f"config file {name} does not exist{near}; `handgrad recipes` lists those that ship")
+        raise UsageError(f"config file {name} does not exist{near}; `handgrad recipes` lists what ships")
     return str(shipped()[shipped_as])
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from handgrad.errors import DataError, storage_errors
 from handgrad.reports.runs import DataSource, GpuReadings, Run, Start, Steps, TaskFigure
 
-NUMBER = r"(-?[\d.]+(?:e[-+]?\d+)?|-?nan|-?inf)"
-LINE = re.compile(rf"s:(\d+) (?:tel:{NUMBER}|eval:{NUMBER}|trl:{NUMBER}(?: lr:{NUMBER})?(?: norm:{NUMBER})?)\s*")
+NUMBER = r"(-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|-?nan|-?inf)"
+LINE = re.compile(rf"s:(\d{{1,15}}) (?:tel:{NUMBER}|eval:{NUMBER}|trl:{NUMBER}(?: lr:{NUMBER})?(?: norm:{NUMBER})?)\s*")
 
 
 def read_main_log(path: Path, name: str) -> Run:

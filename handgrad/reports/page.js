@@ -11,7 +11,7 @@ const short = (value) => {
 };
 const shown = (value) => (Math.abs(value) >= 1e5 ? short(value) : String(parseFloat(value.toPrecision(5))));
 
-// The x axis. Points are drawn by step; those of another axis are moved there.
+// The x axis. Points are drawn by step, and moved for another axis.
 const runs = () => JSON.parse(document.querySelector(".axes").dataset.runs);
 const interpolate = ([from, to], x) => {
   const last = from.length - 1;

@@ -112,7 +112,7 @@ def description(run: Run) -> str:
 
 
 def fp8_sentence(run: Run) -> str:
-    """Names the products of an fp8 run that are in fp8, as configured; the history has what left it on the way."""
+    """Names the GEMMs of an fp8 run that are in fp8, as configured; the history has what left it on the way."""
     if run.start.precision != "fp8":
         return ""
     from handgrad.fp8.tables import fp8_gemms  # torch takes longer to load than most reports to write

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from handgrad.errors import DataError
 from handgrad.local_server import LocalHandler
@@ -103,13 +103,13 @@ class Handler(LocalHandler):
         super().__init__(*connection)
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        if address.path == "/favicon.ico":
+        path, _, query = self.path.partition("?")
+        if path == "/favicon.ico":
             self.answer(HTTPStatus.NO_CONTENT)
-        elif address.path != "/":
-            self.answer(HTTPStatus.NOT_FOUND, b"the page is at /")
+        elif path != "/":
+            self.refuse(HTTPStatus.NOT_FOUND, "the page is at /")
         else:
-            page = self.watched.page(parse_qs(address.query).get("after", [""])[0])
+            page = self.watched.page(parse_qs(query).get("after", [""])[0])
             if page is None:
                 self.answer(HTTPStatus.NO_CONTENT)
             else:

@@ -76,14 +76,14 @@ class Assembly:
 
 
 def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
-    """The memory of the plan with the initial weights, and the scales of an fp8 run."""
+    """Allocates the plan's memory, with initial weights, and the scales of an fp8 run."""
     views = design.plan.allocate(design.device)
     if design.host_plan.buffers:
         views |= host_state(design)
     scaling = None
     if design.rounded:
         views |= shared_operand_views(design.fp8, views)
-    if design.fp8 is not None and design.fp8.table:  # none if all GEMMs have left fp8
+    if design.fp8 is not None and design.fp8.table:  # empty if all GEMMs stay in bf16
         scaling = Scaling(design.fp8, design.ops, views, model_weights(design, views))
         scaling.reset(1.0 / design.batch.gradient_tokens)
     gradients = {}
@@ -102,14 +102,14 @@ def assemble(
     graphs: bool | None = None,
     trained_tokens: TrainedTokens | None = None,
 ) -> Assembly:
-    """All that makes steps: memory, and `bind`."""
+    """Allocates the memory and binds the step to it."""
     state, scaling = allocate(design)
     return bind(state, scaling, source, ranks, graphs=graphs, trained_tokens=trained_tokens)
 
 
 def model_operations(state: TrainingState, *, untrained: bool) -> Any:
-    """The operations of the model's passes, before `pass_operations` binds those of single tensors. `untrained`: some
-    targets are below 0."""
+    """The operations of the model's passes, before `pass_operations` binds tensors. `untrained`: some targets are
+    below 0."""
     design = state.design
     ops: Any = design.ops
     if design.rounded:
@@ -131,13 +131,13 @@ def pass_operations(state: TrainingState, scaling: Scaling | None, model_ops: An
 
 
 def with_adapters_of(state: TrainingState, ops: Any, weights: Any) -> WithAdapters:
-    """`ops` with the adapters of the run. `weights`: those that the model passes to them."""
+    """`ops` with the adapters of the run. `weights`: the tensors that the model passes to them."""
     overlay = WithFp8Adapters if state.design.rounded else WithAdapters
     return overlay(ops, adapters_by_weight(state, weights), state.views)
 
 
 def evaluation_operations(state: TrainingState, model_ops: Any) -> tuple[Any, Any]:
-    """(the operations of validation, which reads `state.weights`; those of text and tasks, which read
+    """The operations (of validation, which reads `state.weights`; of text and tasks, which read
     `state.plain_weights`)."""
     design = state.design
     if design.lora is None:
@@ -165,6 +165,7 @@ def bind(
     design, ranks = state.design, ranks or Ranks()
     ops, batch, guards = design.ops, design.batch, design.guards
     devices.keep_freed_memory(design.device)
+    devices.set_arithmetic(design.device, design.precision)
     if graphs is None:
         graphs = design.device.type == "cuda" and ops.CAPTURABLE
     if feed is None:
@@ -190,7 +191,7 @@ def bind(
     digest = StateDigest(state, ranks, guards.audit_every, graphs=graphs) if guards.audit_every else None
     if digest is not None:
         program = with_digest(program, digest)
-    replicas = Replicas(state, ranks.rank, guards.replicas_every) if sync is not None and ranks.size > 1 else None
+    replicas = Replicas(state, ranks, guards.replicas_every) if sync is not None and ranks.size > 1 else None
     if replicas is not None:
         program = with_replicas(program, replicas)
 

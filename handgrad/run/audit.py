@@ -1,15 +1,18 @@
 """The chain that a run writes as it trains. All ranks make every link, rank 0 writes it."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 from handgrad.audit.chain import BEGIN, CHECKPOINT, FORMAT, LINKS, STEP, Line, faults, linked
 from handgrad.checkpoint import Checkpoint
 from handgrad.config import FIELDS, RunConfig, to_dict
+from handgrad.data.shards import Dataset
+from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import ConfigError, storage_errors
-from handgrad.evaluation.load import CONTEXT
+from handgrad.evaluation.load import CHAT
 from handgrad.files import file_sha256
-from handgrad.manifest import MANIFEST, step_of
+from handgrad.manifest import MANIFEST, contradiction, step_of
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
 from handgrad.run.log import RunLog
@@ -24,6 +27,7 @@ class Audit:
         """`every`: steps between two links; 0 writes none."""
         self.every, self.ranks, self.log = every, ranks, log
         self.last: Line = {}  # the newest link
+        self.last_seal = ""  # of the newest checkpoint's line, on rank 0
 
     def due(self, completed: int) -> bool:
         return bool(self.every) and completed % self.every == 0
@@ -33,19 +37,22 @@ class Audit:
         if the chain on the disk is not that checkpoint's."""
         if not self.every:
             return
-        completed, named = (resumed.step, resumed.manifest.get("audit")) if resumed else (0, None)
-        last, begun = self.ranks.from_rank_0(lambda: self.fitting(named, allow_changes=allow_changes), "the chain")
+        completed = resumed.step if resumed else 0
+        last, begun = self.ranks.from_rank_0(lambda: self.fitting(resumed, allow_changes=allow_changes), "the chain")
         self.last = last
         if begun != facts:
             assert training.digest is not None
             state = training.digest.current(completed)
             self.write({"kind": BEGIN, "step": completed, "format": FORMAT, **facts, "state": state})
-        sealed = any(line["kind"] == CHECKPOINT and line["step"] == completed for line in self.log.chain)
-        if resumed and named and not sealed:  # a kill came between the checkpoint and its line
+        seals = [line for line in self.log.chain if line["kind"] == CHECKPOINT]
+        self.last_seal = seals[-1].get("seal", "") if seals else ""
+        # A kill came between the checkpoint and its line, or the chain begins here.
+        if resumed and not any(line["step"] == completed for line in seals):
             self.seal(resumed.folder, resumed.manifest)
 
-    def fitting(self, named: Line | None, *, allow_changes: bool) -> tuple[Line, Line]:
+    def fitting(self, resumed: Checkpoint | None, *, allow_changes: bool) -> tuple[Line, Line]:
         """(the last link on the disk, the facts of the last `begin`), on rank 0; empty where a chain has to begin."""
+        named = resumed.manifest.get("audit") if resumed else None
         lines = [line for line in self.log.chain if line["kind"] in LINKS]
         last = lines[-1] if lines else {}
         fault = next(faults(self.log.chain), "")
@@ -54,6 +61,10 @@ class Audit:
             fault = (
                 fault or f"the checkpoint names link {named['link'][:12]} of step {named['step']}, the chain has {found}"
             )
+        elif resumed and named is None and last.get("step"):  # it went on without an audit
+            if not (fault := contradiction(lines, resumed.manifest, "")):
+                return last, {}
+            allow_changes = True  # as they were when the settings changed
         if fault:
             path = self.log.folder / AUDIT_FILE
             if not allow_changes:
@@ -62,13 +73,11 @@ class Audit:
             # A chain holds as a whole or not at all. The new one hangs on the link that the checkpoint names.
             self.log.notes.append(f"{path}: set aside in {self.log.set_chain_aside()}, a chain begins here; {fault}")
             return {"link": named["link"]} if named else {}, {}
-        if named is None and last.get("step"):
-            return last, {}
         begun = next((line for line in reversed(lines) if line["kind"] == BEGIN), {})
         return last, {key: value for key, value in begun.items() if key in FACTS}
 
     def add(self, training: Assembly, completed: int, result: StepResult) -> None:
-        """The link of the step that was just read, if one is due."""
+        """Adds the link of the step that was just read, if one is due."""
         if not self.due(completed):
             return
         digest, batch = training.digest, training.design.batch
@@ -96,20 +105,30 @@ class Audit:
         return {"audit": {"step": self.last["step"], "link": self.last["link"]}} if self.last else {}
 
     def seal(self, folder: Path, manifest: Line) -> None:
-        """Binds a complete checkpoint to its link."""
+        """Binds a complete checkpoint to its link, and to the line of the checkpoint before."""
         if self.last and self.ranks.is_rank_0:
             with storage_errors(f"reading {folder}"):
                 digest = file_sha256(folder / MANIFEST)
-            link = manifest["audit"]["link"]
-            self.log.audit({"kind": CHECKPOINT, "step": step_of(folder), "link": link, "manifest": digest})
+            link = manifest.get("audit", self.last)["link"]  # of a checkpoint from before the chain: the chain's first
+            content = {"kind": CHECKPOINT, "step": step_of(folder), "link": link, "manifest": digest}
+            line = linked(content, self.last_seal, "seal")
+            self.last_seal = line["seal"]
+            self.log.audit(line)
 
 
-FACTS = ("config", "versions", "identity", "init")
+FACTS = ("config", "versions", "identity", "init", "chat", "files")
 
 
-def facts(config: RunConfig, versions: dict[str, str], identity: Line, origin: Line | None) -> Line:
-    """Everything that the numbers of a run depend on: settings, versions and device, the hashes of the data and of the
-    initial weights."""
+def facts(config: RunConfig, versions: dict[str, str], identity: Line, origin: Line | None, dataset: Dataset) -> Line:
+    """Everything that the numbers of a run, or the text of its model, depend on: settings, versions and device, the hashes
+    of the data, of the initial weights and of the tokenizer's files, and whether the data are conversations."""
     touching = {name: value for name, value in to_dict(config).items() if not FIELDS[name].metadata["free"]}
-    init = {name: value for name, value in (origin or {}).items() if name not in ("path", CONTEXT)}
-    return {"config": touching, "versions": versions, "identity": identity, **({"init": init} if origin else {})}
+    init = {name: value for name, value in (origin or {}).items() if name != "path"}
+    known = {"config": touching, "versions": versions, "identity": identity, **({"init": init} if origin else {})}
+    return known | text_facts(dataset)
+
+
+def text_facts(dataset: Dataset) -> Line:
+    """The chat flag and the hashes of the tokenizer's files, as `facts` and a checkpoint's manifest have them."""
+    files = tokenizer_files(dataset.tokenizer).items()
+    return {CHAT: dataset.is_chat, "files": {name: hashlib.sha256(content).hexdigest() for name, content in files}}

@@ -1,6 +1,9 @@
 """Saves the state of a run into a checkpoint and loads it, on any number of ranks."""
 
+import functools
+import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,15 +18,18 @@ from handgrad.checkpoint import Checkpoint, Stored
 from handgrad.config import RunConfig, to_dict
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
-from handgrad.errors import ConfigError, DataError
+from handgrad.errors import ConfigError, DataError, storage_errors
 from handgrad.evaluation.load import CHAT
+from handgrad.fp8.tables import HEAD, names_in
 from handgrad.layout import Bucket, bucket_of
+from handgrad.manifest import STATE_SCHEMA
 from handgrad.models.rows import ParameterRow
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
 from handgrad.training.spikes import SpikeWindow
-from handgrad.training.state import TrainingState
+from handgrad.training.state import SavedBuffer, TrainingState
 
+SOURCES = "sources"  # the version that is a hash of the package; chains of format 1 and older checkpoints lack it
 # Settings that the scales in a checkpoint depend on.
 SCALING_RULES = ("fp8_gradients", "fp8_scaling", "fp8_window", "fp8_margin", "fp8_count_every")
 
@@ -63,12 +69,12 @@ def fetch_rest(tensors: list[Stored]) -> None:
 def stored_tensors(state: TrainingState, ranks: Ranks) -> Iterator[Stored]:
     """The tensors of a checkpoint, weights first, then the optimizer's state; shards are gathered when they are fetched."""
     gathered = GatheredBucket(state, ranks)
-    for prefix, flat in state.saved_buffers().items():
-        for row in state.design.parameters:
-            if state.is_whole(flat):
-                yield Stored.of(prefix + row.name, row.stored(flat))
+    for saved in state.saved:
+        for row in saved.layout.rows:
+            if saved.is_whole:
+                yield Stored.of(row.name, row.stored(saved.values))
                 continue
-            yield Stored(prefix + row.name, flat.dtype, row.stored_shape, partial(gathered.parameter, flat, row))
+            yield Stored(row.name, saved.values.dtype, row.stored_shape, partial(gathered.row, saved, row))
 
 
 class GatheredBucket:
@@ -78,11 +84,11 @@ class GatheredBucket:
         self.state, self.ranks = state, ranks
         self.held: tuple[int, str] | None = None
 
-    def parameter(self, shard: Tensor, row: ParameterRow) -> Tensor:
-        """The stored part of a parameter."""
-        bucket = bucket_of(row, self.state.design.buckets)
+    def row(self, saved: SavedBuffer, row: ParameterRow) -> Tensor:
+        """The stored part of a row."""
+        bucket = bucket_of(row, saved.layout.buckets)
         start = row.offset - bucket.start
-        return self(shard, bucket)[start : start + row.elements].view(row.shape)[: row.stored_rows]
+        return self(saved.values, bucket)[start : start + row.elements].view(row.shape)[: row.stored_rows]
 
     def __call__(self, shard: Tensor, bucket: Bucket) -> Tensor:
         whole = self.state.views["exchange"].view(shard.dtype)[: bucket.elements]
@@ -108,8 +114,10 @@ def run_facts(config: RunConfig, dataset: Dataset, origin: dict[str, Any] | None
 
 
 def run_numbers(training: Assembly) -> dict[str, Any]:
-    """The numbers that a run resumes with, for the manifest."""
+    """The numbers that a run resumes with, for the manifest, and the schema of a state smaller than its parameters."""
+    shapes = {tuple(row.shape for row in saved.layout.rows) for saved in training.state.saved}
     return {
+        **({"schema": STATE_SCHEMA} if len(shapes) > 1 else {}),
         "loss_window": list(training.stepper.loss_window.values),
         "norm_window": list(training.stepper.norm_window.values),
         "loss_scale": training.state.loss_scale[1:].tolist(),
@@ -124,6 +132,12 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
     if made_by != config.optimizer:
         remedy = f"start a new run from its weights: --init-from {source.folder}"
         raise ConfigError(f"{source.folder} holds the state of {made_by}, found optimizer {config.optimizer}; {remedy}")
+    kept = with_parts_left(config, source.manifest)
+    if config.precision == "fp8" and kept != config:
+        head = "" if kept.fp8_head == config.fp8_head else " --fp8-head none"
+        remedy = f"resume with --allow-changes --fp8-keep-bf16 '{kept.fp8_keep_bf16}'{head}"
+        parts = ", ".join(source.manifest["left_fp8"]["left"])
+        raise ConfigError(f"{source.folder} has moved {parts} from fp8 to bf16, which runs no longer do; {remedy}")
     load_state(source, training.state)
     manifest, stepper = source.manifest, training.stepper
     if "loss_window" not in manifest:
@@ -137,16 +151,22 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
         training.scaling.requantize()
 
 
+def with_parts_left(config: RunConfig, manifest: dict[str, Any]) -> RunConfig:
+    """Keeps in bf16 the parts that the run of a checkpoint moved there: earlier versions did so where a tensor saturated,
+    and the checkpoint has no scales for them."""
+    left = manifest.get("left_fp8", {}).get("left", [])
+    if not left:
+        return config
+    kept = dict.fromkeys([*names_in(config.fp8_keep_bf16), *(part for part in left if part != HEAD)])
+    return replace(config, fp8_keep_bf16=",".join(kept), fp8_head="" if HEAD in left else config.fp8_head)
+
+
 def load_state(source: Checkpoint, state: TrainingState) -> None:
     """Weights and optimizer state of a checkpoint. Raises `DataError` if shapes differ."""
-    table, buffers = state.design.parameters, state.optimizer.items()
-    weights = {row.name: (row.stored_shape, partial(state.load_weight, row)) for row in table}
+    _, *buffers = state.saved
+    weights = {row.name: (row.stored_shape, partial(state.load_weight, row)) for row in state.design.parameters}
     source.load(checkpoint.WEIGHTS_FILE, weights)
-    moments = {
-        f"{name}.{row.name}": (row.stored_shape, partial(state.load_shard, flat, row))
-        for name, flat in buffers
-        for row in table
-    }
+    moments = {row.name: (row.stored_shape, partial(saved.load, row)) for saved in buffers for row in saved.layout.rows}
     source.load(checkpoint.OPTIMIZER_FILE, moments)
 
 
@@ -157,8 +177,19 @@ def origin_of(source: Checkpoint) -> dict[str, Any] | None:
 
 def versions_of(device: torch.device, ops: ModuleType) -> dict[str, str]:
     """The versions that the bits depend on, beside the configuration and the data. `ops`: the plain operations."""
-    named = {"handgrad": handgrad.__version__, "torch": torch.__version__, "device": devices.describe(device)}
-    return {**named, **ops.versions()}
+    named = {"handgrad": handgrad.__version__, SOURCES: sources_sha256(), "torch": torch.__version__}
+    return {**named, "device": devices.describe(device), **ops.versions()}
+
+
+@functools.cache
+def sources_sha256() -> str:
+    """SHA-256 over the paths and contents of the package's Python files: two checkouts may share a version number."""
+    package, digest = Path(handgrad.__file__).parent, hashlib.sha256()
+    for name, path in sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py")):
+        with storage_errors(f"reading {path}"):
+            content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def changed_versions(source: Checkpoint, now: dict[str, str]) -> list[str]:

@@ -20,7 +20,7 @@ from handgrad.format import human_bytes
 from handgrad.run.host_copy import checkpoint_rows
 from handgrad.run.memory import memory_bytes
 from handgrad.run.packing import training_batches
-from handgrad.run.resolve import largest_micro_batch, possible_configs, resolve
+from handgrad.run.resolve import largest_micro_batch
 from handgrad.run_files import BEST, CHECKPOINTS
 from handgrad.training.design import Design
 
@@ -55,13 +55,7 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
     shape, device = design.shape, design.device
     heads = {"num_heads": shape.num_heads, "head_width": shape.head_width}
     design.plain_ops.check_sizes(length=shape.sequence_length, channels=shape.channels, **heads)
-    needed, words = sum(memory_bytes(design).values()), ""
-    for other in possible_configs(config)[1:]:
-        in_bf16 = sum(memory_bytes(resolve(other, shape.vocab_size, ranks=ranks, device=device)).values())
-        if in_bf16 > needed:
-            less = f"{human_bytes(needed + more_bytes)} in fp8 alone, with --fp8-on-saturation warn"
-            needed, words = in_bf16, f" if it continues in bf16 ({less})"
-    needed += more_bytes
+    needed = sum(memory_bytes(design).values()) + more_bytes
     host, free = design.host_plan.total_bytes, devices.available_bytes(torch.device("cpu"))
     if free is not None and host > free:
         raise DataError(
@@ -72,13 +66,13 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
         fitting = largest_micro_batch(config, shape.vocab_size, available - more_bytes, ranks)
         advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
         raise DataError(
-            f"the run needs {human_bytes(needed)}{words}, {device.type} has {human_bytes(available)} free;"
+            f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free;"
             f" {advice} (`handgrad plan` shows what takes it)"
         )
 
 
 def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool) -> None:
-    """Refuses shards of another tokenizer than that of the run in `out` or, before its first checkpoint, of the run in
+    """Refuses shards whose tokenizer differs from the run in `out` or, before its first checkpoint, from the run in
     `init_from`. This comes first: other sizes and batches may follow from it."""
     begun = checkpoint.peek(Path(config.out))
     source = config.init_from.removesuffix(f"/{BEST}")
@@ -108,7 +102,7 @@ def tokenizer_flag(record: dict[str, Any], model: str) -> str:
 
 
 def other_tokenizer(source: str, record: dict[str, Any], remedy: str, dataset: Dataset) -> str:
-    """The message about weights whose tokenizer, a manifest's `record`, is not that of the data."""
+    """The message about weights whose tokenizer, a manifest's `record`, is not the data's."""
     old, new = (
         f"{one.get('kind')}, {one.get('vocab_size')} words" for one in (record, tokenizer_record(dataset.tokenizer))
     )
@@ -159,13 +153,13 @@ def most_checkpoints(config: RunConfig) -> int:
 
 
 def checkpoint_bytes(design: Design) -> int:
-    """Weights and optimizer state."""
+    """Bytes of weights and optimizer state."""
     return sum(row.size_bytes for row in checkpoint_rows(design))
 
 
 def check_disk(config: RunConfig, design: Design) -> None:
     """Refuses a run whose checkpoints will not fit in `config.out`."""
-    # Those of an earlier start are there already.
+    # An earlier start's checkpoints are there already.
     checkpoints = most_checkpoints(config) - len(checkpoint.folders(Path(config.out) / CHECKPOINTS))
     needed = checkpoints * checkpoint_bytes(design)
     existing = [folder for folder in (Path(config.out), *Path(config.out).absolute().parents) if folder.is_dir()]

@@ -25,7 +25,7 @@ class Display:
     """A live line with a bar on a terminal, one without a bar in a notebook; nothing but the plain lines otherwise."""
 
     def __init__(self, steps: int, completed: int, mode: ConsoleMode):
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, file=getattr(sys.stdout, "terminal", None))
         self.live = mode == "live" and sys.stdout.isatty()
         self.closed = mode == "nothing"
         self.redraws = not self.closed and in_notebook()
@@ -58,6 +58,8 @@ class Display:
         every line."""
         if self.closed:
             return
+        if self.redraws or self.console.is_terminal:
+            text = errors.shown(text)
         if self.redraws:  # without rich, which makes a block of HTML of each line
             print("\r" * bool(self.drawn) + text.ljust(self.drawn))
             self.drawn = 0
@@ -68,7 +70,7 @@ class Display:
             self.stop_printing()
 
     def stop_printing(self) -> None:
-        """Nobody reads the output any more."""
+        """Sends stdout to devnull from now on: its reader has gone."""
         self.closed = True
         errors.send_to_devnull(sys.stdout)
 

@@ -14,6 +14,7 @@ from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.listing import Records, failed_twice, last_failure, records_of
 from handgrad.run.lock import take_lock
+from handgrad.run.packing import DOCUMENTS
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
 
 
@@ -39,7 +40,7 @@ class RunFolder:
             self.resumed = checkpoint.open_checkpoint(found)
 
     def _open(self, *, allow_changes: bool, strict: bool) -> Path | None:
-        """Locks the folder; returns that of the newest valid checkpoint."""
+        """Locks the folder; returns the newest valid checkpoint's."""
         check_place(self.path)
         with storage_errors(f"making the run folder {self.path}"):
             self._is_new = not self.path.exists()
@@ -101,7 +102,7 @@ class RunFolder:
         """Makes the folder this run's, on rank 0: writes the configuration. Raises `ConfigError` if the checkpoint was
         trained on other data."""
         old = self.resumed.manifest.get("identity") if self.resumed else identity
-        old = old if isinstance(old, dict) else {}
+        old = {DOCUMENTS: identity.get(DOCUMENTS), **old} if isinstance(old, dict) else {}
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]
         if changed and not allow_changes:
             trained_on = self.resumed.manifest["config"].get("data") if self.resumed else None
@@ -164,7 +165,7 @@ def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def resolve_lanes(config: RunConfig, ranks: int) -> int:
-    """The run's lanes: as the configuration says, or those of the run that `config.out` holds, or one for each rank.
+    """The run's lanes: as the configuration says, or as the run in `config.out` has them, or one for each rank.
 
     Raises `ConfigError` when the ranks cannot share them equally.
     """

@@ -14,11 +14,12 @@ from handgrad.fp8.forward import Fp8Forward
 from handgrad.models import architecture, forward_rows, parameter_table
 from handgrad.models.documents import document_buffers
 from handgrad.models.rows import named
+from handgrad.run.checkpointing import with_parts_left
 from handgrad.run.resolve import resolve
 
 
 class CheckpointForward:
-    """The GEMMs of a run's checkpoint as the run had them: which are in fp8, and at which scales."""
+    """Runs the GEMMs of a run's checkpoint as the run did: the same ones in fp8, at the same scales."""
 
     def __init__(self, source: Weights, shape: ModelShape, batch: int, device: torch.device, backend: str, *, packed: bool):
         """For `batch` samples of `shape.sequence_length` tokens at once. Raises `UsageError` for weights without scales."""
@@ -31,8 +32,7 @@ class CheckpointForward:
             raise UsageError(f"{found} has adapters, which are merged here, beside weights in fp8; use --precision bf16")
         self.saved, self.model = manifest["fp8"], architecture(shape)
         config = replace(source.config, micro_batch=batch, sequence_length=shape.sequence_length, backend=backend)
-        left = tuple(manifest.get("left_fp8", {}).get("left", ()))
-        design = resolve(config, shape.vocab_size, device=device, left_fp8=left)
+        design = resolve(with_parts_left(config, manifest), shape.vocab_size, device=device)
         length, chunk = shape.sequence_length, config.head_chunk_tokens
         rows = tuple(forward_rows(shape, batch, length, design.dtype, design.ops, chunk=chunk))
         self.forward = Fp8Forward(design.fp8, parameter_table(shape), rows, self.model.FP8_PARTS)

@@ -24,13 +24,9 @@ REST_BYTES = 1 << 30  # of a GPU's process beside the copy: libraries, batches, 
 def checkpoint_rows(design: Design) -> list[Buffer]:
     """The tensors of a checkpoint, whole, in the order in which it holds them."""
     dtypes = {buffer.name: buffer.dtype for buffer in design.buffers}
-    kinds = {"": dtypes.get("master", dtypes["parameters"])}
-    kinds |= {f"{name}.": dtypes[f"optimizer.{name}"] for name in design.optimizer.state}
-    return [
-        Buffer(prefix + row.name, row.stored_shape, dtype, KIND)
-        for prefix, dtype in kinds.items()
-        for row in design.parameters
-    ]
+    tables = [(design.parameters, dtypes.get("master", dtypes["parameters"]))]
+    tables += [(layout.rows, dtypes[f"optimizer.{name}"]) for name, layout in design.optimizer_state.items()]
+    return [Buffer(row.name, row.stored_shape, dtype, KIND) for table, dtype in tables for row in table]
 
 
 def copy_plans(design: Design, ranks: int) -> list[Plan]:

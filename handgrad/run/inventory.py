@@ -33,7 +33,7 @@ class Kept:
 
 
 def kept_checkpoints(run: Path) -> list[Kept]:
-    """The checkpoints of a run, newest first, then those that were moved aside. Raises `DataError` if there are none."""
+    """The checkpoints of a run, newest first, then the ones moved aside. Raises `DataError` if there are none."""
     folders, aside = checkpoint.folders(run / CHECKPOINTS), checkpoint.unused_checkpoints(run / CHECKPOINTS)
     if not folders and not aside:
         raise DataError(f"{run} holds no checkpoint; {named_run(run)}")

@@ -1,8 +1,8 @@
 """Judges the numbers of a checkpoint before it is written: broken numbers must not replace clean ones.
 
-A norm that is not finite shows numbers that are not. One that has grown a thousandfold since the checkpoint before, and is
-that of large numbers, shows a flipped bit: the highest one of the exponent multiplies a weight by 2 ** 128. Copies that
-several ranks hold must be equal, bit by bit.
+A norm that is not finite shows numbers that are not. One that has grown a thousandfold since the checkpoint before, to
+large numbers, shows a flipped bit: the highest one of the exponent multiplies a weight by 2 ** 128. Copies that several
+ranks hold must be equal, bit by bit.
 """
 
 import math
@@ -24,8 +24,8 @@ class Judge:
 
     def __init__(self, state: TrainingState, ranks: Ranks):
         self.ranks, self.norms = ranks, tensor_norms(state, ranks)
-        sizes = {row.name: math.prod(row.stored_shape) for row in state.design.parameters}
-        self.elements = {name: sizes.get(name) or sizes[name.partition(".")[2]] for name in self.norms}
+        rows = (row for saved in state.saved for row in saved.layout.rows)
+        self.elements = {row.name: math.prod(row.stored_shape) for row in rows}
 
     def check(self, state: TrainingState, step: int, last_saved: int) -> None:
         """Raises `NumericsError`, on all ranks, unless the state after `step` may become a checkpoint."""
@@ -48,7 +48,7 @@ class Judge:
         """Compares the buffers that every rank holds whole: any rank may write its own copy."""
         if self.ranks.size == 1:
             return
-        copies = [flat for flat in state.saved_buffers().values() if state.is_whole(flat)]
+        copies = [saved.values for saved in state.saved if saved.is_whole]
         sums = torch.zeros(len(copies), dtype=torch.int64, device=state.parameters.device)
         for number, flat in enumerate(copies):
             checksum(sums[number : number + 1], flat, state.design.ops)
@@ -63,13 +63,13 @@ class Judge:
 def tensor_norms(state: TrainingState, ranks: Ranks) -> dict[str, float]:
     """The Euclidean norm of each tensor that a checkpoint holds, as all ranks know it. Each reduces its share."""
     names, sharded, squares = list[str](), list[bool](), list[float]()
-    for prefix, flat in state.saved_buffers().items():
-        whole, pieces = state.is_whole(flat), list[tuple[int, Tensor]]()
-        for row in state.design.parameters:
-            mine = [row.stored(flat)] if whole else [piece for piece, _ in state.shard_pieces(flat, row)]
-            pieces += [(len(names), piece) for piece in mine]
-            names.append(prefix + row.name)
-            sharded.append(not whole)
+    for saved in state.saved:
+        pieces = list[tuple[int, Tensor]]()
+        for row in saved.layout.rows:
+            shares = [row.stored(saved.values)] if saved.is_whole else [piece for piece, _ in saved.pieces(row)]
+            pieces += [(len(names), piece) for piece in shares]
+            names.append(row.name)
+            sharded.append(not saved.is_whole)
             squares.append(0.0)
         # A transfer for each buffer: with offload some lie on the host.
         norms = torch.stack([norm_of(piece) for _, piece in pieces]).tolist() if pieces else []

@@ -202,7 +202,7 @@ def state_of(marker: dict[str, Any]) -> str:
 
 
 def listed(runs: list[RunSummary], width: int) -> list[str]:
-    """The lines of a table that is `width` characters wide, or wider where names would lose all; below it the reasons."""
+    """A table `width` characters wide, or wider where names would vanish, then the time left and the reasons for stops."""
     now = time.time()
     rows = [HEADINGS, *(run.row(now) for run in runs)]
     room = max(12, width - len(table([row[1:] for row in rows])[0]) - 2)  # for the names

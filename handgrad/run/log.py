@@ -1,7 +1,7 @@
 """The log of a run: metrics.jsonl for programs, main.log in llm.c's format for its plotting tools, log.txt for people,
-audit.jsonl for whoever checks the run, and the console. Only rank 0 logs.
+audit.jsonl for audits of the run, and the console. Only rank 0 logs.
 
-In all but log.txt, lines of steps that a resumed run will do again are cut off, so they read like those of an unbroken run.
+In all but log.txt, a resumed run cuts off the lines of steps that it will repeat, so they read as if it never stopped.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class RunLog:
         self.files: dict[str, TextIO] = {}
         self.subjects: set[str] = set()  # of `event_once`
         self.notes: list[str] = []  # about damaged lines of the files
-        # (kind, step) of the records that exist: a resumed run makes only those that are missing.
+        # (kind, step) of the records that exist: a resumed run writes only the missing ones.
         self.recorded: set[tuple[str, int]] = ranks.from_rank_0(lambda: self._open_all(completed), "the run's records")
         self.display = Display(steps, completed, console if ranks.is_rank_0 else "nothing")
         self.sinks = Sinks({}, self.line)
@@ -77,8 +77,8 @@ class RunLog:
                 raise error
 
     def misplaced(self) -> StorageError | None:
-        """The error of a run's folder that is no longer where it was, from which others follow: the open files would take
-        lines for ever. On rank 0."""
+        """The error of a run folder that was moved or removed, which causes others: the open files would take lines for
+        ever. On rank 0."""
         path = self.folder / METRICS_FILE
         try:
             if os.path.samestat(path.stat(), os.fstat(self.files[METRICS_FILE].fileno())):

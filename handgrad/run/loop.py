@@ -1,10 +1,9 @@
 """A training run from its design to its last checkpoint: resumes, steps, validates, saves, stops."""
 
 import math
-from dataclasses import asdict
 from typing import Any
 
-from handgrad import checkpoint, power
+from handgrad import power
 from handgrad.config import RunConfig, to_dict
 from handgrad.data.batches import validation_batches
 from handgrad.data.shards import Dataset
@@ -12,17 +11,14 @@ from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import NumericsError
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
-from handgrad.fp8.monitor import LeftFp8
 from handgrad.generation.decode import decode_tensors
 from handgrad.generation.text import write_document
-from handgrad.interop.adapters import base_of
-from handgrad.interop.sources import open_weights
 from handgrad.models import parameter_table
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
 from handgrad.run import audit
-from handgrad.run.assemble import Assembly, assemble
+from handgrad.run.assemble import assemble
 from handgrad.run.checkpointing import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
 from handgrad.run.console import ConsoleMode
 from handgrad.run.folder import RunFolder
@@ -31,11 +27,10 @@ from handgrad.run.host_copy import host_copy
 from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
 from handgrad.run.memory import generation_plan
-from handgrad.run.packing import trained_tokens, training_batches
+from handgrad.run.packing import identity_of, trained_tokens, training_batches
 from handgrad.run.progress import StepLines
 from handgrad.run.repeated_step import checked_result, is_overflow
-from handgrad.run.resolve import resolve
-from handgrad.run.saturation import handle_saturation, record_fp8
+from handgrad.run.saturation import record_fp8
 from handgrad.run.saves import Saves
 from handgrad.run.signals import OnStep, StopSignals, preempted
 from handgrad.run.tasks import TaskEvaluation
@@ -59,33 +54,34 @@ class Run:
         allow_changes: bool,
         console: ConsoleMode,
     ):
-        """`weights`: the initial ones, unless the run is resumed or draws them; those that adapters adapt."""
+        """`weights`: the initial ones, unless the run is resumed or draws them; with adapters, the base."""
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.tasks, self.tokenizer, self.batch = tasks, dataset.tokenizer, config.batch
         self.train_batches = training_batches(config, dataset)
         windows = config.sequence_length, config.eval_stride, config.packing
         self.validation_batches = validation_batches(dataset, *windows)
         self.versions = versions_of(design.device, design.plain_ops)
-        self.identity = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
+        self.identity = identity_of(config, dataset)
         ranks.check_equal("versions and data", {**self.versions, **self.identity})
         ranks.from_rank_0(lambda: folder.claim(self.identity, allow_changes=allow_changes), "the run's data")
 
         resumed = folder.resumed
-        self.left_fp8 = LeftFp8(**({} if resumed is None else resumed.manifest.get("left_fp8", {})))
-        if self.left_fp8.left:
-            self.design = self.current_design()
         generation = generation_plan(design)
         self.decode = decode_tensors(design.shape, generation.allocate(design.device))
         self.completed, self.skips_in_a_row = 0, 0
         copy, self.save_lines = host_copy(config, self.design, ranks)  # before the rest takes its memory
-        self.training = self.assemble_training()
+        count = trained_tokens(self.train_batches)
+        self.training = assemble(design, self.train_batches, ranks, trained_tokens=count)
         self.origin = origin_of(resumed) if resumed else weights.origin if weights else None
         if weights is not None:
             self.load_initial_weights(weights)
-        self.restore(resumed)
+        if resumed is not None:
+            load_run(resumed, config, self.training)
+            self.completed, self.skips_in_a_row = resumed.step, resumed.manifest["skips_in_a_row"]
+            folder.changes += changed_versions(resumed, self.versions)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, console, audited=bool(config.audit_every))
         self.audit = audit.Audit(config.audit_every, ranks, self.log)
-        facts = audit.facts(config, self.versions, self.identity, self.origin)
+        facts = audit.facts(config, self.versions, self.identity, self.origin, dataset)
         self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
         judge = Judge(self.training.state, ranks)
         self.saves = Saves(config, folder, ranks, self.log, judge, copy, tokenizer_files(self.tokenizer), self.audit.seal)
@@ -102,31 +98,14 @@ class Run:
             tasks.allocate(self.training.plain_ops)
             self.memory_bytes |= tasks.plan.size_bytes
 
-    def current_design(self) -> Design:
-        """The design with the GEMMs in bf16 that have left fp8."""
-        place = {"rank": self.ranks.rank, "ranks": self.ranks.size, "device": self.design.device}
-        return resolve(self.config, self.design.shape.vocab_size, **place, left_fp8=tuple(self.left_fp8.left))
-
-    def assemble_training(self) -> Assembly:
-        """The training of the design at hand, with initial weights."""
-        count = trained_tokens(self.train_batches)
-        return assemble(self.design, self.train_batches, self.ranks, trained_tokens=count)
-
     def load_initial_weights(self, weights: Weights) -> None:
-        """Initial weights from elsewhere, of a run of adapters those that they adapt. A run with fewer positions has the
+        """Loads initial weights from elsewhere, with adapters the weights under them. A run with fewer positions takes the
         first of theirs."""
         state = self.training.state
         load = self.training.load_base_weight if self.design.base else state.load_weight
         for theirs, row in zip(parameter_table(weights.shape), self.design.base or self.design.parameters, strict=True):
             assert theirs.name == row.name
             load(row, weights.weight(theirs)[: row.stored_rows])
-
-    def restore(self, resumed: checkpoint.Checkpoint | None) -> None:
-        """Resumes from a checkpoint, if there is one."""
-        if resumed is not None:
-            load_run(resumed, self.config, self.training)
-            self.completed, self.skips_in_a_row = resumed.step, resumed.manifest["skips_in_a_row"]
-            self.folder.changes += changed_versions(resumed, self.versions)
 
     def begin(self) -> None:
         """Logs the header, and makes the validation and the sample that were due when the last process ended."""
@@ -210,14 +189,11 @@ class Run:
             or self.callback_error is not None
             or step == self.first_step
             or step + 1 == self.until
-            or self.left_fp8.due(step + 1)
             or any(self.due(n, step + 1) for n in every)
         )
 
     def between_steps(self) -> None:
         """Does everything that is due; ends the steps after a signal or an exception in `on_step`."""
-        if self.left_fp8.due(self.completed):
-            self.leave_fp8()
         if self.due(self.config.save_every):
             self.save()  # before anything that could fail
         if self.completed == self.until:
@@ -307,7 +283,6 @@ class Run:
         tokens, tokens_seen = self.batch.tokens(self.completed - 1), self.batch.tokens_before(self.completed)
         self.log.step(self.completed, result, tokens, tokens_seen)
         self.audit.add(self.training, self.completed, result)
-        found = record_fp8(self.design, self.training.scaling, result, self.completed, self.log)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.log.gpu(self.completed, self.design.device)
         self.step_lines.show(self.completed, result)
@@ -316,7 +291,7 @@ class Run:
             self.log.record("ranks", step=self.completed, **figures)
             if line:
                 self.event(f"step {self.completed}: {line}")
-        handle_saturation(found, self.config, self.completed, self.left_fp8, self.log)
+        record_fp8(self.design, self.training.scaling, self.config, result, self.completed, self.log)
 
     def judge_update(self, result: StepResult) -> None:
         """Says why the completed step made no update, if it made none, and ends the run after too many of them. Numbers
@@ -331,22 +306,6 @@ class Run:
             self.on_skip(result)
         else:
             self.skips_in_a_row = 0
-
-    def leave_fp8(self) -> None:
-        """Continues with more GEMMs in bf16. That takes another plan, so the run saves and resumes from there."""
-        if self.saves.poisoned:
-            return  # nothing to take up; the next good step asks again
-        parts = self.left_fp8.leave_due(self.completed)
-        self.save()
-        self.saves.wait()
-        del self.training
-        self.design = self.current_design()
-        self.training = self.assemble_training()
-        resumed = checkpoint.open_checkpoint(checkpoint.folder_of(self.folder.checkpoints, self.completed))
-        if self.design.base:
-            self.load_initial_weights(base_of(resumed, open_weights, self.config.init_from))
-        self.restore(resumed)
-        self.event(f"step {self.completed}: {', '.join(parts)} goes on in bf16")
 
     def on_skip(self, result: StepResult) -> None:
         self.skips_in_a_row += 1
@@ -388,7 +347,6 @@ class Run:
             "identity": self.identity,
             **run_numbers(self.training),
             "skips_in_a_row": self.skips_in_a_row,
-            "left_fp8": asdict(self.left_fp8),
             **self.audit.named(),
         }
 

@@ -1,14 +1,18 @@
 """The documents in a run's samples: how they are packed, and the batches of them."""
 
+import hashlib
+import json
+
 import numpy as np
 
 from handgrad.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.packing import documents_of
-from handgrad.data.shards import Dataset
+from handgrad.data.shards import SPLITS, Dataset
 from handgrad.evaluation.loss import scores_all
 from handgrad.run.assemble import TrainedTokens
 
+DOCUMENTS = "documents"  # an identity's entry, which older checkpoints and chains lack
 PACKING_TEXT = {
     STREAM: "a row is cut from the stream of documents",
     MASKED: "a row is cut from the stream of documents, attention stays within each",
@@ -17,15 +21,22 @@ PACKING_TEXT = {
 
 
 def resolve_packing(packing: str, dataset: Dataset) -> str:
-    """`packing` with that which suits the data in the place of "auto"."""
+    """`packing`, where "auto" becomes the packing that suits the data."""
     if packing == AUTO:
         return WHOLE if dataset.is_chat else STREAM
     return packing
 
 
 def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
-    """The packing in which a model is evaluated: its run's `own`, or on other data than the run's that which suits them."""
+    """The packing in which a model is evaluated: its run's `own`, or the one that suits data other than the run's."""
     return resolve_packing(AUTO if other_data and own == STREAM else own, dataset)
+
+
+def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, str]:
+    """The hashes of all that a run reads: tokens, tokenizer, and where its rows follow documents their boundaries."""
+    hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
+    boundaries = json.dumps([[shard.index_sha256 for shard in dataset.splits[name]] for name in SPLITS])
+    return hashes | ({DOCUMENTS: hashlib.sha256(boundaries.encode()).hexdigest()} if config.packed else {})
 
 
 def training_batches(config: RunConfig, dataset: Dataset) -> Batches:
@@ -47,14 +58,29 @@ def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
     places = samples * config.sequence_length
     parts = [PACKING_TEXT[config.packing], f"{in_order.scored_tokens(samples) / places:.1%} of the targets are trained"]
     if config.packing == WHOLE:
-        parts[1:1] = cut_documents(dataset, config.sequence_length)
         parts.insert(-1, f"{max(0.0, 1 - dataset.tokens('train') / places):.1%} of the rows is padding")
-    return [f"packing    {config.packing}: {', '.join(parts)}"]
+    cut = cut_documents(dataset, config.sequence_length) if config.packing == WHOLE else []
+    return [f"packing    {config.packing}: {', '.join(parts)}", *cut]
+
+
+def document_lengths(dataset: Dataset, split: str) -> np.ndarray:
+    """The number of tokens of each document, int64."""
+    shards = dataset.splits[split]
+    return np.concatenate([documents_of(shard.document_starts, shard.token_count)[1] for shard in shards])
+
+
+def row_that_holds(tokens: int) -> int:
+    """The shortest row, a power of two, that holds a document of so many tokens, the last one as a target alone."""
+    return 1 << max(0, int(tokens) - 2).bit_length()
 
 
 def cut_documents(dataset: Dataset, sequence_length: int) -> list[str]:
-    """The training documents that are longer than a row and its last target, in words; nothing if all fit."""
-    shards = dataset.splits["train"]
-    lengths = np.concatenate([documents_of(shard.document_starts, shard.token_count)[1] for shard in shards])
-    cut = int((lengths > sequence_length + 1).sum())
-    return [f"{cut} of {len(lengths)} are longer and cut, the longest has {lengths.max()} tokens"] if cut else []
+    """The header's line about training documents that are longer than a row and its last target; nothing if all fit."""
+    lengths = document_lengths(dataset, "train")
+    if not (cut := int((lengths > sequence_length + 1).sum())):
+        return []
+    longest = int(lengths.max())
+    remedy = f"--sequence-length {row_that_holds(longest)} takes all whole, if the weights have as many positions"
+    return [
+        f"cut        {cut} of {len(lengths)} documents are longer than a row, the longest has {longest} tokens; {remedy}"
+    ]

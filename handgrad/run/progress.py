@@ -29,7 +29,7 @@ class StepFigures:
     seconds_left: float
 
     def line(self, width: int | None = None) -> str:
-        """The plain line; if it needs the room of `width` characters, without the figures that a person looks for last."""
+        """The plain line, without the least important figures where it is wider than `width` characters."""
         for without in range(4):
             line = " | ".join(self.parts(without))
             if width is None or len(line) <= width:
@@ -37,7 +37,7 @@ class StepFigures:
         return line
 
     def parts(self, without: int = 0) -> list[str]:
-        """The parts of the plain line, `without` the first so many of: the arithmetic's rate, z-scores, milliseconds."""
+        """The parts of the plain line, `without` the first 0 to 3 of: the arithmetic's rate, z-scores, milliseconds."""
         result = self.result
         loss_z, norm_z = (f" (z {z:+.1f})" if z is not None and without < 2 else "" for z in (result.loss_z, result.norm_z))
         return [
@@ -52,7 +52,7 @@ class StepFigures:
         ]
 
     def live_line(self, width: int) -> str:
-        """The figures that fit into `width` characters, those that a person looks for first."""
+        """The figures that fit into `width` characters, most important first."""
         result = self.result
         parts = [
             f"{human_seconds(self.seconds_left)} left",

@@ -87,7 +87,7 @@ def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResu
 
 
 def attempt_of(training: Assembly, ranks: Ranks, step: int, lane_losses: Tensor, *, complete: bool) -> Attempt:
-    """The attempt at `step` that was made last. `lane_losses`: its; `complete`: its gradients are still there."""
+    """The last attempt at `step`, with its `lane_losses`. `complete`: its gradients are still in memory."""
     state, stepper, batch = training.state, training.stepper, training.design.batch
     losses, squares = lane_losses.cpu(), state.norm_partials.cpu()
     own = [losses]

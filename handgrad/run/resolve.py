@@ -20,7 +20,7 @@ from handgrad.fp8.dropout import with_workspace
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
 from handgrad.fp8_shape import takes_micro_batch
-from handgrad.layout import Buckets, Sharding, buckets_of, norm_blocks
+from handgrad.layout import Layout, Sharding, buckets_of, norm_blocks, shard_elements, state_layout
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
 from handgrad.lora_shape import parse_lora
 from handgrad.models import documents
@@ -45,19 +45,17 @@ def resolve(
     ranks: int = 1,
     device: torch.device | None = None,
     ops: ModuleType | None = None,
-    left_fp8: tuple[str, ...] = (),
     sizes: Any = None,
 ) -> Design:
-    """The run that `config` describes, as one of `ranks` has it, with its plan; nothing is allocated.
+    """Resolves `config` for one of `ranks`, with its memory plan. Allocates nothing.
 
-    `device` and `ops` (plain operations) are those of `config` unless given; `left_fp8` are parts of fp8 GEMMs that the run
-    has moved to bf16. `sizes`: the sizes of operations that this machine cannot run, in the place of the operations; the
-    device is then torch's "meta", which has no memory. Raises `UsageError` for settings that the device or the backend
-    does not support, and for unknown names.
+    `device` and `ops` (plain operations) default to `config`'s. `sizes`: the sizes of operations that this machine
+    cannot run, instead of operations; the device is then torch's "meta", which has no memory. Raises `UsageError` for
+    settings that the device or the backend does not support, and for unknown names.
     """
     device = devices.resolve_device(config.device) if device is None else device
     config = with_precision(config, device)
-    dtype = devices.use_precision(device, config.precision)
+    dtype = devices.dtype_of(device, config.precision)
     devices.check_optimizer(device, config.optimizer)
     plain_ops = sizes or ops or plain_backend(config.backend, device, config.precision)
     shape, optimizer = config.shape(vocab_size), optimizer_of(config)
@@ -68,17 +66,18 @@ def resolve(
     if config.lora:  # the adapters train, beside the model's weights
         lora = resolve_lora(config.lora, shape, plain_ops)
         parameters, base = lora.table(sharding.lanes), models.parameter_table(shape)
-    buckets = buckets_of(parameters, sharding.lanes)
+    layout = Layout(parameters, buckets_of(parameters, sharding.lanes))
+    optimizer_state = {name: state_layout(name, layout, optimizer.state) for name in optimizer.state(parameters[0])}
 
     rows = activation_rows(config, shape, dtype, plain_ops, sizes)
     training_ops, fp8, rounded = plain_ops, None, frozenset[str]()
     if config.precision == "fp8":
         training_ops = sizes or fp8_operations(plain_ops)
-        fp8 = resolve_fp8(config, shape, base or parameters, rows, training_ops, left_fp8)
+        fp8 = resolve_fp8(config, shape, base or parameters, rows, training_ops)
         rounded = frozen.rounded_weights(fp8) if base else rounded
     base, frozen_rows = frozen.split_by_precision(base, rounded)
 
-    state, host_state = state_buffers(config, parameters, buckets, sharding, optimizer, dtype, device)
+    state, host_state = state_buffers(config, layout, sharding, optimizer_state, dtype, device)
     buffers = [*state, *activation_buffers(config, rows, fp8, base or parameters, ranks, rounded)]
     if config.packed:
         buffers += documents.document_buffers(model, config.micro_batch, shape.sequence_length)
@@ -93,16 +92,18 @@ def resolve(
     buffers += offload.slot_buffers(host_state)
     return Design(
         device=device,
+        precision=config.precision,
         dtype=dtype,
         ops=training_ops,
         plain_ops=plain_ops,
         model=model,
         shape=shape,
         parameters=parameters,
-        buckets=buckets,
+        buckets=layout.buckets,
         sharding=sharding,
         batch=Batch(config.micro_batch, sharding.lanes, config.sequence_length, config.batch, config.overfit_one_batch),
         optimizer=optimizer,
+        optimizer_state=optimizer_state,
         schedule=schedule_of(config),
         guards=guards_of(config),
         seed=config.seed,
@@ -150,7 +151,7 @@ def activation_buffers(
     rounded: frozenset[str],
 ) -> list[Buffer]:
     """The buffers of the activations and, in fp8, of the quantised tensors and their scales. `weights`: the model's;
-    `rounded`: those of them that exist in fp8 alone."""
+    `rounded`: the ones that exist in fp8 alone."""
     if fp8 is None:
         return [row.buffer(config.recompute) for row in rows if not row.of]
     gradients = GRADIENT_FORMATS[config.fp8_gradients]
@@ -161,25 +162,24 @@ def activation_buffers(
 
 def state_buffers(
     config: RunConfig,
-    parameters: Table,
-    buckets: Buckets,
+    layout: Layout,
     sharding: Sharding,
-    optimizer: AdamW | Muon,
+    optimizer_state: dict[str, Layout],
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[list[Buffer], list[Buffer]]:
-    """(those of the device, those of the host): weights, gradients, the optimizer's state, the numbers of a step."""
+    """The buffers (of the device, of the host) of weights, gradients, the optimizer's state, the numbers of a step."""
     flat = flat_buffers(
-        flat_elements(parameters, sharding.lanes),
+        layout.elements,
         dtype,
         device,
-        optimizer,
+        {name: shard_elements(state.buckets, sharding.shards) for name, state in optimizer_state.items()},
         master_weights=config.master_weights,
         rounded_moments=config.moments == "bf16",
-        blocks=norm_blocks(buckets, sharding.lanes),
+        blocks=norm_blocks(layout.buckets, sharding.lanes),
     )
     if sharding.lanes > 1:
-        flat = with_sharding(flat, buckets, sharding, optimizer.state)
+        flat = with_sharding(flat, layout.buckets, sharding)
     if not config.offload:
         return list(flat.values()), []
     flat, host = offload.divided(flat)
@@ -193,7 +193,7 @@ def optimizer_of(config: RunConfig) -> AdamW | Muon:
     adamw = AdamW(config.beta1, config.beta2, config.adam_epsilon, config.weight_decay, config.seed)
     if config.optimizer == "adamw":
         return adamw
-    rate = (config.matrix_learning_rate or config.learning_rate) / config.learning_rate
+    rate = config.matrix_learning_rate / config.learning_rate if config.matrix_learning_rate else 1.0
     return Muon(adamw, momentum=0.95, beta2=config.beta2, weight_decay=config.weight_decay, rate=rate)
 
 
@@ -219,12 +219,9 @@ def resolve_fp8(
     weights: Table,
     rows: tuple[ActivationRow, ...],
     ops: ModuleType,
-    left_fp8: tuple[str, ...],
 ) -> Fp8Design:
     parts = models.architecture(shape).FP8_PARTS
-    keep_bf16 = ",".join([config.fp8_keep_bf16.replace(TUNED, ""), *(part for part in left_fp8 if part != tables.HEAD)])
-    head = "" if tables.HEAD in left_fp8 else config.fp8_head_gemms
-    gemms = tables.fp8_gemms(keep_bf16, head, shape.num_layers, parts)
+    gemms = tables.fp8_gemms(config.fp8_keep_bf16.replace(TUNED, ""), config.fp8_head_gemms, shape.num_layers, parts)
     statistics_parts = ops.statistics_parts(
         batch=config.micro_batch,
         length=shape.sequence_length,
@@ -251,12 +248,6 @@ def resolve_fp8(
 # Before and around a design.
 
 
-def possible_configs(config: RunConfig) -> list[RunConfig]:
-    """The run, and the run in bf16 into which an fp8 run may change: both have to fit."""
-    may_leave = config.precision == "fp8" and config.fp8_on_saturation == "bf16"
-    return [config, replace(config, precision="bf16")] if may_leave else [config]
-
-
 def micro_batches(config: RunConfig) -> list[int]:
     """The micro-batches (samples) that divide a lane's steps and that the precision takes, smallest first."""
     samples, rest = divmod(config.batch.common // config.sequence_length, max(1, config.lanes))
@@ -272,14 +263,13 @@ def largest_micro_batch(
     most: int | None = None,
     resolved: Callable[..., Design] = resolve,
 ) -> int:
-    """The largest of `micro_batches`, up to `most`, whose memory fits; 0 if not even the smallest one's does. `resolved`:
-    in the place of `resolve`, for a device that is not here."""
+    """Returns the largest of `micro_batches`, up to `most`, whose memory fits; 0 if not even the smallest fits. `resolved`
+    replaces `resolve` for a device that is not here."""
     choices = [n for n in micro_batches(config) if most is None or n <= most]
 
     def fits(micro_batch: int) -> bool:
-        possible = possible_configs(replace(config, micro_batch=micro_batch))
-        designs = (resolved(each, vocab_size, ranks=ranks) for each in possible)
-        return all(sum(memory_bytes(design).values()) <= available_bytes for design in designs)
+        design = resolved(replace(config, micro_batch=micro_batch), vocab_size, ranks=ranks)
+        return sum(memory_bytes(design).values()) <= available_bytes
 
     if choices and fits(choices[-1]):
         return choices[-1]
@@ -288,12 +278,12 @@ def largest_micro_batch(
 
 
 def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
-    """`config` with the precision that suits the device in the place of "auto"."""
+    """`config` with the precision that suits the device instead of "auto"."""
     return replace(config, precision=devices.resolve_precision(config.precision, device))
 
 
 def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
-    """`config` with the GEMMs themselves in the place of "auto" and of "tuned": those that `handgrad tune` found faster in
+    """`config` with GEMMs instead of "auto" and "tuned", which stands for the GEMMs that `handgrad tune` found faster in
     bf16.
 
     Raises `UsageError` for a backend that cannot run."""

@@ -108,7 +108,7 @@ class Saves:
         waited, took = time.perf_counter() - begun, time.perf_counter() - earlier.begun
         due = self.config.save_every and step % self.config.save_every == 0  # else a stop or a best validation asks for it
         if due and waited >= SHORT_SECONDS:
-            line = f"step {step}: its save waited {waited:.1f} s for that of step {earlier.step}, which took {took:.1f} s"
+            line = f"step {step}: its save waited {waited:.1f} s for step {earlier.step}'s, which took {took:.1f} s"
             self.log.event_once(step, f"{line}; a larger --save-every leaves the disk more time", "a save that waited")
         return waited
 

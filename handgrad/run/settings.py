@@ -15,7 +15,7 @@ from handgrad.names import nearest_name
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE
 from handgrad.techniques import changed, resolve_techniques
 
-# Other trainers' words in the place of weights.
+# Other trainers' words for where a run begins, given as weights.
 BEGINNINGS = {
     "resume": "a run resumes by itself, by the same command again",
     "scratch": "a run starts from nothing without it",
@@ -25,7 +25,7 @@ WITHOUT, WITH = "without", "with"  # settings that change the list `techniques`:
 
 def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], command: str = "train") -> RunConfig:
     """Preset, then recipe, then the model's sizes, then single settings: the later one wins. Empty means not given.
-    Sizes that none of them gives are those of the weights to start from. `command`: the one that an error recommends.
+    Sizes that none of them gives come from the weights to start from. `command`: the one that an error recommends.
 
     Raises `UsageError`, `DataError`: a name that does not exist, a value that does not fit, nothing to train.
     """
@@ -83,7 +83,7 @@ def check_data(settings: dict[str, Any], command: str) -> None:
 
 
 def first_run(command: str) -> str:
-    """The command that trains, or plans, a model which suits the data prepared here, or those that prepare some."""
+    """The command that trains, or plans, a model which suits the data prepared here, or the commands that prepare some."""
     from handgrad.data.shards import MANIFEST_FILE  # imports numpy, which `--help` spares
 
     folder = Path(RunConfig.data)
@@ -97,7 +97,7 @@ def first_run(command: str) -> str:
 
 
 def refuse_path(name: str, command: str, weights: str) -> None:
-    """Raises `UsageError` with the command to run if `name`, in the place of a preset, is a path to a recipe, a run, shards
+    """Raises `UsageError` with the command to run if `name`, given as a preset, is a path to a recipe, a run, shards
     or text, for a run that starts from these `weights`, or from none."""
     path, start, starts = Path(name), "a run begins with a preset", ["--init-from", weights] if weights else []
     if path.suffix == ".py":
@@ -137,8 +137,8 @@ def goes_on(run: Path, command: str) -> str:
 
 
 def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
-    """The settings with the model's sizes: those of the weights in `init_from`, or of the run in `out`, which resumes
-    without those weights. `bare`: nothing else gives rows, steps and learning rate, so those that suit come with
+    """The settings with the model's sizes, from the weights in `init_from`, or from the run in `out`, which resumes
+    without those weights. `bare`: nothing else gives rows, steps and learning rate, so suitable ones come with
     them."""
     from handgrad import checkpoint  # imports torch, which `--help` spares
     from handgrad.interop.sources import SIZES, read_sizes, shape_fields

@@ -18,7 +18,7 @@ class StopSignals:
     The same signal again ends the process at once (saves are atomic), or with `keeps_process` acts as it did before the
     block. Within a second it counts as the same one: a launcher and its ranks may both get it, and the launcher passes it
     on. SIGXCPU never ends the process: the kernel repeats it every second. Signals are left alone outside of the main
-    thread, where Python takes no handlers, and so are those of `STOPPING` that are ignored (`nohup`) or have a handler of
+    thread, where Python takes no handlers, and so is a signal of `STOPPING` that is ignored (`nohup`) or has a handler of
     the program's own.
     """
 

@@ -116,7 +116,7 @@ class Sink:
             self.warn(f"{fault} ({_named(error)})")
 
     def end(self, until: float) -> None:
-        """Waits for the queue, at most until the clock `time.monotonic` says `until`."""
+        """Waits for the queue, at most until `time.monotonic()` reaches `until`."""
         self.thread.join(max(0.0, until - time.monotonic()))
         if self.thread.is_alive():
             self.warn(f"is not done {LAST_SECONDS:.0f} s after the end, and misses about {self.queue.qsize()} records")

@@ -56,7 +56,7 @@ def open_run(
         asked = config
         inherited = ranks.from_rank_0(lambda: inherited_settings(asked), "the run so far")
         config = check(with_precision(replace(config, **inherited), device))
-        devices.use_precision(device, config.precision)  # refuses one that the device lacks, before any data is read
+        devices.dtype_of(device, config.precision)  # refuses one that the device lacks, before any data is read
         tuned = with_tuned_gemms(config, device)
         ranks.check_equal("configuration", to_dict(tuned))
         config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")))
@@ -125,7 +125,7 @@ def open_initial_weights(config: RunConfig, dataset: Dataset, *, strict: bool) -
         if name != "sequence_length" and wanted != stored:
             raise UsageError(
                 f"{name} is {stored} in {config.init_from} and {wanted} in this run; give no preset, --model or sizes to"
-                " take those of the weights"
+                " take the weights' own"
             )
     if shape.architecture == "llama" and shape.sequence_length < weights.shape.sequence_length:
         weights = replace(weights, origin=weights.origin | {CONTEXT: weights.shape.sequence_length})

@@ -16,7 +16,7 @@ from handgrad import checkpoint, devices, presets
 from handgrad.config import RunConfig
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.models import architecture
-from handgrad.run.resolve import possible_configs, resolve
+from handgrad.run.resolve import resolve
 
 CPU_FLOPS = 2.5e13  # of the whole run: three minutes on two cores
 MEMORY_SHARE = 0.85  # of a GPU's memory that the plan may take
@@ -86,7 +86,7 @@ def longest_window(dataset: Dataset) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The largest one up to `number`."""
+    """The largest power of two up to `number`."""
     return 1 << number.bit_length() - 1
 
 
@@ -98,11 +98,11 @@ def smaller_batches(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def fits(config: RunConfig, vocab_size: int, device: torch.device) -> bool:
-    """By the whole memory of a GPU, which is equal on equal ranks, unlike the free one; a CPU's run is small."""
+    """Compares with a GPU's whole memory, which is equal on equal ranks, unlike its free memory; a CPU's run is small."""
     if device.type != "cuda":
         return True
     most = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return all(resolve(one, vocab_size, device=device).plan.total_bytes <= most for one in possible_configs(config))
+    return resolve(config, vocab_size, device=device).plan.total_bytes <= most
 
 
 def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.device) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The run that suits weights: `handgrad train --init-from WEIGHTS --data DIR` without a preset or a recipe.
 
-Short rows, however long the weights' context is, small steps and three epochs. The learning rates are those of
+Short rows, however long the weights' context is, small steps and three epochs. The learning rates come from
 docs/finetuning.md: weights from elsewhere have seen much more text; a run of ours continues at half of its rate.
 """
 
@@ -12,15 +12,18 @@ import torch
 
 from handgrad import checkpoint, devices
 from handgrad.checkpoint import is_best_alias
-from handgrad.config import RunConfig
-from handgrad.data.shards import Dataset, open_dataset
+from handgrad.config import AUTO, WHOLE, RunConfig
+from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.parallel.launchers import find_rank_info
+from handgrad.run.packing import document_lengths, resolve_packing, row_that_holds
 from handgrad.run.suited import CHOSEN, fits, longest_window, paced, power_of_two, smaller_batches
 
 # By the kind of device: tokens of a row at most, tokens of a step, rows of a micro-batch at most.
 CPU_LIMITS, GPU_LIMITS = (512, 2048, 4), (2048, 16384, 16)
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 3e-5, 2e-4
 EPOCHS, WARMUP_SHARE = 3, 0.05
+ENOUGH_STEPS = 100  # with fewer, a few conversations would move the weights by next to nothing
+FEW_ROWS = 16  # of an epoch, at least: conversations need no longer rows than the longest, and short rows make more steps
 ENDING: dict[str, Any] = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
 
 
@@ -38,21 +41,28 @@ def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: di
     chosen = {name: getattr(config, name) for name in ("sequence_length", "tokens_per_step", "micro_batch", *ENDING)}
     chosen["learning_rate"] = settings.get("learning_rate", suited_rate(source, adapters=bool(config.lora)))
     if dataset is not None:
-        chosen |= paced(config, dataset, device, EPOCHS, WARMUP_SHARE, settings.get("steps", 0))
+        epochs = max(EPOCHS, ENOUGH_STEPS * config.tokens_per_step / dataset.tokens("train"))
+        chosen |= paced(config, dataset, device, epochs, WARMUP_SHARE, settings.get("steps", 0))
         if dataset.is_chat:
             chosen["sample_tokens"] = 0  # a document from nothing is no conversation
     return chosen
 
 
 def fitted(settings: dict[str, Any], sizes: dict[str, Any], dataset: Dataset | None, device: torch.device) -> RunConfig:
-    """Rows of at most the weights' context, the longest window of the shards and the device's limit; steps of at most a
-    quarter of the corpus; the largest micro-batch that fits, by the `settings` that are given."""
+    """Rows of at most the weights' context, the longest window of the shards and the device's limit, or that hold the
+    longest conversation; steps of at most a quarter of the corpus; the largest micro-batch that fits, by the `settings`
+    that are given."""
     longest, tokens, most = CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
     length = min(sizes.get("sequence_length", longest), longest)
-    corpus = tokens * 4
+    corpus, usual = tokens * 4, length
     if dataset is not None:
         corpus = dataset.tokens("train")
-        length = min(length, power_of_two(max(1, longest_window(dataset))))
+        if resolve_packing(settings.get("packing", AUTO), dataset) == WHOLE:
+            whole = row_that_holds(max(document_lengths(dataset, split).max(initial=1) for split in SPLITS))
+            few = max(whole, power_of_two(max(1, corpus // FEW_ROWS)))
+            length = min(max(length, whole), few, tokens, sizes.get("sequence_length", tokens))
+        else:
+            length = min(length, power_of_two(max(1, longest_window(dataset))))
     micro = settings.get("micro_batch", 0)
     together = (micro or 1) * (settings.get("lanes", 0) or find_rank_info(os.environ).size)  # rows, in all lanes
     if "tokens_per_step" in settings:
@@ -71,6 +81,8 @@ def fitted(settings: dict[str, Any], sizes: dict[str, Any], dataset: Dataset | N
     config = RunConfig(**{**sizes, **ENDING, **settings} | batch)
     if dataset is not None and "micro_batch" not in settings:
         smaller = [found for found in smaller_batches(config) if fits(found, dataset.tokenizer.vocab_size, device)]
+        if not smaller and usual < length and "sequence_length" not in settings:
+            return fitted(settings | {"sequence_length": usual}, sizes, dataset, device)
         config = smaller[0] if smaller else config  # does not fit: the run refuses it with advice
     return config
 

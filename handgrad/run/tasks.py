@@ -37,7 +37,7 @@ class TaskEvaluation:
         self.views: dict[str, Tensor] = {}
 
     def allocate(self, ops: Any) -> None:
-        """`ops`: those that read the run's plain weights."""
+        """`ops`: operations that read the run's plain weights."""
         self.work.ops = ops
         self.views = self.plan.allocate(self.device)
 

@@ -17,6 +17,7 @@ from handgrad.parsing import parse_json
 CHAT, COMPLETION = "chat", "completion"
 PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
 
+WORDS = {float: "a number", int: "a whole number", bool: "true or false", dict: "an object"}
 NUMBERS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
 READ = {*NUMBERS, "messages", "prompt", "max_tokens", "max_completion_tokens", "stop", "seed", "stream", "stream_options"}
 # Settings that say nothing of the text.
@@ -43,10 +44,10 @@ class Request:
         return COMPLETION if isinstance(self.prompt, str) else CHAT
 
 
-def read_request(kind: str, content: bytes, default: Request, system: str = "") -> Request:
+def read_request(kind: str, content: bytes, default: Request, context: int, system: str = "") -> Request:
     """The request in the body of a POST; `default` has the settings that it leaves out, and `system` is the message of the
-    system for a conversation without one. Raises `UsageError` for a body that nobody can answer, or that asks for a
-    setting that handgrad lacks."""
+    system for a conversation without one. Raises `UsageError` for a body that it cannot answer, for more than `context`
+    tokens, or a setting that handgrad lacks."""
     try:
         body = parse_json(content)
     except ValueError as error:
@@ -58,30 +59,32 @@ def read_request(kind: str, content: bytes, default: Request, system: str = "") 
             raise UsageError(f"this server does not know {name!r} (here {value!r:.60}); leave it out")
     most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     numbers: dict[str, Any] = {
-        name: number(body, name, kind, getattr(default.options, name)) for name, kind in NUMBERS.items()
+        name: setting(body, name, kind, getattr(default.options, name)) for name, kind in NUMBERS.items()
     }
     found = replace(
         default,
         prompt=conversation(body, system) if kind == CHAT else text_of(body.get("prompt", "")),
-        max_tokens=number(body, most, int, default.max_tokens),
+        max_tokens=setting(body, most, int, default.max_tokens),
         options=replace(default.options, **numbers),
         stops=stops_of(body.get("stop")) or default.stops,
-        seed=number(body, "seed", int, default.seed),
-        streams=bool(body.get("stream")),
-        counts=bool((body.get("stream_options") or {}).get("include_usage")),
+        seed=setting(body, "seed", int, default.seed),
+        streams=setting(body, "stream", bool, False),
+        counts=setting(setting(body, "stream_options", dict, {}), "include_usage", bool, False),
     )
+    if found.max_tokens > context:
+        raise UsageError(f"expected {most!r} of at most {context}, the model's context, found {found.max_tokens}")
     check_writing(found.max_tokens, found.seed or 0, found.stops)
     return found
 
 
-def number(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """The number of that name, or the default for null and none."""
+def setting(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """The value of that name, or the default for null and none."""
     value = body.get(name)
     if value is None:
         return default
-    if type(value) is int or (kind is float and type(value) is float):
+    if type(value) is kind or (kind is float and type(value) is int):
         return kind(value)
-    raise UsageError(f"expected {name!r} to be {'a' if kind is float else 'a whole'} number, found {value!r:.60}")
+    raise UsageError(f"expected {name!r} to be {WORDS[kind]}, found {value!r:.60}")
 
 
 def conversation(body: Mapping[str, Any], system: str) -> list[Message]:

@@ -1,7 +1,9 @@
 """Takes requests over HTTP and sends answers back. Each connection has a thread; the model has one, which writes one text
-after another, in the order in which the requests came."""
+after another, in the order in which the requests came. A client that closes its connection ends its text."""
 
 import json
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,8 +22,7 @@ from handgrad.serving.writer import Writer, Written
 
 PAGE = Path(__file__).with_name("page.html")
 JSON, EVENTS = "application/json", "text/event-stream"
-MOST_BYTES = 16 << 20  # of a request: a conversation of a million tokens has some four
-IDLE_SECONDS = 60  # that a connection may take for its request
+MOST_BYTES = 8 << 20  # of a request: a conversation of a million tokens has half of them
 
 
 @dataclass
@@ -29,8 +30,13 @@ class Job:
     """A request on its way to the model, and what comes back: pieces, then the end or the reason why there is none."""
 
     request: Request
+    has_left: Callable[[], bool]  # True if the client closed the connection, which stays open here until the end arrives
     arrived: SimpleQueue[str | Written | HandgradError] = field(default_factory=SimpleQueue)
-    dropped: bool = False  # the client went away
+    dropped: bool = False  # the client takes no answer
+
+    def expect_client(self) -> None:
+        if self.dropped or self.has_left():
+            raise UsageError("the client went away")
 
 
 @dataclass
@@ -48,11 +54,11 @@ def write_all(served: Served, writer: Writer, tell: Callable[[str], object]) -> 
     """Writes the text of every job that comes, until a None does; tells a line about each."""
     while (job := served.jobs.get()) is not None:
         try:
+            job.expect_client()  # before its prompt is read
             for part in writer.write(job.request):
-                job.arrived.put(part)
-                if job.dropped:
-                    tell(f"{job.request.kind}: the client went away")
-                    break
+                job.expect_client()
+                if part:
+                    job.arrived.put(part)
                 if isinstance(part, Written):
                     speed = part.tokens / max(part.elapsed_seconds, 1e-9)
                     said = f"{part.prompt_tokens} tokens read, {part.tokens} written at {speed:.0f} tokens/s"
@@ -64,8 +70,6 @@ def write_all(served: Served, writer: Writer, tell: Callable[[str], object]) -> 
 
 class Handler(LocalHandler):
     """GET / is the page, GET /v1/models the model; POST of a request is answered whole or, with `stream`, as events."""
-
-    timeout = IDLE_SECONDS
 
     def __init__(self, served: Served, *connection: Any):
         self.served = served
@@ -79,23 +83,24 @@ class Handler(LocalHandler):
         elif self.path == "/v1/models":
             self.answer_json({"object": "list", "data": [self.served.about]})
         else:
-            self.refuse(HTTPStatus.NOT_FOUND, f"nothing is at {self.path}; the page is at /, the API at /v1")
+            self.refuse(HTTPStatus.NOT_FOUND, f"nothing is at {self.path:.80}; the page is at /, the API at /v1")
 
     def do_POST(self) -> None:
         kind = PATHS.get(self.path)
         if kind is None:
-            self.refuse(HTTPStatus.NOT_FOUND, f"nothing is at {self.path}; POST to {' or '.join(PATHS)}")
+            self.refuse(HTTPStatus.NOT_FOUND, f"nothing is at {self.path:.80}; POST to {' or '.join(PATHS)}")
             return
+        served, context = self.served, self.served.about["context"]
         try:
-            request = read_request(kind, self.content(), self.served.default, self.served.system)
+            request = read_request(kind, self.content(), served.default, context, served.system)
         except UsageError as error:
-            self.refuse(HTTPStatus.BAD_REQUEST, str(error))
+            self.refuse_with(error)
             return
-        job = Job(request)
+        job = Job(request, self.has_left)
         self.served.jobs.put(job)
         first = job.arrived.get()
         if isinstance(first, HandgradError):
-            self.refuse(status_of(first), str(first))
+            self.refuse_with(first)
         elif request.streams:
             self.send_events(job, first)
         else:
@@ -106,10 +111,24 @@ class Handler(LocalHandler):
         yes: so no page from elsewhere can use the model."""
         if self.headers.get_content_type() != JSON:
             raise UsageError(f"expected Content-Type: {JSON}, found {self.headers.get_content_type()}")
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MOST_BYTES:
-            raise UsageError(f"expected a Content-Length of at most {MOST_BYTES}, found {length or 'none'}")
-        return self.rfile.read(int(length))
+        length = ", ".join(self.headers.get_all("Content-Length", []))
+        if "Transfer-Encoding" in self.headers:
+            length = "a Transfer-Encoding"
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MOST_BYTES:
+            raise UsageError(f"expected a Content-Length of at most {MOST_BYTES}, found {length or 'none':.40}")
+        content = self.rfile.read(int(length))
+        if len(content) < int(length):
+            raise UsageError(f"expected a body of {length} bytes, found {len(content)}")
+        return content
+
+    def has_left(self) -> bool:
+        """True if the client has closed the connection. Drops all that it sends behind its request."""
+        try:
+            return not os.read(self.connection.fileno(), 1 << 16)  # does not wait, as the connection has a time-out
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def send_whole(self, job: Job, part: str | Written | HandgradError) -> None:
         """The answer as one JSON object."""
@@ -118,7 +137,7 @@ class Handler(LocalHandler):
             text += part
             part = job.arrived.get()
         if isinstance(part, HandgradError):
-            self.refuse(status_of(part), str(part))
+            self.refuse_with(part)
             return
         said = {"message": {"role": "assistant", "content": text}} if job.request.kind == CHAT else {"text": text}
         self.answer_json(self.head(job) | {"choices": [choice(said, part)], "usage": usage(part)} | noted(part))
@@ -129,7 +148,6 @@ class Handler(LocalHandler):
         try:
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", EVENTS)
-            self.send_header("Cache-Control", "no-store")
             self.end_headers()
             if is_chat:
                 self.send_event(head | {"choices": [choice({"delta": {"role": "assistant", "content": ""}})]})
@@ -146,6 +164,8 @@ class Handler(LocalHandler):
             self.wfile.write(b"data: [DONE]\n\n")
         except OSError:  # the client went away, or takes nothing for a minute
             job.dropped = True
+            while isinstance(part, str):
+                part = job.arrived.get()
 
     def send_event(self, event: dict[str, Any]) -> None:
         self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -161,9 +181,9 @@ class Handler(LocalHandler):
     def refuse(self, status: HTTPStatus, message: str) -> None:
         self.answer_json(failure(message), status)
 
-
-def status_of(error: HandgradError) -> HTTPStatus:
-    return HTTPStatus.INTERNAL_SERVER_ERROR if isinstance(error, NumericsError) else HTTPStatus.BAD_REQUEST
+    def refuse_with(self, error: HandgradError) -> None:
+        diverged = isinstance(error, NumericsError)
+        self.refuse(HTTPStatus.INTERNAL_SERVER_ERROR if diverged else HTTPStatus.BAD_REQUEST, str(error))
 
 
 def failure(message: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Writer:
         self.writing, self.talk, self.context, self.seed = writing, talk, context, seed
 
     def write(self, request: Request) -> Iterator[str | Written]:
-        """The text piece by piece, then its end.
+        """A piece of the text for each token, possibly empty, then the end.
 
         A conversation keeps the keys and values of its earlier turns, whose rounding depends on how they came there. So a
         request with a seed takes the whole of it in anew, and gives the same text every time.
@@ -52,6 +52,5 @@ class Writer:
         longest = min(max(self.writing.size[1], len(text.prompt) + text.max_tokens), self.context)
         decoder = self.writing.decoder(1, longest, request.options, frozenset(ends))
         for _, piece in stream_text(decoder, tokenizer, iter([text]), request.stops, reuse_cache=reuse_cache):
-            if piece:
-                yield piece
+            yield piece
         yield Written(text.stopped, len(text.prompt), len(text.tokens), time.perf_counter() - started, note)

@@ -55,11 +55,15 @@ def open_certificate(path: Path) -> Line:
     with storage_errors(f"reading {path}"):
         content = path.read_bytes()
     try:
-        found = parse_json(content)
+        found = parse_json(content, unique=True)
     except ValueError as error:
         raise DataError(f"{path} is neither a run folder nor a certificate: {error}") from None
     if not isinstance(found, dict) or found.get("kind") != KIND or not isinstance(found.get("links"), list):
         raise DataError(f"{path} is neither a run folder nor a certificate; expected a file of `handgrad certificate`")
+    if found.get("format") != FORMAT:
+        raise DataError(f"{path}: expected format {FORMAT}, found {found.get('format')!r:.40}; a newer handgrad reads it")
+    if further := sorted(found.keys() - {"kind", "format", "evaluation", "links", "signature"}):
+        raise DataError(f"{path}: expected no field {further[0]!r:.40}; it was edited")
     check_signature(found, path)
     for number, line in enumerate(found["links"], start=1):
         checked_line(record(line, f"link {number} of {path}"))
@@ -82,7 +86,7 @@ def check_signature(certificate: Line, path: Path) -> None:
         key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature["public_key"]))
         key.verify(bytes.fromhex(signature["ed25519"]), canonical(content))
     except (InvalidSignature, ValueError, KeyError, TypeError):
-        raise DataError(f"{path}: its signature is not that of its content; it was edited") from None
+        raise DataError(f"{path}: its signature does not match its content; it was edited") from None
 
 
 def fingerprint(certificate: Line) -> str:
@@ -111,7 +115,7 @@ def page(certificate: Line) -> str:
         **facts["versions"],
         "first link": f"`{begins[0]['link']}`",
         "last link": f"`{(steps or begins)[-1]['link']}`",
-        "signed by": f"`{fingerprint(certificate)}`" if "signature" in certificate else "nobody",
+        "signed by": f"`{fingerprint(certificate)}`" if "signature" in certificate else "no key",
     }
     lines = ["# Certificate of a training run", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())]
     lines += ["", "| checkpoint | SHA-256 of its manifest |", "|---|---|"]

@@ -22,7 +22,7 @@ from handgrad.tools.record import RunRecord
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Of two tensors of the same name: elements that differ, and how far they are apart."""
+    """The difference of two tensors of the same name: in how many elements, and how far."""
 
     name: str
     differing: int

@@ -104,7 +104,8 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
         return
     yield True, f"GEMMs by {used['products']}; attention by {used['attention']}"
     yield True, kernels.tuning(lost_without_table(torch.cuda.get_device_name(device)))
-    dtype = devices.use_precision(device, half_precision(device))
+    dtype = devices.dtype_of(device, half_precision(device))
+    devices.set_arithmetic(device, half_precision(device))
     yield from check_kernels(kernels, device, dtype, cases_on(capability))
     yield from check_dropout_kernels(dropout_operations(kernels), device, dtype)
     if capability < BF16_CAPABILITY:
@@ -117,7 +118,7 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
 
 
 def cases_on(capability: tuple[int, int]) -> Cases:
-    """The operations that runs launch on a GPU: Muon's, whose products are of bf16, only where there is bf16."""
+    """The operations that runs launch on a GPU: Muon's, whose GEMMs are in bf16, only where there is bf16."""
     return {line: make for line, make in CASES.items() if capability >= BF16_CAPABILITY or not line.startswith("muon")}
 
 

@@ -15,7 +15,7 @@ from handgrad.names import check_choice
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
 from handgrad.run.folder import resolve_lanes
 from handgrad.run.memory import memory_bytes
-from handgrad.run.resolve import largest_micro_batch, micro_batches, possible_configs
+from handgrad.run.resolve import largest_micro_batch, micro_batches
 from handgrad.tools import measured
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.roofline import step_time
@@ -46,8 +46,8 @@ class Forecast:
 def forecast(
     config: RunConfig, vocab_size: int, gpu: str, *, ranks: int = 1, price: float | None = None, fit: int = 0
 ) -> Forecast:
-    """The run that `config` describes. `price`: dollars per GPU and hour; `fit`: bytes of each GPU that it may take, in the
-    place of all.
+    """The run that `config` describes. `price`: dollars per GPU and hour; `fit`: bytes of each GPU that it may take,
+    instead of all.
 
     Raises `UsageError`: an unknown GPU, a precision that it lacks, a run that does not fit.
     """
@@ -57,8 +57,7 @@ def forecast(
     there = partial(resolve_for, spec)
     fitting = largest_micro_batch(config, vocab_size, available, ranks, most=config.micro_batch, resolved=there)
     if not fitting:
-        possible = possible_configs(replace(config, micro_batch=1))
-        least = max(sum(memory_bytes(resolve_for(spec, one, vocab_size, ranks)).values()) for one in possible)
+        least = sum(memory_bytes(resolve_for(spec, replace(config, micro_batch=1), vocab_size, ranks)).values())
         raise UsageError(
             f"not even one sample at a time fits {spec.title}: {human_bytes(least)} needed,"
             f" {human_bytes(available)} there; try {remedy(config, ranks)}"

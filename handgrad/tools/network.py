@@ -125,7 +125,7 @@ def measure_links(ranks: Ranks, device: torch.device, hosts: list[str]) -> list[
 
 
 def round_robin(size: int) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs (a < b), no rank twice in a round: all pairs, or, of many ranks, those that differ in one bit."""
+    """Rounds of pairs (a < b), no rank twice in a round: all pairs, or, of many ranks, pairs that differ in one bit."""
     if size > MOST_PAIRED:
         steps = [1 << bit for bit in range((size - 1).bit_length())]
         return [[(a, a ^ step) for a in range(size) if a < a ^ step < size] for step in steps]

@@ -26,7 +26,7 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
     """(`config` as `train` would go on with it, the size of its vocabulary, lines about both).
 
     The run in `config.out`, if one has begun, keeps what it chose at its start, and the data choose the packing. 0 words
-    stand for those of the data, or GPT-2's where there are no data yet. `given`: the user named the data, so that a folder
+    stand for the data's, or GPT-2's where there are no data yet. `given`: the user named the data, so that a folder
     without shards raises `DataError`, unless `vocab_size` is given as well.
     """
     (config, begun), dataset, lines = as_begun(config), None, list[str]()
@@ -39,14 +39,14 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
                 raise
     if not vocab_size:
         vocab_size = dataset.tokenizer.vocab_size if dataset else GPT2_VOCABULARY
-        whose = f"those of {config.data}" if dataset else f"GPT-2's: there is no data in {config.data}"
+        whose = f"from {config.data}" if dataset else f"GPT-2's: there is no data in {config.data}"
         lines.append(f"vocabulary {vocab_size} words, {whose}")
     return config, vocab_size, [*lines, *begun]
 
 
 def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int = 0) -> list[str]:
-    """The plan for this machine, as lines; memory is that of one of `ranks` equal ranks. `fit`: bytes that the run may
-    take, instead of those that are free. Raises `ConfigError` for lanes that the ranks cannot share."""
+    """The plan for this machine, as lines; memory is for one of `ranks` equal ranks. `fit`: bytes that the run may
+    take, instead of all that are free. Raises `ConfigError` for lanes that the ranks cannot share."""
     device = devices.resolve_device(config.device)
     config = with_tuned_gemms(with_precision(config, device), device)
     config = check(replace(config, lanes=resolve_lanes(config, ranks)))
@@ -120,7 +120,7 @@ def settings_lines(config: RunConfig, design: Design) -> list[str]:
 
 
 def memory_lines(config: RunConfig, designs: list[Design], ranks: int) -> list[str]:
-    """The disk, and the memory by component; `designs` are those of `RECOMPUTE_LEVELS`."""
+    """The disk, and the memory by component; `designs`: one for each of `RECOMPUTE_LEVELS`."""
     checkpoints = most_checkpoints(config)
     memory = "memory per rank" if ranks > 1 else "memory"
     copy = max(plan.total_bytes for plan in copy_plans(designs[0], ranks))

@@ -78,7 +78,7 @@ def describe_gpus(
             lines.append(row(forecast(config, vocab_size, name, ranks=ranks, price=price, fit=fit)))
         except HandgradError as error:
             lines.append(f"{name:<{WIDTHS[0]}}{error}")
-    return [*lines, *([f"{ranks} GPUs each; memory and micro-batch are those of one"] if ranks > 1 else []), NOTE]
+    return [*lines, *([f"{ranks} GPUs each; memory and micro-batch per GPU"] if ranks > 1 else []), NOTE]
 
 
 def heading() -> str:

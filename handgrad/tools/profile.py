@@ -22,7 +22,7 @@ from handgrad import devices, power
 from handgrad.config import RunConfig
 from handgrad.evaluation.load import check_available
 from handgrad.format import human_count
-from handgrad.run.assemble import allocate, assemble, bind
+from handgrad.run.assemble import assemble, bind
 from handgrad.run.checks import check_offload
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.tools.rates import copy_bandwidth, gemm_flops
@@ -43,7 +43,7 @@ class MadeUpTokens:
         self.vocab_size, self.generator = vocab_size, np.random.default_rng(seed)
 
     def fill(self, inputs: Tensor, targets: Tensor, first_sample: int, document_starts: Tensor | None = None) -> None:
-        """Of a packed run, rows of one document."""
+        """Fills in random tokens; in a packed run, a row is one document."""
         if document_starts is not None:
             document_starts.zero_()
         drawn = np.exp(self.generator.random(inputs.numel() + 1) * np.log(self.vocab_size + 1)) - 1
@@ -82,7 +82,8 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     """Measures `steps` optimizer steps twice, as training makes them and recorded; returns the lines to print."""
     device = devices.resolve_device(config.device)
     config = with_precision(config, device)
-    dtype = devices.use_precision(device, config.precision)
+    dtype = devices.dtype_of(device, config.precision)
+    devices.set_arithmetic(device, config.precision)
     cuda = device.type == "cuda"
     config = replace(config, schedule="constant", batch_schedule="", skip_loss_z=0.0, skip_norm_z=0.0)
     ceilings = copying, flops = copy_bandwidth(device), gemm_flops(device, dtype, HOT_SECONDS if cuda else 0.1)
@@ -103,7 +104,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     recorder = Recorder(training.design, state.plain_weights.head, torch.profiler.record_function)
     stepper = bind(state, training.scaling, source, graphs=False).stepper
     spent, recorded = recorded_steps(stepper, recorder, done, hot_steps + 1, steps, trace)
-    per_step = config.micro_steps * max(1, config.lanes)  # one process makes those of all lanes
+    per_step = config.micro_steps * max(1, config.lanes)  # one process runs the micro-steps of all lanes
     idle = sum(result.skipped is not None for result in recorded)
     return [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(device)}",
@@ -146,22 +147,6 @@ def recorded_steps(
         profiler.export_chrome_trace(str(path))
         events = read_trace(path)
     return spent_on_gpu(events) if cuda else spent_on_cpu(events), results
-
-
-def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:
-    """The step for `ncu`: after one that loads everything, a single micro-batch, its operations in ranges."""
-    config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length, batch_schedule="", lanes=1)
-    design = set_up(config, vocab_size)
-    device, (state, scaling) = design.device, allocate(design)
-    recorder = Recorder(design, state.plain_weights.head, torch.cuda.nvtx.range)
-    stepper = bind(state, scaling, source, graphs=False).stepper
-    with recorder.recording():
-        stepper.step(0)
-        devices.synchronize(device)
-        torch.cuda.profiler.start()
-        stepper.step(1)
-        devices.synchronize(device)
-        torch.cuda.profiler.stop()
 
 
 def power_lines(summary: dict[str, Any] | None) -> list[str]:

@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from handgrad import checkpoint, devices
-from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, check_chain, links, read_chain
+from handgrad.audit.chain import BEGIN, FORMAT, NUMBERS, STEP, Line, canonical, check_chain, links, read_chain
 from handgrad.backend import plain_backend
 from handgrad.config import FIELDS, RunConfig, convert, read_toml
 from handgrad.data.shards import open_dataset
+from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError, storage_errors
+from handgrad.evaluation.load import CONTEXT
 from handgrad.files import file_sha256
-from handgrad.manifest import MANIFEST, read_manifest
-from handgrad.run.checkpointing import versions_of
-from handgrad.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE
+from handgrad.jsonl import readable_records
+from handgrad.manifest import MANIFEST, contradiction, read_manifest
+from handgrad.run.audit import text_facts
+from handgrad.run.checkpointing import SOURCES, versions_of
+from handgrad.run.packing import DOCUMENTS, identity_of
+from handgrad.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 from handgrad.tools.certificate import fingerprint, open_certificate
 
 
@@ -65,6 +70,13 @@ class RunRecord:
         links, checkpoints = (sum(first < step <= last for step in found) for found in (self.steps, self.checkpoints))
         return links, checkpoints
 
+    def hold(self) -> None:
+        """Compares all files of every checkpoint at hand with their hashes, and its tokenizer with its record. Raises
+        `DataError`."""
+        for step, folder in self.checkpoints.items():
+            if step >= self.begins[0]["step"]:
+                read_tokenizer(folder, checkpoint.open_checkpoint(folder).manifest.get("tokenizer"))
+
     @property
     def starts(self) -> list[int]:
         """The steps from which a replay can begin."""
@@ -91,30 +103,30 @@ def open_certified(path: Path, signed_by: str) -> RunRecord:
     certificate, beside = open_certificate(path), path.parent / AUDIT_FILE
     signer = fingerprint(certificate)
     if signed_by and signed_by.lower() != signer:
-        raise DataError(f"{path} is signed by {f'the key {signer}' if signer else 'nobody'}, expected the key {signed_by}")
+        raise DataError(f"{path} is signed by {f'the key {signer}' if signer else 'no key'}, expected the key {signed_by}")
     lines, whole = list[Line](certificate["links"]), beside.exists()
     if whole:
         chain = read_chain(beside)
         check_chain(chain, beside)
-        known = {line["link"] for line in links(chain)}
-        if missing := [line for line in links(lines) if line["link"] not in known]:
+        known = {canonical(line) for line in chain}
+        if missing := [line for line in lines if canonical(line) not in known]:
             where = f"{missing[0]['kind']} {missing[0]['step']}"
-            raise DataError(f"{beside} is not the chain of {path}: it lacks the link of {where}")
+            raise DataError(f"{beside} is not the chain of {path}: it lacks the line of {where}")
         lines = chain
     return checked(RunRecord(path, lines, path.parent, whole, signer))
 
 
 def checked(record: RunRecord) -> RunRecord:
-    """Checks every checkpoint at hand against the chain, and returns the record."""
+    """Checks every checkpoint at hand and metrics.jsonl against the chain, and returns the record."""
     if not record.begins:
         raise DataError(f"{record.path} has no link; train with --audit-every 1 to have a chain")
-    seals = [line for line in record.lines if line["kind"] == CHECKPOINT]
     begin = record.begins[0]
     known = {begin["previous"], *(line["link"] for line in links(record.lines))}
     for step, folder in record.checkpoints.items():
         if step < begin["step"]:
             continue  # from before the chain
-        named = read_manifest(folder).get("audit")
+        manifest = read_manifest(folder)
+        named = manifest.get("audit")
         if record.whole and isinstance(named, dict) and named.get("link") not in known:
             last = links(record.lines)[-1]["step"]
             raise DataError(
@@ -123,13 +135,22 @@ def checked(record: RunRecord) -> RunRecord:
             )
         with storage_errors(f"reading {folder}"):
             digest = file_sha256(folder / MANIFEST)
-        mine = [line["manifest"] for line in seals if line["step"] == step]
-        if mine and digest not in mine:
-            raise DataError(
-                f"{folder} is not the checkpoint that was saved at step {step}: the chain has manifest {mine[-1][:12]},"
-                f" found {digest[:12]}"
-            )
+        if fault := contradiction(record.lines, manifest, digest, sealed=True):
+            raise DataError(f"{folder}: {fault}; restore it, or move it away")
+    check_metrics(record)
     return record
+
+
+def check_metrics(record: RunRecord) -> None:
+    """Raises `DataError` for a step of metrics.jsonl whose loss, norm or rate differs from its link's."""
+    path, steps = record.folder / METRICS_FILE, record.steps
+    for told in readable_records(path) if path.is_file() else ():
+        step = told.fields.get("step") if told.fields.get("kind") == STEP else None
+        link = steps.get(step, {}) if isinstance(step, int) else {}
+        for name in NUMBERS if link else ():
+            then, now = float.fromhex(link[name]), told.number(name)
+            if then.hex() != now.hex():
+                raise DataError(f"{path}: {name} of step {step} is {now:.9g}, the chain has {then:.9g}; one was edited")
 
 
 def config_of(record: RunRecord, step: int, elsewhere: dict[str, str]) -> RunConfig:
@@ -138,19 +159,23 @@ def config_of(record: RunRecord, step: int, elsewhere: dict[str, str]) -> RunCon
     stored = record.folder / CONFIG_FILE
     told = read_toml(str(stored)) if stored.is_file() else {}
     free = {name: value for name, value in told.items() if name in FIELDS and FIELDS[name].metadata["free"]}
-    settings: dict[str, Any] = {**free, **record.begun(step)["config"], **elsewhere}
+    begun = record.begun(step)["config"]
+    if further := [name for name in begun if name not in FIELDS or FIELDS[name].metadata["free"]]:
+        raise DataError(f"{record.path} has {further[0]!r:.40} among the settings that change the numbers; it was edited")
+    settings: dict[str, Any] = {**free, **begun, **elsewhere}
     return RunConfig(**{name: convert(name, value) for name, value in settings.items()})
 
 
 def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
     """Lists how the device and the versions of this machine differ from the run's."""
     device = devices.resolve_device(config.device)
-    devices.use_precision(device, config.precision)
     now = versions_of(device, plain_backend(config.backend, device, config.precision))
     found = list[str]()
     for begin in begins:
         then: dict[str, Any] = begin["versions"]
         for key in {**then, **now}:
+            if key == SOURCES and key not in then:
+                continue  # a chain of format 1
             line = f"{key}: {then.get(key)} -> {now.get(key)}"
             if then.get(key) != now.get(key) and line not in found:
                 found.append(line)
@@ -160,23 +185,31 @@ def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
 def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> None:
     """Raises `DataError` unless the data at hand have the hashes of the run's."""
     dataset = open_dataset(config.data)
-    now = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
+    identity = identity_of(config, dataset)
     for begin in begins:
-        for key, digest in now.items():
-            if begin["identity"].get(key) != digest:
+        texts = text_facts(dataset) if begin["format"] == FORMAT else {}
+        stored = {DOCUMENTS: identity.get(DOCUMENTS), **begin["identity"]}  # which older chains lack
+        now, then = {**identity, **texts}, {**stored, **{name: begin.get(name) for name in texts}}
+        for key in {**now, **then}:
+            if then.get(key) != now.get(key):
                 raise DataError(
-                    f"{record.path} was trained on {key} {str(begin['identity'].get(key))[:12]}, {config.data} holds"
-                    f" {digest[:12]}; give --data with the run's shards"
+                    f"{record.path} was trained on {key} {str(then.get(key))[:40]}, {config.data} holds"
+                    f" {str(now.get(key))[:40]}; give --data with the run's shards"
                 )
 
 
 def check_initial(record: RunRecord, origin: dict[str, Any] | None, init_from: str) -> None:
     """Raises `DataError` unless the initial weights at hand, whose `origin` this is, have the hashes of the run's."""
-    then, now = (dict[str, str]((named or {}).get("sha256", {})) for named in (record.begun(0).get("init"), origin))
+    begin = record.begun(0)
+    local = ("path", "source", "sha256", *((CONTEXT,) if begin["format"] != FORMAT else ()))
+    then, now = (
+        {**{name: value for name, value in init.items() if name not in local}, **init.get("sha256", {})}
+        for init in (begin.get("init") or {}, origin or {})
+    )
     if then != now:
         name = next(name for name in (*then, *now) if then.get(name) != now.get(name))
-        was, found = (digests.get(name, "none")[:12] for digests in (then, now))
+        was, found = (str(facts.get(name, "none"))[:12] for facts in (then, now))
         raise DataError(
-            f"{record.path} started from weights whose {name} has SHA-256 {was}, {init_from} holds {found}; give"
+            f"{record.path} started from weights whose {name} is {was}, {init_from or 'the seed'} has {found}; give"
             " --init-from with the run's"
         )

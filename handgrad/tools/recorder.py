@@ -1,4 +1,4 @@
-"""The operations of a step in ranges named after their kernel types, and the work that each of them is."""
+"""The operations of a step in ranges named after their kernel types, and the work that each does."""
 
 import functools
 import inspect
@@ -25,7 +25,7 @@ Named = dict[str, Any]  # an operation's arguments by their names
 
 @dataclass(frozen=True)
 class Counted:
-    """The kernel type of an operation, and how much work it is. Without `flops` it counts in bytes."""
+    """The kernel type of an operation, and how much work it does. Without `flops` it counts in bytes."""
 
     kind: str
     flops: Callable[[Named], int] | None = None
@@ -36,13 +36,13 @@ def product_flops(t: Named) -> int:
 
 
 def gradients_flops(t: Named) -> int:
-    """Both gradients of a product; a frozen weight has none."""
+    """FLOPs of both gradients of a GEMM; a frozen weight has none."""
     rows = next(t[name] for name in ("dinp", "hidden", "dhidden") if name in t)
     return 2 * (1 + (t["dweight_acc"] is not None)) * rows.numel() * t["weight"].shape[0]
 
 
 def pair_flops(t: Named) -> int:
-    """Of one product over all visible pairs of queries and keys."""
+    """FLOPs of one GEMM over all visible pairs of queries and keys."""
     (N, C), T, starts = plain(t["out"]).shape, t["lse"].shape[-1], t.get("document_starts")
     pairs = N * (T + 1) // 2
     if starts is not None:
@@ -51,7 +51,7 @@ def pair_flops(t: Named) -> int:
 
 
 def polar_flops(t: Named) -> int:
-    """Three products for each polynomial, as if a symmetric one were formed whole."""
+    """FLOPs of three GEMMs for each polynomial, as if a symmetric one were formed whole."""
     (matrices, *sides), steps = t["update_to_polar_inout"].shape, len(POLAR_EXPRESS)
     return steps * matrices * (4 * min(sides) * math.prod(sides) + 2 * min(sides) ** 3)
 
@@ -91,7 +91,7 @@ MOVING = {
 }
 FORWARDS = ("linear_forward", "linear_residual_forward", "linear_gelu_forward", "linear_relu2_forward")
 BACKWARDS = ("linear_backward", "gelu_linear_backward", "relu2_linear_backward", "swiglu_linear_backward")
-# Causal attention: a query meets the keys from the start of its document to itself. Two products forward; five backward,
+# Causal attention: a query meets the keys from the start of its document to itself. Two GEMMs forward; five backward,
 # the scores once again among them, however often a kernel forms them.
 OPERATIONS = {
     **{operation: Counted(kind) for kind, operations in MOVING.items() for operation in operations.split()},
@@ -103,7 +103,7 @@ OPERATIONS = {
     "muon_polar": Counted("Muon, polar factors", polar_flops),
 }
 
-# Functions that the operations of a module `linear` call, by name: counted instead of the operation where one is a product.
+# Functions that the operations of a module `linear` call, by name: counted instead of the operation where one is a GEMM.
 NONLINEARITIES = {"gelu": "GELU", "relu2": "squared ReLU", "swiglu": "SwiGLU"}
 PARTS = {
     "multiply": Counted("{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t["transpose_a"])]),
@@ -123,7 +123,7 @@ VALUES = {"qkv_inout", "dqkv"}  # of which only the values are, where a table is
 
 
 def is_wgrad(t: Named) -> bool:
-    """True for the product of a weight gradient; in fp8, where both operands are transposed, its float32 tells."""
+    """True for a weight gradient's GEMM; in fp8, which transposes both operands, its float32 result tells."""
     return bool(t.get("transpose_b")) or ("d" in t and t["a"].itemsize == 1 and t["d"].dtype == torch.float32)
 
 
@@ -172,11 +172,11 @@ class Running:
 
 
 class Recorder:
-    """Opens a range named after its kernel type around every operation of a run, and around each part of a product.
+    """Opens a range named after its kernel type around every operation of a run, and around each part of a GEMM.
 
-    The interpreter tells of their calls, as it does Python's own profilers: nothing in the backend is wrapped. `counted`
+    The interpreter reports their calls, as to Python's own profilers: nothing in the backend is wrapped. `counted`
     has the work of each type, FLOPs or bytes, of what ran while `counting`. `head` is the weight of the loss head; all
-    other products are a block's.
+    other GEMMs are a block's.
     """
 
     def __init__(self, design: Design, head: Tensor, span: Callable[[str], AbstractContextManager]):
@@ -208,7 +208,7 @@ class Recorder:
             self.leave()
 
     def entry_of(self, frame: FrameType) -> Counted | None:
-        """Of an operation that the model calls, or of a part that an operation of `linear` calls."""
+        """The entry of an operation that the model calls, or of a part that an operation of `linear` calls."""
         if not self.running:
             return self.operations.get(frame.f_code)
         caller = frame.f_back.f_globals["__name__"] if frame.f_back else ""

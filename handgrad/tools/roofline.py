@@ -1,6 +1,6 @@
 """The time of a training step on a GPU by its data sheet: a roofline with a few measured shares.
 
-Products run at a share of the tensor cores' peak, or at the memory's rate if their operands take longer; attention at its
+GEMMs run at a share of the tensor cores' peak, or at the memory's rate if their operands take longer; attention at its
 own share; all other kernels at the rate of the memory; then the optimizer. docs/planning.md holds it beside measurements.
 """
 
@@ -26,8 +26,8 @@ QUANTISING = 1.17
 TOGETHER_SHARE = 0.985
 LINK_SHARE = 0.55
 
-# Bytes per token and channel of a block's kernels but for products and attention: two layer norms forward (2 elements
-# each) and backward (4 each), the bias sums of qkv and fc (3 and 4); in fp8 those that benchmarks/fp8_bytes.py lists.
+# Bytes per token and channel of a block's kernels but for GEMMs and attention: two layer norms forward (2 elements
+# each) and backward (4 each), the bias sums of qkv and fc (3 and 4); in fp8 the list of benchmarks/fp8_bytes.py.
 ELEMENTS, FP8_BYTES = 19, 79
 AGAIN_ELEMENTS, FP8_AGAIN_BYTES = (0, 0, 4, 4), (0, 12, 18, 18)  # by level of recomputation
 DROPOUT_PASSES = 10
@@ -86,21 +86,21 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
 
 
 def fp8_share(design: Design) -> float:
-    """The share of the blocks' products that run in fp8."""
+    """The share of the blocks' GEMMs that run in fp8."""
     if design.fp8 is None:
         return 0.0
     return len(design.fp8.gemms.blocks) / (design.shape.num_layers * len(design.model.FP8_PARTS))
 
 
 def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float) -> float:
-    """Seconds of all products of blocks and head: forward, input gradient, weight gradient. Frozen weights have no weight
+    """Seconds of all GEMMs of blocks and head: forward, input gradient, weight gradient. Frozen weights have no weight
     gradient; adapters are not counted."""
     shape, size = design.shape, design.dtype.itemsize
     C, F, plain = shape.channels, shape.feed_forward, "bf16" if precision == "fp8" else precision
     gemms = design.fp8.gemms if design.fp8 else None
 
     def seconds(inputs: int, outputs: int, kind: str) -> float:
-        """One product: 2 I O operations per token, and its operands once."""
+        """One GEMM: 2 I O operations per token, and its operands once."""
         operations = 2 * inputs * outputs / (PRODUCT_SHARE.get(kind, USUAL_PRODUCT_SHARE) * gpu.flops(kind))
         return max(operations, (inputs + outputs) * (1 if kind == "fp8" else size) / rate)
 
@@ -109,7 +109,7 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
     if shape.architecture == "llama":
         packed, hidden = attended + 2 * shape.family.kv_heads * shape.head_width, 2 * F
     for part, inputs, outputs in (("qkv", C, packed), ("proj", attended, C), ("mlp", C, hidden), ("mlp", F, C)):
-        whole = design.recompute >= WHOLE_BLOCKS and inputs != F  # all products of a block but its last
+        whole = design.recompute >= WHOLE_BLOCKS and inputs != F  # all GEMMs of a block but its last
         again = whole or (design.recompute >= 1 and outputs == hidden)
         fp8_layers = sum(name == part for _, name in gemms.blocks) if gemms else 0
         for kind, layers in (("fp8", fp8_layers), (plain, shape.num_layers - fp8_layers)):
@@ -120,8 +120,8 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
 
 
 def optimizer_bytes(config: RunConfig, parameters: int, size: int, ranks: int) -> float:
-    """Of a step: the norm and the clearing of the gradients, and AdamW, of which ranks have a share each from ZeRO 1 on:
-    the gradient, the master weights, two moments, and the weights that the model reads; in fp8 also their forms."""
+    """Bytes a step: the norm and the clearing of the gradients, and AdamW, which the ranks share from ZeRO 1 on: the
+    gradient, the master weights, two moments, and the weights that the model reads; in fp8 also their forms."""
     share = ranks if config.zero else 1
     adamw = 28 - 8 * (config.moments == "bf16") + (size if size < 4 else 0)
     return parameters * (8 + adamw / share + (4 if config.precision == "fp8" else 0))

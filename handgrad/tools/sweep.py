@@ -63,7 +63,7 @@ class Group:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the mean over seeds."""
+        """Standard error of the mean over seeds."""
         return None if self.spread is None else self.spread / math.sqrt(len(self.losses))
 
     def text(self) -> str:

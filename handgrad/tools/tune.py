@@ -1,4 +1,4 @@
-"""Chooses the algorithm of every product by its time under sustained load, and writes the table that freezes them.
+"""Chooses the algorithm of every GEMM by its time under sustained load, and writes the table that freezes them.
 
 A GPU at its power limit runs at other clocks than in a burst, so the candidates are timed on a GPU that has been kept
 busy, in turns. https://docs.nvidia.com/cuda/cublas/#cublasltmatmulalgogetheuristic
@@ -25,11 +25,11 @@ HEURISTICS = 16  # algorithms asked for, in all and of each family
 TURNS = 12  # single launches of every candidate, one after the other, so that all see the same clock
 FINALISTS = 3  # fastest of these, and the one in use, ...
 SUSTAINED_SECONDS = 0.6  # ... run so long each, and count in the second half, at the clock that their power allows
-WARM_SECONDS = 3.0  # of products before the first timing
+WARM_SECONDS = 3.0  # of GEMMs before the first timing
 
 
 def operands(product: Product) -> dict[str, Any]:
-    """Random numbers for a product: zeros would draw less power and run faster."""
+    """Random numbers for a GEMM: zeros would draw less power and run faster."""
     m, n, k = product.m, product.n, product.k
     fp8 = product.a_dtype.itemsize == 1
     narrow = product.out_dtype if fp8 else product.a_dtype
@@ -93,7 +93,7 @@ def sustained(launch: Callable[[], None], milliseconds: float) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """The result for a product: milliseconds before and after, and the number of candidates."""
+    """The result for a GEMM: milliseconds before and after, and the number of candidates."""
 
     before: float
     after: float

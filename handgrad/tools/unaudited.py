@@ -22,7 +22,7 @@ def unaudited(runs: list[Path]) -> list[Path]:
 
 def folder_records(runs: list[Path]) -> list[RunRecord]:
     """Records with the settings of each run, versions and data, and loss, norm and rate of each step, without digests of
-    any state. Versions and data are those of the newest checkpoints, or, if a run has none, of each run's last start.
+    any state. Versions and data come from the newest checkpoints, or, if a run has none, of each run's last start.
 
     Raises `UsageError` for a certificate, `DataError` for what is no run folder.
     """

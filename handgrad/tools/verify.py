@@ -15,13 +15,16 @@ from handgrad import checkpoint
 from handgrad.audit.chain import Line, differing, meaning, numbers_text
 from handgrad.config import RunConfig, check
 from handgrad.errors import AuditError, ConfigError, UsageError
+from handgrad.evaluation.load import CHAT
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
-from handgrad.run.checkpointing import run_numbers
 from handgrad.run.loop import Run
 from handgrad.run.start import open_run
 from handgrad.run_files import CHECKPOINTS, LOCK_FILE
 from handgrad.tools.record import RunRecord, check_data, check_initial, config_of, machine_differences
 from handgrad.training.step import StepResult
+
+# Of a checkpoint's manifest; all that its run's checkpoints share is compared before any replay.
+REPEATED = (CHAT, "vocab_size", "tokenizer", "loss_window", "norm_window", "loss_scale", "skips_in_a_row")
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class Comparing:
         assert digest is not None
         mine = digest.current(step)
         if found["state"] != mine:
-            names = ", ".join(name for name in mine if mine[name] != found["state"].get(name))
+            names = ", ".join(name for name in {**mine, **found["state"]} if mine.get(name) != found["state"].get(name))
             source = f"{self.at_hand[step]}" if step else "the initial state"
             raise AuditError(f"{self.record.path}, step {step}: {source} is not the state of the link; {names} differ")
 
@@ -169,25 +172,27 @@ class Comparing:
         return text
 
     def differing_numbers(self, step: int) -> list[str]:
-        """Names the numbers in a checkpoint's manifest that a resumed run would read and that differ from the replay's.
-        Leaves out the scales of fp8: on a GPU the next step may already be changing them."""
-        stored, mine = read_manifest(self.at_hand[step]), run_numbers(self.run.training)
-        return [name for name in ("loss_window", "norm_window", "loss_scale") if stored.get(name) != mine[name]]
+        """Names the fields of a checkpoint's manifest that a resumed run or a reader of the model would read and that
+        differ from the replay's. Leaves out the scales of fp8: on a GPU the next step may already be changing them."""
+        stored, mine = read_manifest(self.at_hand[step]), self.run.manifest()
+        further = sorted(stored.keys() - mine.keys() - {"schema", "step", "files"})
+        stored.setdefault(CHAT, mine[CHAT])  # older ones lack it
+        return [name for name in REPEATED if stored.get(name) != mine[name]] + further
 
     def differing_tensors(self, step: int) -> list[tuple[str, int, int]]:
         """(name, elements that differ, elements) of each tensor of a checkpoint that differs from the replay's."""
-        training, source = self.run.training, checkpoint.open_checkpoint(self.at_hand[step])
+        folder = self.at_hand[step]
+        training, source = self.run.training, checkpoint.Checkpoint(folder, read_manifest(folder))  # `hold` has hashed it
         training.await_weights()
         state, names, counts, elements = training.state, list[str](), list[float](), list[int]()
-        for prefix, flat in state.saved_buffers().items():
-            for row in state.design.parameters:
-                name, file = prefix + row.name, OPTIMIZER_FILE if prefix else WEIGHTS_FILE
-                values = source.tensor(file, name, row.stored_shape).reshape(-1)
-                whole = state.is_whole(flat)
-                pieces = [(row.stored(flat).reshape(-1), slice(None))] if whole else list(state.shard_pieces(flat, row))
-                if whole and not self.run.ranks.is_rank_0:
+        for saved in state.saved:
+            for row in saved.layout.rows:
+                file = WEIGHTS_FILE if saved.values is state.master else OPTIMIZER_FILE
+                values = source.tensor(file, row.name, row.stored_shape).reshape(-1)
+                pieces = [(row.stored(saved.values).reshape(-1), slice(None))] if saved.is_whole else saved.pieces(row)
+                if saved.is_whole and not self.run.ranks.is_rank_0:
                     pieces = []  # all ranks hold it, one counts
-                names.append(name)
+                names.append(row.name)
                 counts.append(sum(unequal(piece, values[part]) for piece, part in pieces))
                 elements.append(values.numel())
         totals = [sum(column) for column in zip(*self.run.ranks.all_gather_numbers(counts, "a checkpoint"), strict=True)]
@@ -206,6 +211,9 @@ def holds(record: RunRecord, spans: Sequence[Span], links: int, checkpoints: int
     states = f" and {checkpoints} checkpoint{'s' * (checkpoints != 1)}" if checkpoints else ""
     late = record.begins[0]["step"]
     before = f", none before step {late}, where its chain begins" if late else ""
+    apart = [step for step in record.checkpoints if not any(span.first <= step <= span.last for span in spans)]
+    others = sum(step >= late for step in apart)
+    before += f"; {others} other checkpoint{'s' * (others != 1)} by hash alone" if others else ""
     seconds = time.perf_counter() - begun
     equal = f"{links} link{'s' * (links != 1)}{states} equal"
     return f"{record.path} holds: {equal}, bit by bit, of steps {steps}{before} ({seconds:.1f} s)"

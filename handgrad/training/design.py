@@ -12,7 +12,7 @@ import torch
 from handgrad.arena import Buffer, Plan
 from handgrad.batch_schedule import BatchSchedule
 from handgrad.config import ModelShape
-from handgrad.layout import Buckets, Sharding
+from handgrad.layout import Buckets, Layout, Sharding
 from handgrad.models.rows import Table
 from handgrad.training.schedule import Schedule
 
@@ -68,6 +68,7 @@ class Design:
     """A resolved run. `fp8`, `dropout` and `lora` are for the packages of that name, None for a run without them."""
 
     device: torch.device
+    precision: str  # never "auto"
     dtype: torch.dtype  # of weights and activations
     ops: ModuleType
     plain_ops: ModuleType  # the same without fp8: for text, tasks, anything that reads the 16-bit weights
@@ -78,6 +79,7 @@ class Design:
     sharding: Sharding
     batch: Batch
     optimizer: Any
+    optimizer_state: dict[str, Layout]
     schedule: Schedule
     guards: Guards
     seed: int
@@ -89,16 +91,16 @@ class Design:
     sample_tokens: int = 0  # of the texts that the run writes
     lora: Any = None
     base: Table = ()  # with `lora` the model's weights: frozen, in a flat buffer of their own
-    rounded: frozenset[str] = frozenset()  # those of them that exist in fp8 alone
+    rounded: frozenset[str] = frozenset()  # names of frozen weights that exist only in fp8
 
     @property
     def all_parameters(self) -> Table:
-        """Those that train and those beside them."""
+        """The frozen weights, then the trained ones."""
         return (*self.base, *self.parameters)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Those of the device and of the host."""
+        """The buffers of the device and of the host."""
         return (*self.plan.buffers, *self.host_plan.buffers)
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 SLOTS = 2  # micro-batches in flight
 SAMPLE_NUMBERS = "sample_numbers"  # of a micro-batch in the run, where something follows from them
 
-# The inputs of a forward pass that a source fills or that follow from them, and those that its backward needs as well.
+# The inputs of a forward pass that a source fills or that follow from them, and the orders that its backward needs as well.
 READ = ("tokens", "targets", "document_starts", "positions")
 SORTED = {"sorted_positions": "tokens", "sorted_by_position": "positions"}
 
@@ -48,7 +48,7 @@ def sort_positions(sorted_positions: Tensor, tokens: Tensor) -> None:
 
 
 class BatchFeed:
-    """Fills the inputs of a micro-batch: `act.tokens`, `act.targets`, `act.sorted_positions`, and those of documents.
+    """Fills the inputs of a micro-batch: `act.tokens`, `act.targets`, `act.sorted_positions`, and the documents'.
 
     On a CPU it writes in place. For a CUDA device a micro-batch goes through one of two slots: pinned host memory, from
     there on a stream of its own into device memory, and at its micro-step into the buffers. The host waits only for a slot

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from handgrad.arena import Buffer, Interval
 from handgrad.dtypes import accumulation_dtype
-from handgrad.layout import norm_parts, update_parts
+from handgrad.layout import Layout, Sharding, norm_parts, update_parts
 from handgrad.models.rows import BLOCK_ELEMENTS, KIND, ParameterRow, flat_elements, initialize, named
 from handgrad.ops import CONTROLS, RESULTS
 from handgrad.optimizers import Owned
 from handgrad.training.design import Design
 
-BASE = "base"  # the flat buffer of weights that do not train, beside those that do
-AT_UPDATE: tuple[Interval, ...] = ((1 << 59, 1 << 59),)  # a tick after those of every stage
+BASE = "base"  # the flat buffer of frozen weights
+AT_UPDATE: tuple[Interval, ...] = ((1 << 59, 1 << 59),)  # a tick after every stage's
 OPTIMIZER_SCRATCH = "optimizer_scratch"
 INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
 
@@ -26,14 +26,14 @@ def flat_buffers(
     elements: int,
     dtype: torch.dtype,
     device: torch.device,
-    optimizer: Any,
+    state: dict[str, int],
     *,
     master_weights: bool,
     rounded_moments: bool,
     blocks: int,
 ) -> dict[str, Buffer]:
     """The rows beside the activations, by name: flat buffers of `elements`, and the few numbers of a step; `blocks` partial
-    sums make the global norm. `rounded_moments`: bf16 holds the optimizer's state."""
+    sums make the global norm. `state`: the elements of the optimizer's state here; with `rounded_moments` in bf16."""
     exact = accumulation_dtype(dtype)
     double = torch.float32 if device.type == "mps" else torch.float64  # Apple GPUs have no float64
     of_state = torch.bfloat16 if rounded_moments else exact
@@ -42,7 +42,7 @@ def flat_buffers(
         rows.append(Buffer("master", (elements,), exact, "master weights"))
     rows += [
         Buffer("gradients", (elements,), exact, "gradients"),
-        *(Buffer(f"optimizer.{name}", (elements,), of_state, "moments") for name in optimizer.state),
+        *(Buffer(f"optimizer.{name}", (numbers,), of_state, "moments") for name, numbers in state.items()),
         Buffer("norm_partials", (blocks,), exact, "gradients"),
         Buffer("controls", (CONTROLS,), double, "gradients"),
         Buffer("results", (RESULTS,), double, "gradients"),
@@ -58,6 +58,35 @@ def update_scratch(size_bytes: int) -> list[Buffer]:
     return [Buffer(OPTIMIZER_SCRATCH, (size_bytes,), torch.uint8, KIND, AT_UPDATE)] if size_bytes else []
 
 
+@dataclass(frozen=True)
+class SavedBuffer:
+    """A flat buffer that a checkpoint holds, or this process's shard of it."""
+
+    values: Tensor
+    layout: Layout
+    sharding: Sharding
+
+    @property
+    def is_whole(self) -> bool:
+        return self.values.numel() == self.layout.elements
+
+    def load(self, row: ParameterRow, values: Tensor) -> None:
+        """Copies the stored part of a row into this process's share of it."""
+        for piece, part in self.pieces(row):
+            piece.copy_(values.reshape(-1)[part])
+
+    def pieces(self, row: ParameterRow) -> Iterator[tuple[Tensor, slice]]:
+        """This process's share of the stored part of a row: (in the shard, in the flattened row)."""
+        start, stop = row.offset, row.offset + math.prod(row.stored_shape)
+        place = self.sharding.shard, self.sharding.shards
+        for bucket in self.layout.buckets:
+            owned, local = bucket.owned(*place), bucket.local(*place)
+            first, end = max(start, owned.start), min(stop, owned.stop)
+            if first < end:
+                into = local.start + first - owned.start
+                yield self.values[into : into + end - first], slice(first - start, end - start)
+
+
 @dataclass
 class TrainingState:
     """The run's memory under names."""
@@ -68,6 +97,7 @@ class TrainingState:
     master: Tensor  # flat float32, the optimizer's: `parameters` itself in fp32 and without master weights
     gradients: Tensor  # flat float32
     optimizer: dict[str, Tensor]  # flat float32, or bf16
+    saved: list[SavedBuffer]  # `master`, then the optimizer's
     norm_partials: Tensor  # a sum of squares per block of the gradients
     controls: Tensor  # the host's decisions for a step (`handgrad.ops` names the slots)
     results: Tensor  # the step's findings
@@ -85,37 +115,11 @@ class TrainingState:
     frozen: list[Tensor]  # gradients of frozen parameters
     norms: list[tuple[Tensor, Tensor]]  # (sums of squares, gradient) of the parts of the global norm made here
 
-    def saved_buffers(self) -> dict[str, Tensor]:
-        """The flat buffers that a checkpoint holds, by the beginning of their tensors' names there: "" for the weights,
-        "m." and the like for the optimizer's state."""
-        return {"": self.master, **{f"{name}.": flat for name, flat in self.optimizer.items()}}
-
-    def is_whole(self, flat: Tensor) -> bool:
-        """True for a buffer of `saved_buffers` that this process holds whole; of any other it has its shard."""
-        return flat.numel() == self.parameters.numel()
-
     def load_weight(self, row: ParameterRow, values: Tensor) -> None:
         """Takes the stored part of a parameter: for the model, and in full precision for the optimizer."""
         row.stored(self.parameters).copy_(values)
         if self.master is not self.parameters:
-            self.load_shard(self.master, row, values)
-
-    def load_shard(self, shard: Tensor, row: ParameterRow, values: Tensor) -> None:
-        """Copies the stored part of a parameter into its share of `shard` (master weights or optimizer state)."""
-        flat = values.reshape(-1)
-        for piece, part in self.shard_pieces(shard, row):
-            piece.copy_(flat[part])
-
-    def shard_pieces(self, shard: Tensor, row: ParameterRow) -> Iterator[tuple[Tensor, slice]]:
-        """This process's share of the stored part of a parameter: (in `shard`, in the flattened parameter)."""
-        start, stop, sharding = row.offset, row.offset + math.prod(row.stored_shape), self.design.sharding
-        place = sharding.shard, sharding.shards
-        for bucket in self.design.buckets:
-            owned, local = bucket.owned(*place), bucket.local(*place)
-            first, end = max(start, owned.start), min(stop, owned.stop)
-            if first < end:
-                into = local.start + first - owned.start
-                yield shard[into : into + end - first], slice(first - start, end - start)
+            self.saved[0].load(row, values)
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters in blocks of the gradient that hold a NaN or an infinity, for the message about a skipped
@@ -154,22 +158,22 @@ def make_state(
     weight_gradients: dict[str, Any] = gradients
     if design.base:  # the model's weights have none
         weight_gradients = dict.fromkeys(weights)
-    optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer.state}
+    optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer_state}
+    layouts = Layout(table, design.buckets), *design.optimizer_state.values()
     shard = sharding.shard, sharding.shards
     reduced = views.get("gradient_shard")
     partials = views["norm_partials"].view(sharding.shards, -1)[sharding.shard]
-    parts = update_parts(table, design.buckets, *shard, design.optimizer.kind)
+    parts, *state_parts = (update_parts(each.rows, each.buckets, *shard, design.optimizer.kind) for each in layouts)
     local = [flat[part.flat] if reduced is None else reduced[part.local] for part in parts]
     owned = []
-    for part, gradient in zip(parts, local, strict=True):
-        published = parameters[part.flat]
-        weight = published if master is parameters else master[part.local]
-        state = {name: values[part.local] for name, values in optimizer.items()}
-        if part.shape is not None:
-            published, weight, gradient = (values.view(part.shape) for values in (published, weight, gradient))
-            state = {name: values.view(part.shape) for name, values in state.items()}
+    for part, gradient, *of_state in zip(parts, local, *state_parts, strict=True):
+        shape = part.shape or (-1,)
+        published = parameters[part.flat].view(shape)
+        weight = published if master is parameters else master[part.local].view(shape)
+        shares = zip(optimizer.items(), of_state, strict=True)
+        state = {name: values[share.local].view(share.shape or (-1,)) for (name, values), share in shares}
         if not part.frozen:
-            owned.append(Owned(part.kind, published, weight, gradient, state, part.flat.start))
+            owned.append(Owned(part.kind, published, weight, gradient.view(shape), state, part.flat.start))
     norms = [
         (partials[part.partials], flat[part.flat] if reduced is None else reduced[part.local])
         for part in norm_parts(design.buckets, sharding.lanes, *shard)
@@ -181,6 +185,7 @@ def make_state(
         master=master,
         gradients=flat,
         optimizer=optimizer,
+        saved=[SavedBuffer(*each, sharding) for each in zip((master, *optimizer.values()), layouts, strict=True)],
         norm_partials=views["norm_partials"],
         controls=views["controls"],
         results=views["results"],

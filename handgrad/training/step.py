@@ -39,7 +39,7 @@ class StepResult:
     loss_scale: float = 1.0  # of fp16's dynamic loss scaling
     elapsed_seconds: float = field(default=0.0, compare=False)  # from its first micro-batch to its update
     reports: tuple[Tensor, ...] = field(default=(), compare=False)  # further findings, on the host
-    trained_tokens: int | None = field(default=None, compare=False)  # those that its loss is the mean of
+    trained_tokens: int | None = field(default=None, compare=False)  # the tokens that its loss is the mean of
 
 
 class Feed(Protocol):
@@ -109,6 +109,7 @@ class StepSlot:
     start_seconds: float = 0.0  # on a CPU
     elapsed_seconds: float = 0.0
     trained_tokens: int = 0
+    learning_rate: float = 0.0
 
     def wait(self) -> float:
         """Waits until the step has ended; returns its length in seconds."""
@@ -209,7 +210,8 @@ class TrainStep:
         tokens = slot.trained_tokens = self.program.trained_tokens(step)
         if not tokens:
             limits, tokens = (-math.inf, math.inf), 1  # the mean of nothing is 0, above the limit: no update
-        controls = [step + 1, self.design.schedule.rate(step), *limits, tokens]
+        slot.learning_rate = self.design.schedule.rate(step)
+        controls = [step + 1, slot.learning_rate, *limits, tokens]
         slot.controls.copy_(torch.tensor(controls, dtype=slot.controls.dtype))
         self.state.controls.copy_(slot.controls, non_blocking=True)
         for launch in (*self.norms, *self.program.before_update):
@@ -243,10 +245,9 @@ class TrainStep:
         if code == UPDATE:
             self.loss_window.add(loss)
             self.norm_window.add(norm)
-        rate, trained = self.design.schedule.rate(step), slot.trained_tokens
-        skipped = reasons.get(int(code)) if trained else NOTHING_TRAINED
-        reports = tuple(slot.reports)
-        return StepResult(loss, norm, rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds, reports, trained)
+        skipped = reasons.get(int(code)) if slot.trained_tokens else NOTHING_TRAINED
+        numbers = loss, norm, slot.learning_rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds
+        return StepResult(*numbers, tuple(slot.reports), slot.trained_tokens)
 
     def raise_norm_limit(self, norm: float) -> None:
         """After a step that was skipped for good: a norm beyond the limit enters its window as the limit. So norms that

@@ -69,10 +69,11 @@ TEMPLATES = {"lines": LINES, "chatml": CHATML, "trims": TRIMS, "thinks": THINKS,
 
 
 def made_tokenizer(
-    template: str | None, filler: int = 0, special: Sequence[str] = SPECIAL, takes_blanks: bool = False
+    template: str | None, filler: int = 0, special: Sequence[str] = SPECIAL, takes_blanks: bool = False, begins: str = ""
 ) -> Tokenizer:
     """A byte-level tokenizer with special tokens and a template; `filler` more tokens that no text has, before them.
-    With `takes_blanks` a special token takes the blanks to its right, every other one also those to its left."""
+    With `takes_blanks` a special token takes the blanks to its right, every other one also those to its left.
+    `begins`: the one that it puts before every text."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)} | {"he": 256, "Ġt": 257, "ĊĊ": 258}
     vocab |= {f"ĀĀĀ{n}": 259 + n for n in range(filler)}
@@ -86,6 +87,10 @@ def made_tokenizer(
             for n, text in enumerate(special)
         ]
     )
+    if begins:
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{begins} $A", special_tokens=[(begins, library.token_to_id(begins))]
+        )
     config = {"bos_token": {"__type": "AddedToken", "content": "<|begin|>"}, "eos_token": "<|eot|>"}
     others = {"tokenizer_config.json": json.dumps(config | ({"chat_template": template} if template else {}))}
     size = library.get_vocab_size()

@@ -74,6 +74,23 @@ def test_bombs(name: str, make: Callable[[Path], Path], read: Callable[[Path], N
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize("blank", [b"\n", b" \r\n", b"\n\t"])
+def test_blank_lines_are_skipped_together(blank: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one by one, of which a gigabyte takes long. The lines after them keep their numbers."""
+    path = packed(tmp_path / "a.jsonl.gz", b'{"text": "a"}\n' + blank * MEBIBYTE + b'{"text": "b"}\n\n x\n')
+    counted = []
+    monkeypatch.setattr(sources, "check_expansion", lambda size, path: counted.append(size))
+    found = sources.read_objects(path)
+    number = 2 + blank.count(b"\n") * MEBIBYTE
+    assert [(where, row) for _, where, row in (next(found), next(found))] == [
+        (f"line 1 of {path}", {"text": "a"}),
+        (f"line {number} of {path}", {"text": "b"}),
+    ]
+    with pytest.raises(DataError, match=f"found b' x.n' in line {number + 2} of"):
+        next(found)
+    assert len(counted) < 2 * len(blank) * MEBIBYTE / sources.BLANKS_BYTES + 10
+
+
 def test_a_batch_holds_a_text_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "FREE_BYTES", 1 << 40)
     before = pyarrow.total_allocated_bytes()

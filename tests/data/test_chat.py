@@ -142,7 +142,8 @@ def test_the_date_of_a_template_is_that_of_the_file(tmp_path, source):
     assert read_back(dataset)["train"][0][0].startswith("<|begin|>Today: 14 Nov 2023\n")
 
 
-GOOD = {"role": "user", "content": "a"}
+GOOD, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,16 @@ GOOD = {"role": "user", "content": "a"}
         ({"prompt": "a", "chosen": "b"}, r'keys prompt, chosen in .*; write it as {"messages": \[{"role": "user"'),
         ([1], 'expected an object with "messages", found a list in line 2 of'),
         ({"messages": talk("a", "b", system="c"), "system": "Be brief."}, "found system beside another in line 2"),
+        (
+            {"messages": [SYSTEM, SYSTEM, *talk("a", "b")]},
+            "expected the system's message once, before the others, found it as message 2 in line 2 of .*; take it out",
+        ),
+        ({"messages": [*talk("a", "b"), SYSTEM]}, "before the others, found it as message 3 in line 2 of"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "system", "value": "c"}, ANSWER]},
+            "before the others, found it as message 2 in line 2 of",
+        ),
+        ({"prompt": [GOOD, SYSTEM], "completion": [ANSWER]}, "before the others, found it as message 2 in line 2 of"),
         ({"messages": talk("a", "b"), "chat_template_kwargs": {"a": 1}}, "messages alone, found chat_template_kwargs"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "found history beside them in line 2"),
         (

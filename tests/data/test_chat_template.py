@@ -208,13 +208,13 @@ def test_a_long_conversation_is_rendered_a_few_times(kind: str, monkeypatch: pyt
     template = ChatTemplate(made_tokenizer(WORDS if kind == "words" else TEMPLATES[kind]))
     traps = (" ANSWER: ", "the. ANSWER: the", "<think>\na\n</think>\n\nb", "assistant\n", "he", " he ")
     messages = talk(*(traps[n % 5 * (n % 7) % 6] + f"{n}." for n in range(240)))
-    rendered, count = chat_template._Jinja.rendered, [0]
+    request, count = chat_template._Jinja.request, [0]
 
-    def counted(*arguments: object) -> str:
-        count[0] += 1
-        return rendered(*arguments)
+    def counted(self: chat_template._Jinja, renderings: list[str]) -> list[tuple[bool, str]]:
+        count[0] += len(renderings)
+        return request(self, renderings)
 
-    monkeypatch.setattr(chat_template._Jinja, "rendered", counted)
+    monkeypatch.setattr(chat_template._Jinja, "request", counted)
     tokens, stretches = template.conversation(messages)
     few, count[0] = count[0], 0
     monkeypatch.setattr(chat_template, "RENDERED_PROMPTS", 1000)

@@ -46,3 +46,11 @@ def test_a_file_is_cut_after_a_line_where_there_is_one(tmp_path):
     with (tmp_path / "a.txt").open("rb") as file:
         assert file_cut(file, 39, 0.9) == 14
         assert file_cut(file, 39, 0.6) == 18  # before a blank: no other line starts right after a single newline
+
+
+@pytest.mark.parametrize(("text", "cut_at"), [("one two three\nfour five six.", 14), ("one two thre\nfour five six..", 17)])
+def test_a_file_is_cut_in_its_middle_or_behind_it(text: str, cut_at: int, tmp_path) -> None:
+    """The middle of 28 bytes is byte 14: a line that begins there is the second part, one at byte 13 is none."""
+    (tmp_path / "a.txt").write_text(text)
+    with (tmp_path / "a.txt").open("rb") as file:
+        assert file_cut(file, 28, 0.5) == cut_at

@@ -73,6 +73,28 @@ def test_ranks_wait_until_all_have_come_to_the_same(last: str) -> None:
     store.set("collective/1", "")  # lets those go that wait
 
 
+def test_an_agreement_is_of_one_collective() -> None:
+    """Two ranks have agreed on the first: the second waits for both again."""
+    store = dist.HashStore()
+    orders = [Order(store, 2) for _ in range(2)]
+
+    def come(rank: int, tag: str) -> threading.Thread:
+        orders[rank].enter(0, tag)
+        thread = threading.Thread(target=orders[rank].agree, daemon=True)
+        thread.start()
+        return thread
+
+    for thread in [come(rank, "losses") for rank in range(2)]:
+        thread.join(60)
+        assert not thread.is_alive()
+    early = come(0, "weights")
+    early.join(0.05)
+    assert early.is_alive()
+    come(1, "weights").join(60)
+    early.join(60)
+    assert not early.is_alive()
+
+
 def test_the_first_difference_is_found() -> None:
     """Among the numbers that two ranks remember; a rank that has not come so far is not asked."""
     usual = [(7, 3, "a"), (8, 3, "b"), (9, 3, "c")]

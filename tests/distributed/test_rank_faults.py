@@ -19,6 +19,7 @@ from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import LostRank, UsageError
 from handgrad.parallel import rendezvous
 from handgrad.parallel.launchers import RankInfo
+from handgrad.run.checkpointing import sources_sha256
 from tests.conftest import write_text
 from tests.distributed import runs
 from tests.distributed.runs import Launcher, Started, same_run, saved_steps
@@ -182,6 +183,20 @@ def test_other_data_of_a_rank_is_named(launcher: Launcher, shards: Path, tmp_pat
     started = launcher.start(2, arguments("text", tmp_path / "run"), cwds=(here, there))
     ended_alike(started, [64, 64])
     assert all("versions and data: data is" in rank.told[0] for rank in started.ranks)
+    assert not saved_steps(tmp_path / "run")
+
+
+@pytest.mark.fault(47)
+def test_a_rank_of_other_code_is_named(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """Row 47. Another commit, or an edited file, under the same version number."""
+    started = launcher.start(2, arguments(shards, tmp_path / "run"), "other-code:1")
+    ended_alike(started, [64, 64])
+    assert hit(started) == [1]
+    mine, theirs = (
+        re.search(r"versions and data: sources is '(\w{64})' on rank \d and '(\w{64})'", rank.told[0])
+        for rank in started.ranks
+    )
+    assert mine and theirs and mine.groups() == theirs.groups()[::-1] and mine[1] == sources_sha256() != mine[2]
     assert not saved_steps(tmp_path / "run")
 
 

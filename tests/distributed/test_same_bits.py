@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.runs import Launcher, arguments, same_run, saved_steps, settings_of
 from tests.techniques import toggled
+from tests.test_old_checkpoints import with_full_sized_state
 from tests.test_runs import records, tensors
 
 NEW = "residual_scalars,input_scalars,value_embeddings"
@@ -89,13 +90,16 @@ def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launche
     ids=["fp32", "rounded", "modern", "new", "modern fp8"],
 )
 def test_muon_on_ranks(settings: dict, ranks: list, launcher: Launcher, shards: Path, tmp_path: Path):
-    """Its whole matrices belong to lanes. Shares of a bucket differ; rank 0 of 4 has nothing of a block of 8 lanes."""
+    """Its whole matrices belong to lanes. Shares of a bucket differ; rank 0 of 4 has nothing of a block of 8 lanes. In fp32
+    the last ranks go on from a checkpoint of before schema 3."""
     settings = {"optimizer": "muon", "steps": 6, "eval_every": 3, "save_every": 3, "num_layers": 3, **settings}
     for size, zero in ((1, 1), *ranks):
         last = tmp_path / str(size)
         launcher.run(size, arguments(shards, last, zero=zero, **settings))
         same_run(tmp_path / "1", last, 6)
     shutil.rmtree(last / "checkpoints" / "step_00000006")
+    if "precision" not in settings:
+        with_full_sized_state(last / "checkpoints" / "step_00000003")
     launcher.run(2, arguments(shards, last, zero=1, **settings))  # continues with step 3
     same_run(tmp_path / "1", last, 6)
 

@@ -15,6 +15,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -180,6 +181,18 @@ def out_of_memory(step: int) -> None:
     Ranks.wait = patched
 
 
+def other_code(step: int) -> None:
+    """This rank's package is a copy in which a comment differs; its version number is the same."""
+    copy = Path(os.environ["TEST_FOLDER"]) / f"handgrad-{os.getpid()}"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(handgrad.__file__).parent, copy, ignore=ignored)
+    with (copy / "ops" / "reference" / "gelu.py").open("a") as file:
+        file.write("# as before\n")
+    handgrad.__file__ = str(copy / "__init__.py")
+    os.chdir(copy)  # in a checkout, a command says which code it runs
+    fired()
+
+
 FAULTS: dict[str, Callable[[int], None]] = {
     "signal": told_to_stop,
     "kill": in_exchange(signal.SIGKILL),
@@ -199,6 +212,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "break": fails(AssertionError("a mistake of our own")),
     "break-silent": fails(KeyError()),
     "memory": out_of_memory,
+    "other-code": other_code,
     **moments.FAULTS,
     **work.FAULTS,
 }

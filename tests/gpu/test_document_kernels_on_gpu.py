@@ -22,7 +22,7 @@ LENGTHS = [*PACKINGS.values(), TALKS, [[500, 277], [777]], [[5, 19000, 1475]]]
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
     """No TF32 and no reduced-precision sums: neither in the kernels nor in the reference they are held against."""
-    devices.use_precision(torch.device("cuda"), "fp32")
+    devices.set_arithmetic(torch.device("cuda"), "fp32")
 
 
 @pytest.fixture(params=[BF16, FP16, FP32], ids=str)

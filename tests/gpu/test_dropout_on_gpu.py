@@ -32,7 +32,7 @@ P = 0.3
 
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
-    devices.use_precision(GPU, "fp32")
+    devices.set_arithmetic(GPU, "fp32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

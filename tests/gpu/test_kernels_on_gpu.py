@@ -38,7 +38,7 @@ SENTINEL = 3.25
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
     """No TF32 and no reduced-precision sums: neither in the kernels nor in the reference they are held against."""
-    devices.use_precision(GPU, "fp32")
+    devices.set_arithmetic(GPU, "fp32")
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
@@ -196,7 +196,7 @@ def test_tuning_writes_a_table_that_products_then_use(
 )
 def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype, precision: str, shape: ModelShape) -> None:
     exact = with_scalars_joined(gradients(reference, GPU, torch.float64, shape=shape))
-    devices.use_precision(GPU, precision)
+    devices.set_arithmetic(GPU, precision)
     backends = (choose_backend(name, GPU, precision) for name in ("reference", "kernels"))
     own, found = (with_scalars_joined(gradients(ops, GPU, dtype, shape=shape)) for ops in backends)
     for name in found:

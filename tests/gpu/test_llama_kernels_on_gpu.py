@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 
 from handgrad import devices
 from tests.kernels import llama_checks as checks
-from tests.kernels.memory_checks import Case, Draw, check, check_repeats
+from tests.kernels.memory_checks import Draw, both, check_all
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -17,7 +17,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
     """No TF32 and no reduced-precision sums: neither in the kernels nor in the reference they are held against."""
-    devices.use_precision(torch.device("cuda"), "fp32")
+    devices.set_arithmetic(torch.device("cuda"), "fp32")
 
 
 @pytest.fixture(params=[BF16, FP16, FP32], ids=str)
@@ -25,20 +25,16 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     return Draw(request.param, "cuda")
 
 
-def check_all(case: Case) -> None:
-    check(case)
-    check_repeats(case)
-    torch.cuda.empty_cache()
-
-
 @pytest.mark.parametrize(("N", "C"), [(65536, 576), (32768, 1024), (16384, 2048), (1, 24), (7, 48), (333, 100)])
 def test_gained_rmsnorm(draw: Draw, N: int, C: int) -> None:
-    check_all(checks.gained_rmsnorm(draw, N, C))
+    for each in both(draw, "gained_rmsnorm", N=N, C=C):
+        check_all(each)
 
 
 @pytest.mark.parametrize(("N", "F"), [(65536, 1536), (16384, 3072), (1, 1), (9, 31)])
 def test_swiglu(draw: Draw, N: int, F: int) -> None:
-    check_all(checks.swiglu(draw, N, F))
+    for each in both(draw, "swiglu", N=N, F=F):
+        check_all(each)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +45,8 @@ def test_swiglu(draw: Draw, N: int, F: int) -> None:
     ],
 )
 def test_heads(draw: Draw, N: int, H: int, K: int, D: int, length: int) -> None:
-    check_all(checks.heads(draw, N, H, K, D, length, 1.2 if K > 1 else 1.0))
+    for each in checks.heads(draw, N, H, K, D, length, 1.2 if K > 1 else 1.0):
+        check_all(each)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ if not torch.cuda.is_available():
 
 from handgrad.ops import cpu, cuda as kernels
 from tests.kernels import document_checks as checks
-from tests.kernels.llama_checks import swiglu
 from tests.kernels.memory_checks import Draw, close, copy
 
 BF16 = torch.bfloat16
@@ -39,7 +38,7 @@ def copy_of(inputs: dict, dtype: torch.dtype) -> dict:
 
 def test_swiglu_past_two_to_the_31() -> None:
     draw, F = Draw(BF16, "cuda"), 8192
-    inputs, _ = swiglu(draw, 100, F)
+    inputs = draw.arguments("swiglu_backward", N=100, F=F)
     N = 2**31 // (2 * F) + 100
     hidden, dout = (torch.zeros(N, inputs[name].shape[1], dtype=BF16, device="cuda") for name in ("hidden", "dout"))
     out, dhidden = torch.empty_like(dout), torch.empty_like(hidden)

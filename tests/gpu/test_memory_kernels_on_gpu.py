@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 from handgrad import ops as contract
 from handgrad.ops import reference
 from tests.kernels import memory_checks as checks, reduction_checks
-from tests.kernels.memory_checks import Draw, check, check_repeats, kernels
+from tests.kernels.memory_checks import Draw, both, case, check_all, check_repeats, kernels
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 REAL = [(65536, 768), (16384, 1600)]
@@ -25,21 +25,15 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     return Draw(request.param, "cuda")
 
 
-def check_all(case: checks.Case) -> None:
-    check(case)
-    check_repeats(case)
-    torch.cuda.empty_cache()
-
-
 @pytest.mark.parametrize(("N", "C"), REAL + ODD)
 def test_layernorm_forward(draw: Draw, N: int, C: int) -> None:
-    check_all(checks.layernorm_forward(draw, N, C))
+    check_all(case(draw, "layernorm_forward", N=N, C=C))
 
 
 @pytest.mark.parametrize("below", [True, False])
 @pytest.mark.parametrize(("N", "C"), REAL + ODD)
 def test_layernorm_backward(draw: Draw, N: int, C: int, below: bool) -> None:
-    check_all(checks.layernorm_backward(draw, N, C, below))
+    check_all(case(draw, "layernorm_backward", N=N, C=C, **({} if below else {"dbias_below_acc": None})))
 
 
 @pytest.mark.parametrize(("N", "C"), REAL + ODD)
@@ -49,13 +43,13 @@ def test_the_bias_gradient_below_sums_what_was_stored(draw: Draw, N: int, C: int
 
 @pytest.mark.parametrize(("N", "O"), [(65536, 768), (65536, 3072), (16384, 4800), (16384, 6400), (1, 24), (1031, 100)])
 def test_bias_backward(draw: Draw, N: int, O: int) -> None:
-    check_all(checks.bias_backward(draw, N, O))
+    check_all(case(draw, "bias_backward", N=N, F=O))
 
 
 @pytest.mark.parametrize(("N", "V", "Vp"), [(1024, V, Vp), (5, 2, 128), (37, 57, 128), (3, 128, 128), (3, 16384, 16512)])
 def test_classifier(draw: Draw, N: int, V: int, Vp: int) -> None:
-    check_all(checks.classifier_forward(draw, N, V, Vp))
-    check_all(checks.classifier_forward_backward(draw, N, V, Vp))
+    check_all(case(draw, "classifier_forward", N=N, V=V, Vp=Vp))
+    check_all(case(draw, "classifier_forward_backward", N=N, V=V, Vp=Vp))
 
 
 def test_classifier_past_two_to_the_31(draw: Draw) -> None:
@@ -74,8 +68,8 @@ def test_classifier_past_two_to_the_31(draw: Draw) -> None:
 
 @pytest.mark.parametrize(("N", "F"), [(65536, 3072), (16384, 6400), (1, 77), (9, 31)])
 def test_gelu(draw: Draw, N: int, F: int) -> None:
-    check_all(checks.gelu_forward(draw, N, F))
-    check_all(checks.gelu_backward(draw, N, F))
+    for each in both(draw, "gelu", N=N, F=F):
+        check_all(each)
 
 
 EMBEDDINGS = {
@@ -90,9 +84,8 @@ EMBEDDINGS = {
 @pytest.mark.parametrize("name", EMBEDDINGS)
 def test_embedding(draw: Draw, name: str) -> None:
     tokens, C, rows = EMBEDDINGS[name]
-    inputs, run = checks.embedding_forward(draw, tokens, C, rows)
-    assert torch.equal(run(kernels, inputs)["out"], run(reference, inputs)["out"])
-    check_all(checks.embedding_backward(draw, tokens, C, rows))
+    checks.check_embedding(draw, tokens, C, rows)
+    check_repeats(checks.embedding(draw, "embedding_backward", tokens, C, rows))
 
 
 @pytest.mark.parametrize(("blocks", "size", "last"), [(1900, 65536, 65536), (3, 1000, 1000), (3, 65536, 9001)])

@@ -11,9 +11,9 @@ from handgrad import devices
 from tests.kernels import modern_checks as checks
 from tests.kernels.decode_checks import check as check_decode
 from tests.kernels.memory_checks import (
-    Case,
     Draw,
-    check,
+    both,
+    check_all,
     check_repeats,
     copy,
     kernels,
@@ -29,7 +29,7 @@ V, Vp = 50257, 50304
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
     """No TF32 and no reduced-precision sums: neither in the kernels nor in the reference they are held against."""
-    devices.use_precision(torch.device("cuda"), "fp32")
+    devices.set_arithmetic(torch.device("cuda"), "fp32")
 
 
 @pytest.fixture(params=[BF16, FP16, FP32], ids=str)
@@ -37,16 +37,10 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     return Draw(request.param, "cuda")
 
 
-def check_all(case: Case) -> None:
-    check(case)
-    check_repeats(case)
-    torch.cuda.empty_cache()
-
-
 @pytest.mark.parametrize(("N", "C"), [(65536, 768), (16384, 1600), (1, 24), (7, 48), (1031, 96), (333, 100), (9, 2500)])
 def test_rmsnorm(draw: Draw, N: int, C: int) -> None:
-    check_all(checks.rmsnorm_forward(draw, N, C))
-    check_all(checks.rmsnorm_backward(draw, N, C))
+    for each in both(draw, "rmsnorm", N=N, C=C):
+        check_all(each)
 
 
 BOTH, RESIDUAL, INPUT = (True, True), (True, False), (False, True)
@@ -66,9 +60,9 @@ def test_mixed_streams(draw: Draw, N: int, C: int, has: tuple[bool, bool]) -> No
 )
 def test_value_embeddings(draw: Draw, B: int, T: int, H: int, D: int, G: int) -> None:
     tokens = zipf_tokens(V, B, T)
-    check_all(checks.value_forward(draw, tokens, H, D, G, Vp))
+    check_all(checks.values(draw, "forward", tokens, H, D, G, Vp))
     checks.check_value_backward(draw, tokens, H, D, G, Vp)
-    check_repeats(checks.value_backward(draw, tokens, H, D, G, Vp))
+    check_repeats(checks.values(draw, "backward", tokens, H, D, G, Vp))
     check_all(checks.value_decode(draw, B, H, D, G))
 
 
@@ -84,14 +78,14 @@ def test_value_embeddings(draw: Draw, B: int, T: int, H: int, D: int, G: int) ->
     ],
 )
 def test_qk_norm_and_rotary(draw: Draw, N: int, H: int, D: int, length: int) -> None:
-    check_all(checks.head_forward(draw, N, H, D, length))
-    check_all(checks.head_backward(draw, N, H, D, length))
+    for each in checks.turns(draw, N, H, D, length):
+        check_all(each)
 
 
 @pytest.mark.parametrize(("N", "F"), [(65536, 3072), (16384, 6400), (1, 77), (9, 31)])
 def test_relu2(draw: Draw, N: int, F: int) -> None:
-    check_all(checks.relu2_forward(draw, N, F))
-    check_all(checks.relu2_backward(draw, N, F))
+    for each in both(draw, "relu2", N=N, F=F):
+        check_all(each)
 
 
 def test_relu2_hides_no_nan(draw: Draw) -> None:

@@ -25,7 +25,7 @@ SHAPES = {"gpt2": SHAPE, "modern": MODERN, "modern, all": MODERN_NEW, "llama": L
 
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
-    devices.use_precision(GPU, "fp32")
+    devices.set_arithmetic(GPU, "fp32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

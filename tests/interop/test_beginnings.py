@@ -3,20 +3,26 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import tokenizers
 import torch
 import transformers
+from transformers import dynamic_module_utils
 
 from handgrad.api.model import load
 from handgrad.cli import main
-from handgrad.data.model_tokenizer import tokens_before
+from handgrad.data.chat_template import plain_segments, plain_template
+from handgrad.data.model_tokenizer import model_tokenizer
 from handgrad.data.shards import open_dataset
+from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
 from tests.data.chats import CHATML, SPECIAL, made_tokenizer
 from tests.interop.models import make_checkpoint
+from tests.interop.test_gguf import words
 from tests.interop.test_transformers_llama import V, byte_tokenizer, theirs
 
 BEGIN, END, PROMPT = 258, 259, "the other"
@@ -54,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_tokens_before_a_text(template: str, before: tuple[int, ...]) -> None:
-    assert tokens_before(tokenizer_that_begins(template)) == before
+    content = tokenizer_that_begins(template).to_str().encode()
+    assert model_tokenizer(content, {}, V, END, "the test").begins == before
 
 
 def test_a_prompt_is_that_of_their_tokenizer(folder: Path, tmp_path: Path) -> None:
@@ -73,7 +80,6 @@ def test_a_prompt_is_that_of_their_tokenizer(folder: Path, tmp_path: Path) -> No
 
 def test_the_file_of_llama_cpp_says_it(folder: Path, tmp_path: Path) -> None:
     """Also where no other file names the token."""
-    gguf = pytest.importorskip("gguf")
     made = shutil.copytree(folder, tmp_path / "hf")
     (made / "tokenizer_config.json").write_text("{}")
     assert main(["import", str(made), "--out", str(tmp_path / "run")]) == 0
@@ -81,6 +87,56 @@ def test_the_file_of_llama_cpp_says_it(folder: Path, tmp_path: Path) -> None:
     fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
     for name, expected in (("add_bos_token", True), ("bos_token_id", BEGIN), ("eos_token_id", END)):
         assert fields[f"tokenizer.ggml.{name}"].contents() == expected
+
+
+LLAMA3 = made_tokenizer(None, begins="<|begin|>")
+# Tokenizers of ours with each network that takes them, and those that come with a Llama 3, a Qwen and a SmolLM.
+EXPORTS = {
+    **{kind: (kind, {}) for kind in ("gpt2", "bytes", "bpe")},
+    "a Llama of ours": ("bpe", LLAMA),
+    "modern": ("bytes", {"architecture": "modern", "sizes": (2, 2, 32, 96)}),
+    "Llama 3's": (LLAMA3, LLAMA),
+    "Qwen's": (made_tokenizer(CHATML), LLAMA),
+    "SmolLM's": (words({"tokenizer_config.json": '{"eos_token": "<|im_end|>"}'}), LLAMA),
+}
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_a_prompt_of_an_export_is_ours(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `tokenizer(prompt)`, unless a model's own tokenizer puts nothing there; then by the code of the card. llama.cpp's
+    file says the same, and a template that writes the token gets no second one."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    tokenizer, settings = EXPORTS[kind]
+    run, _ = make_checkpoint(tmp_path / "run", tokenizer, **settings)
+    assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf")]) == 0
+    ours = load(str(run), device="cpu")
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    plain, whole = (library(PROMPT, add_special_tokens=special)["input_ids"] for special in (False, True))
+    spelled = kind in ("Qwen's", "SmolLM's")
+    assert plain == ours.tokenizer.encode(PROMPT).tolist() and (whole == plain) is spelled
+    assert spelled or whole == ours.tokens(PROMPT)
+    if kind != "Qwen's":  # whose card talks
+        code = (tmp_path / "hf" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+        monkeypatch.chdir(tmp_path / "hf")
+        names: dict[str, Any] = {}
+        exec(code, names)
+        assert names["ids"]["input_ids"][0].tolist() == ours.tokens("Once upon a time")
+    library.chat_template = plain_template(library.eos_token)
+    talked = library.apply_chat_template([{"role": "user", "content": PROMPT}], return_dict=False)
+    assert talked == plain_ids(ours.tokenizer, PROMPT)
+    if kind != "modern":
+        assert main(["export", str(run), str(tmp_path / "x.gguf"), "--to", "gguf"]) == 0
+        fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
+        assert fields["tokenizer.ggml.add_bos_token"].contents() is not spelled
+        assert spelled or fields["tokenizer.ggml.bos_token_id"].contents() == whole[0]
+
+
+def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A user's message in the plain template."""
+    segments = plain_segments(tokenizer.end_of_text, [{"role": "user", "content": text}], False)
+    parts = [[s.content] if isinstance(s.content, int) else tokenizer.encode(s.content).tolist() for s in segments]
+    return [token for part in parts for token in part]
 
 
 def test_documents_in_shards(folder: Path, tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.data.vocabulary import gpt2_merges, read_vocabulary, vocabulary_files
 from handgrad.errors import DataError
-from handgrad.interop import huggingface, sources
+from handgrad.interop import huggingface, huggingface_llama, sources
 from handgrad.interop.model_card import validation_losses
 from tests.interop.models import (
     SIZES,
@@ -158,7 +159,7 @@ def test_tokenizers_are_the_same(kind: str, exported: Callable, tmp_path: Path) 
         assert theirs(sample, add_special_tokens=False)["input_ids"] == ids, repr(sample[:40])
         assert theirs.decode(ids) == sample
     assert theirs.eos_token_id == ours.end_of_text and len(theirs) == ours.vocab_size
-    assert theirs("<|endoftext|>")["input_ids"] == [ours.end_of_text]
+    assert theirs("<|endoftext|>", add_special_tokens=False)["input_ids"] == [ours.end_of_text]
     assert read_vocabulary(folder).sha256 == ours.sha256
     if kind != "bytes":  # without its tokenizer.json, from the two files that GPT-2 came with
         for name in ("vocab.json", "merges.txt"):
@@ -226,3 +227,27 @@ def test_a_tokenizer_that_is_named(exported: Callable, tmp_path: Path) -> None:
     named = str(tmp_path / "tokenizer.json")
     assert main(["import", str(folder), "--out", str(tmp_path / "run"), "--tokenizer", named]) == 0
     assert checkpoint.find(str(tmp_path / "run")).manifest["tokenizer"]["kind"] == "bpe"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_what_a_file_leaves_out_is_their_default(kind: str) -> None:
+    sizes = {"vocab_size": 99, "max_position_embeddings": 64, "num_hidden_layers": 1, "num_attention_heads": 64}
+    content = {"model_type": kind, **sizes, "hidden_size": 2048, "intermediate_size": 128}
+    config = transformers.AutoConfig.for_model(**content)
+    family = huggingface_llama.read_shape(content, Path("config.json")).family
+    assert family.kv_heads == config.num_key_value_heads and family.norm_epsilon == config.rms_norm_eps
+    assert family.head_width == (getattr(config, "head_dim", None) or 32) and family.tied == config.tie_word_embeddings
+    assert family.rotary_base == config.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(("base", "length"), [(1e4, 131072), (1e6, 32768), (1e4, 64)])
+def test_yarn_of_any_length(base: float, length: int) -> None:
+    """Of heads of 128: the slowest pair turns several times within the length, once, or never."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": length, "rope_theta": base}
+    config = transformers.LlamaConfig(
+        hidden_size=512, num_attention_heads=4, rope_parameters=rope, max_position_embeddings=4 * length
+    )
+    expected, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    family = huggingface_llama.read_shape(config.to_dict(), Path("config.json")).family
+    ours = torch.tensor(family.frequencies, dtype=torch.float64)
+    assert ((expected.double() / ours) - 1).abs().max() < 1e-6 and family.rope_scale == pytest.approx(scale, rel=1e-6)

@@ -138,8 +138,8 @@ def test_a_pipe_among_the_shards(exported: Callable, tmp_path: Path, capsys: pyt
     [
         ("vocab.json", lambda content: content[:500], "expected tokens in"),
         ("vocab.json", lambda content: b"[" * 100_000, "nested more than 64 deep"),
-        ("vocab.json", lambda content: content.replace(b": 33,", b": 4294967294,"), "found 34 in the place of 33"),
-        ("vocab.json", lambda content: content.replace(b'"!": 0', b'"!": 1000000000'), "found 1 in the place of 0"),
+        ("vocab.json", lambda content: content.replace(b": 33,", b": 4294967294,"), "found 34 instead of 33"),
+        ("vocab.json", lambda content: content.replace(b'"!": 0', b'"!": 1000000000'), "found 1 instead of 0"),
         ("vocab.json", lambda content: content.replace(b": 33,", b": true,"), "each with its id"),
         ("vocab.json", lambda content: content.replace(b": 33,", b": " + b"3" * 5000 + b","), "more than 40 digits"),
         ("vocab.json", lambda content: content.replace(b": 33,", b": -33,"), "expected tokens in"),

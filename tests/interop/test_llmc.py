@@ -19,7 +19,7 @@ from handgrad.cli import main
 from handgrad.config import ModelShape
 from handgrad.errors import DataError
 from handgrad.interop.llmc_model import LlmcModel, read_model
-from handgrad.interop.llmc_state import OptimizerState, read_state
+from handgrad.interop.llmc_state import OptimizerState, read_state, write_state
 from handgrad.interop.llmc_tokenizer import read_tokens
 from handgrad.models import parameter_table
 from tests.interop.models import SIZES, TOKENIZERS, make_checkpoint, our_logits, random_tokens, weights
@@ -240,3 +240,11 @@ def test_the_same_logits(tmp_path: Path) -> None:
     tokens = random_tokens(shape)
     assert torch.equal(our_logits(run, tokens), our_logits(tmp_path / "back", tokens))
     assert json.loads((checkpoint.find(str(tmp_path / "back")).folder / "manifest.json").read_text())["step"] == 0
+
+
+def test_the_header_of_a_state_is_llmcs(tmp_path: Path) -> None:
+    """Its words by train_gpt2.cu: [10] steps, [20] the generator's seed, [32] and [33] a loader that has read nothing."""
+    shape, path = ModelShape(11, 8, 1, 1, 16), tmp_path / "state_00000007_00000.bin"
+    write_state(path, shape, 7, dict.fromkeys(("m", "v"), lambda row: torch.zeros(row.stored_shape)))
+    words = np.frombuffer(path.read_bytes()[:1024], "<i4")
+    assert words[[2, 3, 4, 5, 10, 20, 32, 33]].tolist() == [1, 0, 0, 0, 7, 13371337, -1, -1]

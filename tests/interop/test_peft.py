@@ -27,7 +27,7 @@ from handgrad.interop.export import export_peft
 from handgrad.interop.peft import read_config
 from handgrad.interop.sources import import_model, open_weights, read_sizes
 from handgrad.lora.tables import adapters_of
-from handgrad.lora_shape import parse_lora
+from handgrad.lora_shape import LoraShape, parse_lora
 from handgrad.run_files import CHECKPOINTS
 from tests.interop.models import random_tokens, their_logits
 from tests.interop.test_transformers_llama import CONFIGS, byte_tokenizer
@@ -74,8 +74,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-def adapted_run(base: Path, out: Path, lora: str) -> Path:
-    """A run folder whose checkpoint holds random adapters."""
+def adapted_run(base: Path, out: Path, lora: str, origin: dict[str, Any] | None = None) -> Path:
+    """A run folder whose checkpoint holds random adapters; `origin`: other words on the weights under them."""
     weights = located(open_weights(str(base)))
     generator = torch.Generator().manual_seed(7)
     rows = [row for adapter in adapters_of(weights.shape, parse_lora(lora)) for row in adapter.rows()]
@@ -83,7 +83,7 @@ def adapted_run(base: Path, out: Path, lora: str) -> Path:
     manifest: dict[str, Any] = {
         "config": to_dict(replace(weights.config, lora=lora, init_from=str(base))),
         "tokenizer": tokenizer_record(weights.tokenizer),
-        "init": weights.origin,
+        "init": origin or weights.origin,
     }
     checkpoint.save(out / CHECKPOINTS, 0, tensors, manifest, tokenizer_files(weights.tokenizer))
     return out
@@ -110,6 +110,26 @@ def test_peft_computes_the_same(kind: str, on: str, base: Callable, tmp_path: Pa
     assert (logits - found).abs().max() <= LOGITS and (logits - plain).abs().max() > 0.01
     again = load(str(tmp_path / "peft"), device="cpu")
     assert again.flat.equal(model.flat)
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(3, 7.5), (7, 29), (16, 0.25)])
+def test_alpha_is_exported_as_it_is(rank: int, alpha: float, base: Callable, tmp_path: Path) -> None:
+    """Also a fraction, and where alpha / r, rounded, times r is another number."""
+    run = adapted_run(base("llama"), tmp_path / "run", f"rank={rank},alpha={alpha},on=q")
+    export_peft(checkpoint.find(str(run)), tmp_path / "peft")
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["lora_alpha"] == alpha
+    assert read_config(tmp_path / "peft")[0] == LoraShape(rank, alpha)
+    assert load(str(tmp_path / "peft"), device="cpu").flat.equal(load(str(run), device="cpu").flat)
+
+
+def test_adapters_too_large_for_float32_are_refused(base: Callable, tmp_path: Path) -> None:
+    """In their product, whose factors float32 holds."""
+    run = adapted_run(base("llama"), tmp_path / "run", "rank=3,on=q")
+    export_peft(checkpoint.find(str(run)), tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    save_file({name: 1e20 * values for name, values in load_file(path).items()}, path)
+    with pytest.raises(DataError, match=r"expected finite numbers in blocks\.0\.qkv_weight with its adapter, found others"):
+        load(str(tmp_path / "peft"), device="cpu")
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -140,6 +160,7 @@ def test_its_own_adapters_are_read(kind: str, base: Callable, tmp_path: Path) ->
         ({"rank_pattern": {"q_proj": 8}}, "expected rank_pattern {} in"),
         ({"r": 0}, "expected r of 1 or more in"),
         ({"lora_alpha": -1}, "expected lora_alpha above 0 in"),
+        ({"lora_alpha": 1e308}, "expected lora_alpha / r of at most 3.4e.38, a float32, in .*, found 1e.308 / 3"),
         ({"base_model_name_or_path": None}, "expected base_model_name_or_path in"),
         ({"r": 5}, "expected base_model.model.* of shape .* in .*adapter_model.safetensors, found"),
         ({"base_model_name_or_path": "/nowhere/at/all"}, "expected weights at /nowhere/at/all.*peft --base MODEL"),
@@ -216,3 +237,29 @@ def test_without_adapters_there_is_nothing_to_export(base: Callable, tmp_path: P
     with pytest.raises(UsageError, match=r"has no adapters, they come from train --lora; --to hf writes its weights"):
         export_peft(checkpoint.find(str(tmp_path / "run")), tmp_path / "peft")
     assert imported_config(open_weights(str(tmp_path / "run")).shape).lora == ""
+
+
+def forge_base(folder: Path, base: Path | str) -> None:
+    """Adapters in a folder, of the weights at `base`, none of which is read."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(base)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.fault(54)
+def test_adapters_on_each_other_are_refused(base: Callable, tmp_path: Path) -> None:
+    """A circle of two by other spellings of their paths, adapters on themselves, and a run's among them."""
+    forge_base(tmp_path / "a", tmp_path / "b" / ".." / "b")
+    forge_base(tmp_path / "b", tmp_path / "a")
+    forge_base(tmp_path / "own", tmp_path / "own")
+    for name, told in (("a", "a on .*b on .*a"), ("b", "b on .*a on .*b"), ("own", "own on .*own")):
+        for read in (open_weights, read_sizes):
+            with pytest.raises(DataError, match=f"expected adapters on weights, found adapters on each other: .*{told};"):
+                read(str(tmp_path / name))
+    weights = located(open_weights(str(base("llama"))))
+    run = adapted_run(
+        base("llama"), tmp_path / "run", "rank=3,on=q", origin={**weights.origin, "path": str(tmp_path / "c")}
+    )
+    forge_base(tmp_path / "c", run)
+    with pytest.raises(DataError, match=r"found adapters on each other: .*run on .*c on .*run;"):
+        open_weights(str(run))

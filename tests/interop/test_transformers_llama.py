@@ -331,6 +331,8 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
         {"rope_scaling": LINEAR},  # beside the rope_parameters of a newer version, as model cards say to add it
         {"rope_scaling": YARN, "original_max_position_embeddings": 32},
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},  # its length is the context's
+        {"rope_scaling": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}},
+        {"rope_scaling": YARN | {"mscale": 2.0}},  # without the other it counts for nothing
         {"rope_parameters": None, "rope_theta": 777.0, "rope_scaling": {"type": "linear", "factor": 2.0}},  # old
     ],
 )

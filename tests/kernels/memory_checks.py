@@ -1,14 +1,16 @@
-"""Checks of the memory-bound kernels, for the interpreter on a CPU and for a GPU alike.
+"""Checks of kernels beside the reference, for the interpreter on a CPU and for a GPU alike.
 
-A case makes its inputs, rounded to a dtype, and runs an operation of a backend on a copy of them. Its results in float64
-(by the reference) are what is right. A kernel may be wrong by twice what the reference in the kernel's own dtype is wrong
-by, plus one rounding of the result, or of the sum of magnitudes where the result is a sum over tokens: errors of summation
-are relative to that. All outputs hold NaN before, all accumulators a sentinel, all scratch NaN.
+A case is inputs, rounded to a dtype, and a function that runs an operation of a backend on a copy of them; `case` draws it
+from `handgrad.ops.cases`. Its results in float64 (by the reference) are what is right. A kernel may be wrong by twice what
+the reference in the kernel's own dtype is wrong by, plus the roundings that no kernel avoids. All outputs hold NaN before,
+all accumulators a sentinel, all scratch NaN; what an operation reads keeps its bits.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +18,16 @@ from torch import Tensor
 from handgrad import ops
 from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
 from handgrad.dropout.masks import Dropout
-from handgrad.ops import cuda as kernels, reference
+from handgrad.ops import cases, cuda as kernels, reference
+from handgrad.ops.cases import SENTINEL, roundings
 from handgrad.ops.cuda.scratch import scratch_bytes
-
-SENTINEL = 3.25
-SUMS = {"dweight", "dbias", "dbias_below", "dwte", "dwpe"}  # over tokens
-TERMS = {"mean": 4, "rstd": 16}  # two roundings (sum, quotient), and four (mean, variance, root, reciprocal), squared
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 Tensors = dict[str, Tensor]
 Case = tuple[Tensors, Callable[[ModuleType, Tensors], Tensors]]
+
+
+class Draw(cases.Draw):
+    normal = cases.Draw.__call__
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:
@@ -45,22 +47,62 @@ def poisoned(like: Tensor, **sizes: int) -> Tensor:
     return torch.full((scratch_bytes(**sizes),), 255, dtype=torch.uint8, device=like.device)
 
 
-class Draw:
-    """Random inputs, the same on every device."""
+def check_all(case: Case) -> None:
+    """On a GPU: as exact as the reference, and the same bits every time."""
+    check(case)
+    check_repeats(case)
+    torch.cuda.empty_cache()
 
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
-        self.dtype, self.device, self.generator = dtype, device, torch.Generator().manual_seed(0)
 
-    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.device, dtype or self.dtype)
+def case(draw: Draw, operation: str, **changes: Any) -> Case:
+    """One operation, drawn from its case, and the tensors that it writes. `changes` as `Draw.arguments` takes it."""
+    arguments = draw.arguments(operation, **changes)
+    inputs = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    settings = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
+    changed = {name for name, _, _ in cases.TENSOR.findall(cases.CALLS[operation].partition("<-")[0])} & inputs.keys()
+    changed |= {name for name in inputs if name.endswith("_acc")}
+    N, columns = next((inputs[name].shape for name in ("dout", "norm", "dqkv_inout") if name in inputs), (0, 0))
 
-    def integers(self, below: int, *shape: int) -> Tensor:
-        return torch.randint(below, shape, generator=self.generator).to(self.device)
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        function, before = getattr(ops, operation), copy(t)
+        takes_scratch = "scratch" in inspect.signature(function).parameters
+        scratch = (
+            {"scratch": poisoned(next(iter(t.values())), tokens=N, channels=columns, widest=columns)}
+            if takes_scratch
+            else {}
+        )
+        function(**t, **settings, **scratch)
+        assert all(torch.equal(t[name], before[name]) for name in t.keys() - changed), "what is read keeps its bits"
+        found = {name: t[name] for name in changed}
+        if "vocab_size" in settings:
+            found |= within_the_vocabulary(operation, settings["vocab_size"], before, found)
+        return found
+
+    return inputs, run
+
+
+def within_the_vocabulary(operation: str, V: int, before: Tensors, found: Tensors) -> Tensors:
+    """The columns of the logits that are words. No word is likely behind them, and none has a gradient, to the bit."""
+    (name,) = (name for name in found if name.startswith("logits"))
+    logits, backward = found[name], operation.endswith("backward")
+    assert (logits[:, V:] == (0 if backward else -math.inf)).all()
+    assert backward or torch.equal(logits[:, :V], before[name][:, :V]), "a loss alone leaves the logits as they are"
+    return {name: logits[:, :V]}
+
+
+def classifier_inputs(draw: Draw, N: int, V: int, Vp: int) -> Tensors:
+    arguments = draw.arguments("classifier_forward_backward", N=N, V=V, Vp=Vp)
+    return {"logits": arguments["logits_to_dlogits_inout"]} | {name: arguments[name] for name in ("targets", "scale")}
+
+
+def both(draw: Draw, operation: str, **changes: Any) -> list[Case]:
+    """The operation's forward and backward."""
+    return [case(draw, f"{operation}_{way}", **changes) for way in ("forward", "backward")]
 
 
 def copy(inputs: Tensors, dtype: torch.dtype | None = None) -> Tensors:
     """Copies; of another dtype where they are of floating point."""
-    return {k: t.to(dtype, copy=True) if dtype and t.is_floating_point() else t.clone() for k, t in inputs.items()}
+    return cases.copies(inputs, dtype)
 
 
 def check(case: Case, sums: dict[str, int] | None = None) -> None:
@@ -70,7 +112,7 @@ def check(case: Case, sums: dict[str, int] | None = None) -> None:
     own = run(reference, copy(inputs))
     exact = run(reference, copy(inputs, torch.float64))
     for name, result in found.items():
-        terms = inputs["dout"].shape[0] if name in SUMS else TERMS.get(name, 1)
+        terms = roundings(name, inputs)
         if sums and name in sums and result.dtype == torch.float32:
             terms = sums[name]
         close(name, result, own[name], exact[name], terms=terms)
@@ -79,9 +121,7 @@ def check(case: Case, sums: dict[str, int] | None = None) -> None:
 def close(name: str, found: Tensor, own: Tensor, exact: Tensor, *, terms: float) -> None:
     """`terms` of random sign: the sum of their magnitudes is sqrt(terms) times the size of their sum."""
     assert found.dtype == own.dtype and torch.isfinite(found).all(), name
-    error, reference_error = ((t.double() - exact).norm().item() for t in (found, own))
-    floor = math.sqrt(terms) * ROUNDING.get(found.dtype, 1e-15) * exact.norm().item()
-    assert error <= 2 * reference_error + floor, f"{name}: {error:.3g}, reference {reference_error:.3g}, floor {floor:.3g}"
+    assert (ratio := cases.beyond_rounding(found, own, exact, terms)) <= 1, f"{name}: {ratio:.3g} times the allowed error"
 
 
 def check_repeats(case: Case, repeats: int = 10) -> None:
@@ -93,136 +133,28 @@ def check_repeats(case: Case, repeats: int = 10) -> None:
             assert torch.equal(again, first[name]), name
 
 
-def layernorm_forward(draw: Draw, N: int, C: int) -> Case:
-    inputs = {"inp": draw.normal(N, C) * 2 + 0.5, "weight": draw.normal(C), "bias": draw.normal(C)}
-
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        out, exact = nan(t["inp"], N, C), statistics_dtype(t["inp"])
-        mean, rstd = nan(t["inp"], N, dtype=exact), nan(t["inp"], N, dtype=exact)
-        ops.layernorm_forward(out, mean, rstd, t["inp"], t["weight"], t["bias"])
-        return {"out": out, "mean": mean, "rstd": rstd}
-
-    return inputs, run
-
-
-def layernorm_backward(draw: Draw, N: int, C: int, below: bool) -> Case:
-    inputs = {name: draw.normal(N, C) for name in ("dresidual", "dout", "inp")} | {"weight": draw.normal(C)}
-    # rstd from 1/2 to 2: sums over 65,536 rows of its products still fit float16.
-    inputs["mean"] = draw.normal(N, dtype=torch.float32) * 0.1
-    inputs["rstd"] = torch.exp2(torch.tanh(draw.normal(N, dtype=torch.float32)))
-
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        acc = {name: accumulator(t["inp"], C) for name in ("dweight", "dbias", "dbias_below")}
-        lowest = acc["dbias_below"] if below else None
-        ops.layernorm_backward(
-            t["dresidual"],
-            acc["dweight"],
-            acc["dbias"],
-            *(t[name] for name in ("dout", "inp", "mean", "rstd", "weight")),
-            lowest,
-            scratch=poisoned(t["inp"], tokens=N, channels=C, widest=C),
-        )
-        return {"dresidual": t["dresidual"], **acc}
-
-    return inputs, run
-
-
 def check_sums_of_what_was_stored(draw: Draw, N: int, C: int) -> None:
     """The bias gradient below is that of the rounded stream, not of the stream before its rounding."""
-    inputs, run = layernorm_backward(draw, N, C, below=True)
+    inputs, run = case(draw, "layernorm_backward", N=N, C=C)
     found = run(kernels, copy(inputs))
-    exact = found["dresidual"].double().sum(0) + SENTINEL
-    own = found["dresidual"].sum(0, dtype=torch.float32) + SENTINEL
-    close("dbias_below", found["dbias_below"], own, exact, terms=N)
+    exact = found["dresidual_inout"].double().sum(0) + SENTINEL
+    own = found["dresidual_inout"].sum(0, dtype=torch.float32) + SENTINEL
+    close("dbias_below", found["dbias_below_acc"], own, exact, terms=N)
 
 
-def bias_backward(draw: Draw, N: int, O: int) -> Case:
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        dbias_acc = accumulator(t["dout"], O)
-        ops.bias_backward(dbias_acc, t["dout"], scratch=poisoned(dbias_acc, tokens=N, channels=O, widest=O))
-        return {"dbias": dbias_acc}
-
-    return {"dout": draw.normal(N, O)}, run
-
-
-def classifier_inputs(draw: Draw, N: int, V: int, Vp: int) -> Tensors:
-    logits = draw.normal(N, Vp) * 4
-    logits[:, V:] = math.nan
-    targets = draw.integers(V, N)
-    targets[0], targets[-1] = V - 1, 0
-    return {"logits": logits, "targets": targets, "scale": torch.tensor([0.37], device=draw.device)}
-
-
-def classifier_forward(draw: Draw, N: int, V: int, Vp: int) -> Case:
-    inputs = classifier_inputs(draw, N, V, Vp)
-
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        before, losses = t["logits"].clone(), nan(t["scale"], N)
-        ops.classifier_forward(losses, t["logits"], t["targets"], vocab_size=V)
-        assert torch.equal(t["logits"][:, :V], before[:, :V]) and (t["logits"][:, V:] == -math.inf).all()
-        return {"losses": losses}
-
-    return inputs, run
-
-
-def classifier_forward_backward(draw: Draw, N: int, V: int, Vp: int) -> Case:
-    inputs = classifier_inputs(draw, N, V, Vp)
-
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        losses = nan(t["scale"], N)
-        ops.classifier_forward_backward(losses, t["logits"], t["targets"], t["scale"], vocab_size=V)
-        assert (t["logits"][:, V:] == 0).all(), "the padded vocabulary must have no gradient at all"
-        return {"losses": losses, "dlogits": t["logits"]}
-
-    return inputs, run
-
-
-def gelu_forward(draw: Draw, N: int, F: int) -> Case:
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        out = nan(t["inp"], N, F)
-        ops.gelu_forward(out, t["inp"])
-        return {"out": out}
-
-    return {"inp": draw.normal(N, F) * 3}, run
-
-
-def gelu_backward(draw: Draw, N: int, F: int) -> Case:
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        ops.gelu_backward(t["dhidden"], t["inp"])
-        return {"dhidden": t["dhidden"]}
-
-    return {"inp": draw.normal(N, F) * 3, "dhidden": draw.normal(N, F)}, run
-
-
-def sorted_by_token(tokens: Tensor) -> Tensor:
-    return torch.sort(tokens.view(-1), stable=True).indices.int()
-
-
-def embedding_forward(draw: Draw, tokens: Tensor, C: int, Vp: int) -> Case:
+def embedding(draw: Draw, operation: str, tokens: Tensor, C: int, Vp: int) -> Case:
+    """With three positions more than there are in a row."""
     B, T = tokens.shape
-    inputs = {"tokens": tokens.to(draw.device), "wte": draw.normal(Vp, C), "wpe": draw.normal(T + 3, C)}
-
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        out = nan(t["wte"], B * T, C)
-        ops.embedding_forward(out, t["tokens"], t["wte"], t["wpe"])
-        return {"out": out}
-
-    return inputs, run
+    return case(draw, operation, B=B, T=T, C=C, Vp=Vp, M=T + 3, tokens=tokens.to(draw.device))
 
 
-def embedding_backward(draw: Draw, tokens: Tensor, C: int, Vp: int) -> Case:
-    B, T = tokens.shape
-    inputs = {"tokens": tokens.to(draw.device), "dout": draw.normal(B * T, C)}
-
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        dwte_acc, dwpe_acc = accumulator(t["dout"], Vp, C), accumulator(t["dout"], T + 3, C)
-        scratch = poisoned(dwte_acc, tokens=B * T, channels=C, widest=C)
-        places = sorted_by_token(t["tokens"])
-        ops.embedding_backward(dwte_acc, dwpe_acc, t["dout"], t["tokens"], places, scratch=scratch)
-        assert (dwpe_acc[T:] == SENTINEL).all()
-        return {"dwte": dwte_acc, "dwpe": dwpe_acc}
-
-    return inputs, run
+def check_embedding(draw: Draw, tokens: Tensor, C: int, Vp: int) -> None:
+    """Forward the reference's bits. No gradient at positions that no row has."""
+    inputs, run = embedding(draw, "embedding_forward", tokens, C, Vp)
+    assert torch.equal(run(kernels, copy(inputs))["out"], run(reference, copy(inputs))["out"])
+    inputs, run = embedding(draw, "embedding_backward", tokens, C, Vp)
+    assert (run(kernels, copy(inputs))["dwpe_acc"][tokens.shape[1] :] == SENTINEL).all()
+    check((inputs, run))
 
 
 def zipf_tokens(V: int, B: int, T: int) -> Tensor:

@@ -2,88 +2,56 @@
 interpreter on a CPU and for a GPU alike: the rules are those of `memory_checks`."""
 
 import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from handgrad.ops import reference
+from handgrad.ops.cases import ROUNDING
 from tests.kernels.memory_checks import (
-    ROUNDING,
     Case,
     Draw,
     Tensors,
     accumulator,
+    both,
+    case,
     classifier_inputs,
     close,
     copy,
+    embedding,
     kernels,
     nan,
     poisoned,
-    sorted_by_token,
     statistics_dtype,
 )
 
 
-def rmsnorm_forward(draw: Draw, N: int, C: int) -> Case:
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        out, rstd = nan(t["inp"], N, C), nan(t["inp"], N, dtype=statistics_dtype(t["inp"]))
-        ops.rmsnorm_forward(out, rstd, t["inp"])
-        return {"out": out, "rstd": rstd}
-
-    return {"inp": draw.normal(N, C) * 2 + 0.5}, run
-
-
-def rmsnorm_backward(draw: Draw, N: int, C: int) -> Case:
-    inputs = {name: draw.normal(N, C) for name in ("dresidual", "dout", "inp")}
-    inputs["rstd"] = torch.exp2(torch.tanh(draw.normal(N, dtype=torch.float32)))
-
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        ops.rmsnorm_backward(t["dresidual"], t["dout"], t["inp"], t["rstd"])
-        return {"dresidual": t["dresidual"]}
-
-    return inputs, run
-
-
-def mixture(draw: Draw, N: int, C: int, residual: bool, first: bool) -> tuple[Tensors, list[str]]:
-    """The stream and the scalars of a mixture, and the names of those that it has."""
-    inputs = {name: draw.normal(N, C) for name in ("inp", "first")}
-    inputs |= {"residual_scalar": draw.normal(1) * 0.1 + 1, "input_scalar": draw.normal(1) * 0.1 + 0.3}
-    return inputs, ["residual_scalar"] * residual + ["first", "input_scalar"] * first
+def absent(residual: bool, first: bool) -> dict[str, None]:
+    """The arguments of a mixture without one of its scalars."""
+    names = ["residual_scalar", "dresidual_scalar_acc"] * (not residual)
+    return dict.fromkeys(names + ["first", "input_scalar", "dfirst_inout", "dinput_scalar_acc"] * (not first))
 
 
 def mix_forward(draw: Draw, N: int, C: int, residual: bool, first: bool) -> Case:
     """With the mixture stored, and the norm alone, to the bit."""
-    inputs, names = mixture(draw, N, C, residual, first)
+    missing = {name: None for name in absent(residual, first) if not name.startswith("d")}
+    inputs, run = case(draw, "mix_rmsnorm_forward", N=N, C=C, **missing)
 
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        given = [t["inp"], *(t[name] if name in names else None for name in ("first", "residual_scalar", "input_scalar"))]
-        mixed, out, again = (nan(t["inp"], N, C) for _ in range(3))
-        rstds = [nan(t["inp"], N, dtype=statistics_dtype(t["inp"])) for _ in range(2)]
-        ops.mix_rmsnorm_forward(mixed, out, rstds[0], *given)
-        ops.mix_rmsnorm_forward(None, again, rstds[1], *given)
-        assert torch.equal(out, again) or ops is reference
-        return {"mixed": mixed, "out": out, "rstd": torch.stack(rstds)}
+    def twice(ops: ModuleType, t: Tensors) -> Tensors:
+        tensors = missing | copy(t)
+        found = run(ops, t)
+        ops.mix_rmsnorm_forward(**tensors | {"mixed": None})
+        assert torch.equal(found["out"], tensors["out"]) or ops is reference
+        return found | {"rstd": torch.stack([found["rstd"], tensors["rstd"]])}
 
-    return inputs, run
+    return inputs, twice
 
 
 def mix_backward(draw: Draw, N: int, C: int, residual: bool, first: bool) -> Case:
-    inputs, names = mixture(draw, N, C, residual, first)
-    inputs |= {name: draw.normal(N, C) for name in ("dstream", "dfirst", "dout")}
-    inputs["rstd"] = torch.exp2(torch.tanh(draw.normal(N, dtype=torch.float32)))
-
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        has = {name: t[name] if name in names else None for name in ("first", "residual_scalar", "input_scalar")}
-        dfirst = t["dfirst"] if first else None
-        sums = [accumulator(t["inp"], 1) if name in names else None for name in ("residual_scalar", "input_scalar")]
-        given = t["dout"], t["inp"], has["first"], t["rstd"], has["residual_scalar"], has["input_scalar"]
-        scratch = poisoned(t["inp"], tokens=N, channels=C, widest=C)
-        ops.mix_rmsnorm_backward(t["dstream"], dfirst, *sums, *given, scratch=scratch)
-        found = {"dstream": t["dstream"], "dresidual_scalar": sums[0], "dinput_scalar": sums[1], "dfirst": dfirst}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-    return inputs, run
+    return case(draw, "mix_rmsnorm_backward", N=N, C=C, **absent(residual, first))
 
 
 def check_mix_backward(draw: Draw, N: int, C: int, residual: bool, first: bool) -> None:
@@ -94,119 +62,65 @@ def check_mix_backward(draw: Draw, N: int, C: int, residual: bool, first: bool) 
     found, own = run(kernels, copy(inputs)), run(reference, copy(inputs))
     wide = copy(inputs, torch.float64)
     exact = run(reference, copy(wide))
-    dmixed = exact["dstream"] / (wide["residual_scalar"] if residual else 1)
-    for name, factor in (("dresidual_scalar", "inp"), ("dinput_scalar", "first")):
+    dmixed = exact["dstream_inout"] / (wide["residual_scalar"] if residual else 1)
+    for name, factor in (("dresidual_scalar_acc", "inp"), ("dinput_scalar_acc", "first")):
         if name in found:
             error, reference_error = ((t[name].double() - exact[name]).abs().item() for t in (found, own))
             roundings = 144 if draw.dtype == torch.float32 else 1
             floor = math.sqrt(roundings) * ROUNDING[draw.dtype] * (dmixed * wide[factor]).norm().item()
             assert error <= 2 * reference_error + floor, f"{name}: {error:.3g}, {reference_error:.3g}, floor {floor:.3g}"
-    for name in found.keys() - {"dresidual_scalar", "dinput_scalar"}:
+    for name in found.keys() - {"dresidual_scalar_acc", "dinput_scalar_acc"}:
         close(name, found[name], own[name], exact[name], terms=1)
 
 
-def value_inputs(draw: Draw, tokens: Tensor, H: int, D: int, G: int, Vp: int) -> Tensors:
-    N, C = tokens.numel(), H * D
-    inputs = {name: draw.normal(N, 3 * C) for name in ("qkv", "dqkv")} | {n: draw.normal(N, C) for n in ("norm", "dnorm")}
-    inputs |= {"gate_weight": draw.normal(H, G), "table": draw.normal(Vp, C), "tokens": tokens.to(draw.device)}
-    return inputs | {"gate": 1 + torch.tanh(draw.normal(N, H, dtype=torch.float32))}
-
-
-def value_forward(draw: Draw, tokens: Tensor, H: int, D: int, G: int, Vp: int) -> Case:
+def values(draw: Draw, way: str, tokens: Tensor, H: int, D: int, G: int, Vp: int) -> Case:
     """Queries and keys stay as they are."""
+    sizes = {"B": tokens.shape[0], "T": tokens.shape[1], "H": H, "D": D, "G": G, "Vp": Vp}
+    inputs, run = case(draw, f"value_embedding_{way}", **sizes, tokens=tokens.to(draw.device))
 
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        qkv, gate = t["qkv"].clone(), nan(t["qkv"], tokens.numel(), H, dtype=statistics_dtype(t["qkv"]))
-        ops.value_embedding_forward(qkv, gate, t["norm"], t["gate_weight"], t["tokens"], t["table"])
-        assert torch.equal(qkv[:, : 2 * H * D], t["qkv"][:, : 2 * H * D])
-        return {"qkv": qkv, "gate": gate}
+    def run_and_compare(ops: ModuleType, t: Tensors) -> Tensors:
+        before, found = copy(t), run(ops, t)
+        if way == "forward":
+            assert torch.equal(found["qkv_inout"][:, : 2 * H * D], before["qkv_inout"][:, : 2 * H * D])
+        return found
 
-    return value_inputs(draw, tokens, H, D, G, Vp), run
-
-
-def value_backward(draw: Draw, tokens: Tensor, H: int, D: int, G: int, Vp: int) -> Case:
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        (N, C), dvalues, sums = t["norm"].shape, nan(t["norm"], *t["norm"].shape), accumulator(t["norm"], H, G)
-        given = t["dqkv"], t["gate"], t["norm"], t["gate_weight"], t["tokens"], t["table"]
-        scratch = poisoned(t["norm"], tokens=N, channels=C, widest=C)
-        ops.value_embedding_backward(dvalues, t["dnorm"], sums, *given, scratch=scratch)
-        return {"dvalues": dvalues, "dnorm": t["dnorm"], "dgate_weight": sums}
-
-    return value_inputs(draw, tokens, H, D, G, Vp), run
+    return inputs, run_and_compare
 
 
 def check_value_backward(draw: Draw, tokens: Tensor, H: int, D: int, G: int, Vp: int) -> None:
     """As `check` does: the norm's gradient comes from the gates', sums of a head's D products."""
-    inputs, run = value_backward(draw, tokens, H, D, G, Vp)
+    inputs, run = values(draw, "backward", tokens, H, D, G, Vp)
     found, own = run(kernels, copy(inputs)), run(reference, copy(inputs))
     exact = run(reference, copy(inputs, torch.float64))
-    for name, terms in (("dvalues", 1), ("dnorm", D), ("dgate_weight", D * tokens.numel())):
+    for name, terms in (("dvalues", 1), ("dnorm_inout", D), ("dgate_weight_acc", D * tokens.numel())):
         close(name, found[name], own[name], exact[name], terms=terms)
 
 
 def value_decode(draw: Draw, B: int, H: int, D: int, G: int) -> Case:
-    inputs = value_inputs(draw, torch.arange(B) * 7 % 19, H, D, G, 19)
+    tokens = (torch.arange(B) * 7 % 19).to(draw.device)
+    inputs = draw.arguments("value_embedding_forward", N=B, H=H, D=D, G=G, Vp=19, tokens=tokens)
 
     def run(ops: ModuleType, t: Tensors) -> Tensors:
-        qkv = t["qkv"].clone()
+        qkv = t["qkv_inout"]
         ops.decode.value_embedding_decode(qkv, t["norm"] * 3, t["gate_weight"], t["tokens"], t["table"])
         return {"qkv": qkv}
 
     return inputs, run
 
 
-def heads(draw: Draw, N: int, H: int, D: int) -> Tensors:
-    """Packed queries, keys and values, and their gradient."""
-    inputs = {name: draw.normal(N, 3 * H * D) for name in ("qkv", "dqkv")}
-    return inputs | {"rstd": torch.exp2(torch.tanh(draw.normal(N, 2 * H, dtype=torch.float32)))}
+def turns(draw: Draw, N: int, H: int, D: int, length: int) -> Iterator[Case]:
+    """The norm, the rotation, and both, each way: in place, and no value moves."""
+    for operation in ("qk_norm", "rotary", "qk_norm_rotary"):
+        for inputs, run in both(draw, operation, N=N, T=length, H=H, D=D):
+            yield inputs, partial(with_values, run, 2 * H * D)
 
 
-def head_forward(draw: Draw, N: int, H: int, D: int, length: int) -> Case:
-    """The norm, the rotation, and both: in place, and no value moves."""
-
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        qkv, statistics = t["qkv"], {"dtype": statistics_dtype(t["qkv"])}
-        found = {name: qkv.clone() for name in ("norm", "rotary", "both")}
-        rstds = [nan(qkv, N, 2 * H, **statistics) for _ in range(2)]
-        ops.qk_norm_forward(found["norm"], rstds[0])
-        ops.rotary_forward(found["rotary"], num_heads=H, length=length)
-        ops.qk_norm_rotary_forward(found["both"], rstds[1], length=length)
-        values = qkv[:, 2 * H * D :]
-        assert all(torch.equal(found[name][:, 2 * H * D :], values) for name in ("norm", "rotary", "both"))
-        return found | {"rstd": torch.stack(rstds)}
-
-    return heads(draw, N, H, D), run
-
-
-def head_backward(draw: Draw, N: int, H: int, D: int, length: int) -> Case:
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        found = {name: t["dqkv"].clone() for name in ("norm", "rotary", "both")}
-        ops.qk_norm_backward(found["norm"], t["qkv"], t["rstd"])
-        ops.rotary_backward(found["rotary"], num_heads=H, length=length)
-        ops.qk_norm_rotary_backward(found["both"], t["qkv"], t["rstd"], length=length)
-        values = t["dqkv"][:, 2 * H * D :]
-        assert all(torch.equal(d[:, 2 * H * D :], values) for d in found.values())
-        return found
-
-    return heads(draw, N, H, D), run
-
-
-def relu2_forward(draw: Draw, N: int, F: int) -> Case:
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        ops.relu2_forward(t["hidden"])
-        return {"out": t["hidden"]}
-
-    return {"hidden": draw.normal(N, F) * 3}, run
-
-
-def relu2_backward(draw: Draw, N: int, F: int) -> Case:
-    """Of outputs half of which are 0."""
-
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
-        ops.relu2_backward(t["dhidden"], t["out"])
-        return {"dhidden": t["dhidden"]}
-
-    return {"out": draw.normal(N, F).clamp(min=0).square(), "dhidden": draw.normal(N, F)}, run
+def with_values(run: Callable[[ModuleType, Tensors], Tensors], first: int, ops: ModuleType, t: Tensors) -> Tensors:
+    name = next(name for name in t if name.endswith("qkv_inout"))
+    values = t[name][:, first:].clone()
+    found = run(ops, t)
+    assert torch.equal(found[name][:, first:], values)
+    return found
 
 
 def check_relu2_of_no_number(draw: Draw) -> None:
@@ -217,16 +131,13 @@ def check_relu2_of_no_number(draw: Draw) -> None:
 
 def check_token_embedding(draw: Draw, tokens: Tensor, C: int, Vp: int) -> None:
     """Rows of the table as they are; and the sums that the embedding with positions makes, to the bit."""
-    inputs = {"tokens": tokens.to(draw.device), "wte": draw.normal(Vp, C), "dout": draw.normal(tokens.numel(), C)}
-    (N, C), out = inputs["dout"].shape, nan(inputs["dout"], tokens.numel(), C)
-    kernels.token_embedding_forward(out, inputs["tokens"], inputs["wte"])
-    assert torch.equal(out, inputs["wte"][inputs["tokens"].view(-1)])
-    given = inputs["dout"], inputs["tokens"], sorted_by_token(inputs["tokens"])
-    found, both = accumulator(out, Vp, C), accumulator(out, Vp, C)
-    kernels.token_embedding_backward(found, *given, scratch=poisoned(out, tokens=N, channels=C, widest=C))
-    positions = accumulator(out, tokens.shape[1], C)
-    kernels.embedding_backward(both, positions, *given, scratch=poisoned(out, tokens=N, channels=C, widest=C))
-    assert torch.equal(found, both), "which test_memory_kernels compares with the reference"
+    inputs, run = embedding(draw, "token_embedding_forward", tokens, C, Vp)
+    assert torch.equal(run(kernels, inputs)["out"], inputs["wte"][inputs["tokens"].view(-1)])
+    inputs, run = embedding(draw, "embedding_backward", tokens, C, Vp)
+    _, run_alone = embedding(draw, "token_embedding_backward", tokens, C, Vp)
+    found = run_alone(kernels, copy({name: tensor for name, tensor in inputs.items() if name != "dwpe_acc"}))
+    expected = run(kernels, copy(inputs))
+    assert torch.equal(found["dwte_acc"], expected["dwte_acc"]), "which test_memory_kernels compares with the reference"
 
 
 def modern_row_products(draw: Draw, C: int, O: int) -> Case:

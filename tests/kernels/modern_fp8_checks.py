@@ -11,7 +11,7 @@ from handgrad.ops.cuda import relu2 as plain_relu2
 from tests.kernels import fp8_frames as frames
 from tests.kernels.fp8_checks import wide
 from tests.kernels.memory_checks import Draw
-from tests.kernels.modern_checks import mixture
+from tests.kernels.modern_checks import absent
 
 
 def rmsnorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
@@ -38,8 +38,8 @@ def rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting:
 
 def mixture_of(draw: Draw, N: int, C: int, residual: bool, first: bool) -> tuple[Tensor, list[Tensor | None]]:
     """The stream; what it is mixed with, or None: the first block's stream, and the scalars."""
-    inputs, names = mixture(draw, N, C, residual, first)
-    return inputs["inp"], [inputs[name] if name in names else None for name in ("first", "residual_scalar", "input_scalar")]
+    inputs = draw.arguments("mix_rmsnorm_forward", N=N, C=C) | absent(residual, first)
+    return inputs["inp"], [inputs[name] for name in ("first", "residual_scalar", "input_scalar")]
 
 
 def mix_rmsnorm_forward(

@@ -84,7 +84,7 @@ def check_no_update(draw: Draw) -> None:
 
 def part_of(draw: Draw, R: int, C: int) -> Owned:
     weight, gradient, m = (draw.normal(R, C, dtype=torch.float32) for _ in range(3))
-    return Owned(MATRIX, weight.to(draw.dtype), weight, gradient, {"m": m, "v": torch.zeros_like(m)}, 0)
+    return Owned(MATRIX, weight.to(draw.dtype), weight, gradient, {"m": m, "v": torch.zeros_like(m[:, 0])}, 0)
 
 
 def tensors_of(parts: list[Owned]) -> list[torch.Tensor]:

@@ -42,12 +42,13 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def run(dtype: torch.dtype, B: int, T: int, H: int, D: int, *, kernels: bool, p: float = 0.0) -> list[Tensor]:
+def run(dtype: torch.dtype, B: int, T: int, H: int, D: int, *, kernels: bool, p: float = 0.0, K: int = 0) -> list[Tensor]:
     """out, lse and dqkv over NaN-filled buffers, from the same random inputs, of float32's precision. `p`: dropout's."""
-    N, C = B * T, H * D
+    N, C, K = B * T, H * D, K or H
+    packed = C + 2 * K * D
     site = (Dropout(torch.arange(B, device=DEVICE) + (1 << 32) - 1, p, 1337, 4),) if p else ()
-    qkv, dout = (randn(*shape, seed=seed).float().to(DEVICE, dtype) for seed, shape in enumerate([(N, 3 * C), (N, C)]))
-    out, lse, dqkv = (torch.full(s, math.nan, dtype=dtype, device=DEVICE) for s in [(N, C), (B, H, T), (N, 3 * C)])
+    qkv, dout = (randn(*shape, seed=seed).float().to(DEVICE, dtype) for seed, shape in enumerate([(N, packed), (N, C)]))
+    out, lse, dqkv = (torch.full(s, math.nan, dtype=dtype, device=DEVICE) for s in [(N, C), (B, H, T), (N, packed)])
     if kernels:
         ops = dropout_kernels if p else attention_triton
         size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
@@ -59,7 +60,7 @@ def run(dtype: torch.dtype, B: int, T: int, H: int, D: int, *, kernels: bool, p:
         ops = dropout_reference if p else reference
         ops.attention_forward(out, lse, qkv, *site)
         ops.attention_backward(dqkv, dout, out, lse, qkv, *site)
-    return [out, lse, *dqkv.view(N, 3, C).unbind(1)]
+    return [out, lse, *dqkv.split((C, K * D, K * D), 1)]
 
 
 @pytest.mark.usefixtures("tiles")
@@ -80,11 +81,19 @@ def test_float32_with_dropout(B: int, T: int, H: int, D: int) -> None:
     check_float32(B, T, H, D, 0.3)
 
 
-def check_float32(B: int, T: int, H: int, D: int, p: float) -> None:
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(
+    ("B", "T", "H", "K", "D"), [(1, 1, 2, 1, 16), (2, 37, 6, 2, 16), (1, 70, 3, 1, 24), (1, 33, 4, 2, 64)]
+)
+def test_float32_of_grouped_heads(B: int, T: int, H: int, K: int, D: int) -> None:
+    check_float32(B, T, H, D, 0.0, K)
+
+
+def check_float32(B: int, T: int, H: int, D: int, p: float, K: int = 0) -> None:
     """As exact as the reference in float32, up to a factor of two and one rounding."""
-    exact = run(torch.float64, B, T, H, D, kernels=False, p=p)
-    plain = run(torch.float32, B, T, H, D, kernels=False, p=p)
-    found = run(torch.float32, B, T, H, D, kernels=True, p=p)
+    exact = run(torch.float64, B, T, H, D, kernels=False, p=p, K=K)
+    plain = run(torch.float32, B, T, H, D, kernels=False, p=p, K=K)
+    found = run(torch.float32, B, T, H, D, kernels=True, p=p, K=K)
     for name, e, p, f in zip(("out", "lse", "dq", "dk", "dv"), exact, plain, found, strict=True):
         # One token attends to itself alone: dq and dk are zero but for rounding, relative to nothing.
         floor = ROUNDING * (e.norm() if T > 1 else math.sqrt(D) * 8)

@@ -10,11 +10,9 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops import reference
-from handgrad.ops.cuda import attention_triton, gained_qk_norm, rotary
-from handgrad.ops.cuda.attention_configs import Config
+from handgrad.ops.cuda import gained_qk_norm, rotary
 from tests.kernels import llama_checks as checks
-from tests.kernels.memory_checks import Draw, check
+from tests.kernels.memory_checks import Draw, both, check
 
 
 @pytest.fixture
@@ -24,12 +22,14 @@ def draw() -> Draw:
 
 @pytest.mark.parametrize(("N", "C"), [(1, 24), (7, 48), (33, 100), (5, 576), (3, 2048)])
 def test_gained_rmsnorm(draw: Draw, N: int, C: int) -> None:
-    check(checks.gained_rmsnorm(draw, N, C))
+    for each in both(draw, "gained_rmsnorm", N=N, C=C):
+        check(each)
 
 
 @pytest.mark.parametrize(("N", "F"), [(1, 1), (9, 31), (3, 1536), (2, 3000)])
 def test_swiglu(draw: Draw, N: int, F: int) -> None:
-    check(checks.swiglu(draw, N, F))
+    for each in both(draw, "swiglu", N=N, F=F):
+        check(each)
 
 
 HEADS = [
@@ -44,37 +44,16 @@ HEADS = [
 
 @pytest.mark.parametrize(("N", "H", "K", "D", "length"), HEADS)
 def test_heads(draw: Draw, N: int, H: int, K: int, D: int, length: int) -> None:
-    check(checks.heads(draw, N, H, K, D, length, 1.2 if K > 1 else 1.0))
+    for each in checks.heads(draw, N, H, K, D, length, 1.2 if K > 1 else 1.0):
+        check(each)
 
 
 def test_a_program_walks_several_rows(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rotary, gained_qk_norm):
         monkeypatch.setattr(module, "PROGRAMS", 3)
     monkeypatch.setattr(gained_qk_norm, "BACKWARD_PROGRAMS", 2)
-    check(checks.heads(draw, 11, 4, 2, 24, 4, 1.0))
-
-
-@pytest.mark.parametrize("config", [None, Config(32, 16, 4, 1), Config(16, 32, 4, 1)])
-@pytest.mark.parametrize(
-    ("B", "T", "H", "K", "D"), [(1, 1, 2, 1, 16), (2, 37, 6, 2, 16), (1, 70, 3, 1, 24), (1, 33, 4, 2, 64)]
-)
-def test_attention(config: Config | None, B: int, T: int, H: int, K: int, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As exact as the reference in float32, up to a factor of two and one rounding."""
-    if config is not None:
-        monkeypatch.setattr(attention_triton, "choose_config", lambda *_: config)
-    generator = torch.Generator().manual_seed(1)
-    qkv, dout = (torch.randn(B * T, n * D, generator=generator) for n in (H + 2 * K, H))
-    results = []
-    for dtype, ops in ((torch.float64, reference), (torch.float32, reference), (torch.float32, attention_triton)):
-        out, lse, dqkv = (torch.full(s, float("nan"), dtype=dtype) for s in (dout.shape, (B, H, T), qkv.shape))
-        scratch = torch.full((8 * B * H * T,), 255, dtype=torch.uint8)
-        ops.attention_forward(out, lse, qkv.to(dtype))
-        ops.attention_backward(dqkv, dout.to(dtype), out, lse, qkv.to(dtype), scratch=scratch)
-        results.append((out, lse, *dqkv.split((H * D, K * D, K * D), 1)))
-    for name, exact, plain, found in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
-        floor = 2.0**-24 * (exact.norm() if T > 1 else 32)
-        error, allowed = (found - exact).norm(), 2 * (plain - exact).norm() + floor
-        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+    for each in checks.heads(draw, 11, 4, 2, 24, 4, 1.0):
+        check(each)
 
 
 @pytest.mark.parametrize(

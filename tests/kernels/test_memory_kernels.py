@@ -16,7 +16,7 @@ from handgrad import ops as contract
 from handgrad.ops import reference
 from handgrad.ops.cuda import column_sums, layernorm
 from tests.kernels import memory_checks as checks
-from tests.kernels.memory_checks import Draw, check, kernels
+from tests.kernels.memory_checks import Draw, both, case, check, kernels
 
 
 @pytest.fixture
@@ -33,18 +33,18 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("N", "C"), [(1, 24), (7, 48), (33, 100), (5, 768), (3, 1600), (1, 2500)])
 def test_layernorm_forward(draw: Draw, N: int, C: int) -> None:
-    check(checks.layernorm_forward(draw, N, C))
+    check(case(draw, "layernorm_forward", N=N, C=C))
 
 
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("below", [True, False])
 @pytest.mark.parametrize(("N", "C"), [(1, 24), (7, 48), (101, 96), (33, 100), (15, 768), (8, 1600)])
 def test_layernorm_backward(draw: Draw, N: int, C: int, below: bool) -> None:
-    check(checks.layernorm_backward(draw, N, C, below))
+    check(case(draw, "layernorm_backward", N=N, C=C, **({} if below else {"dbias_below_acc": None})))
 
 
 def test_layernorm_backward_with_its_own_number_of_programs(draw: Draw) -> None:
-    check(checks.layernorm_backward(draw, 35, 1040, True))
+    check(case(draw, "layernorm_backward", N=35, C=1040))
 
 
 def test_the_bias_gradient_below_sums_what_was_stored(draw: Draw) -> None:
@@ -54,17 +54,17 @@ def test_the_bias_gradient_below_sums_what_was_stored(draw: Draw) -> None:
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("N", "O"), [(1, 24), (67, 100), (300, 96), (200, 300)])
 def test_bias_backward(draw: Draw, N: int, O: int) -> None:
-    check(checks.bias_backward(draw, N, O))
+    check(case(draw, "bias_backward", N=N, F=O))
 
 
 def test_bias_backward_with_its_own_split(draw: Draw) -> None:
-    check(checks.bias_backward(draw, 517, 48))
+    check(case(draw, "bias_backward", N=517, F=48))
 
 
 @pytest.mark.parametrize(("N", "V", "Vp"), [(5, 2, 128), (3, 57, 128), (2, 128, 128), (2, 20011, 20096), (2, 16384, 16512)])
 def test_classifier(draw: Draw, N: int, V: int, Vp: int) -> None:
-    check(checks.classifier_forward(draw, N, V, Vp))
-    check(checks.classifier_forward_backward(draw, N, V, Vp))
+    check(case(draw, "classifier_forward", N=N, V=V, Vp=Vp))
+    check(case(draw, "classifier_forward_backward", N=N, V=V, Vp=Vp))
 
 
 def test_classifier_survives_extreme_logits() -> None:
@@ -87,8 +87,8 @@ def test_a_bad_logit_reaches_the_loss(bad: float) -> None:
 
 @pytest.mark.parametrize(("N", "F"), [(1, 77), (9, 31), (33, 300)])
 def test_gelu(draw: Draw, N: int, F: int) -> None:
-    check(checks.gelu_forward(draw, N, F))
-    check(checks.gelu_backward(draw, N, F))
+    for each in both(draw, "gelu", N=N, F=F):
+        check(each)
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the square, which is then capped
@@ -117,13 +117,11 @@ TOKENS = {
 @pytest.mark.parametrize("name", TOKENS)
 def test_embedding(draw: Draw, name: str) -> None:
     tokens, C, Vp = TOKENS[name], 24, 128
-    inputs, run = checks.embedding_forward(draw, tokens, C, Vp)
-    assert torch.equal(run(kernels, inputs)["out"], run(reference, inputs)["out"])
-    check(checks.embedding_backward(draw, tokens, C, Vp))
+    checks.check_embedding(draw, tokens, C, Vp)
 
 
 def test_embedding_of_more_channels_than_a_program_takes(draw: Draw) -> None:
-    check(checks.embedding_backward(draw, TOKENS["runs that end at borders"], 300, 8))
+    check(checks.embedding(draw, "embedding_backward", TOKENS["runs that end at borders"], 300, 8))
 
 
 @pytest.mark.parametrize(("B", "T", "C"), [(1, 1, 8), (3, 37, 100), (2, 20, 768), (1, 3, 1600), (1, 2, 2500)])

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from handgrad.ops.cuda import layernorm, rotary, row_products, value_embedding
 from tests.kernels import modern_checks as checks
 from tests.kernels.decode_checks import check as check_decode
-from tests.kernels.memory_checks import Draw, check, kernels, zipf_tokens
+from tests.kernels.memory_checks import Draw, both, check, kernels, zipf_tokens
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def draw() -> Draw:
 
 @pytest.mark.parametrize(("N", "C"), [(1, 24), (7, 48), (33, 100), (5, 768), (3, 1600), (1, 2500)])
 def test_rmsnorm(draw: Draw, N: int, C: int) -> None:
-    check(checks.rmsnorm_forward(draw, N, C))
-    check(checks.rmsnorm_backward(draw, N, C))
+    for each in both(draw, "rmsnorm", N=N, C=C):
+        check(each)
 
 
 HEADS = [(1, 1, 2, 1), (7, 2, 24, 3), (5, 3, 100, 5), (4, 6, 128, 3), (3, 12, 64, 2), (2, 16, 100, 2)]  # N, H, D, length
@@ -34,14 +34,14 @@ HEADS = [(1, 1, 2, 1), (7, 2, 24, 3), (5, 3, 100, 5), (4, 6, 128, 3), (3, 12, 64
 
 @pytest.mark.parametrize(("N", "H", "D", "length"), HEADS)
 def test_qk_norm_and_rotary(draw: Draw, N: int, H: int, D: int, length: int) -> None:
-    check(checks.head_forward(draw, N, H, D, length))
-    check(checks.head_backward(draw, N, H, D, length))
+    for each in checks.turns(draw, N, H, D, length):
+        check(each)
 
 
 def test_a_program_walks_several_rows(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotary, "PROGRAMS", 3)
-    check(checks.head_forward(draw, 11, 2, 24, 4))
-    check(checks.head_backward(draw, 11, 2, 24, 4))
+    for each in checks.turns(draw, 11, 2, 24, 4):
+        check(each)
 
 
 BOTH, RESIDUAL, INPUT = (True, True), (True, False), (False, True)
@@ -66,7 +66,7 @@ def test_the_scalars_sums_are_of_all_programs(draw: Draw, has: tuple[bool, bool]
 )
 def test_value_embeddings(draw: Draw, B: int, T: int, H: int, D: int, G: int) -> None:
     tokens = zipf_tokens(19, B, T)
-    check(checks.value_forward(draw, tokens, H, D, G, 128))
+    check(checks.values(draw, "forward", tokens, H, D, G, 128))
     checks.check_value_backward(draw, tokens, H, D, G, 128)
     check(checks.value_decode(draw, B, H, D, G))
 
@@ -74,14 +74,14 @@ def test_value_embeddings(draw: Draw, B: int, T: int, H: int, D: int, G: int) ->
 def test_a_program_walks_several_rows_of_values(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORWARD_PROGRAMS", "BACKWARD_PROGRAMS"):
         monkeypatch.setattr(value_embedding, name, 3)
-    check(checks.value_forward(draw, zipf_tokens(19, 2, 7), 2, 24, 32, 128))
+    check(checks.values(draw, "forward", zipf_tokens(19, 2, 7), 2, 24, 32, 128))
     checks.check_value_backward(draw, zipf_tokens(19, 2, 7), 2, 24, 32, 128)
 
 
 @pytest.mark.parametrize(("N", "F"), [(1, 77), (9, 31), (33, 300)])
 def test_relu2(draw: Draw, N: int, F: int) -> None:
-    check(checks.relu2_forward(draw, N, F))
-    check(checks.relu2_backward(draw, N, F))
+    for each in both(draw, "relu2", N=N, F=F):
+        check(each)
 
 
 def test_relu2_hides_no_nan(draw: Draw) -> None:

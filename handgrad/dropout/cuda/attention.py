@@ -92,7 +92,7 @@ def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, **_sizes
 
 
 def more_arguments(dropout: Dropout, document_starts: Tensor | None, lse: Tensor) -> dict[str, Any]:
-    """Of a launch, beside the plain ones."""
+    """The arguments that dropout adds to a launch."""
     starts = checked(document_starts, lse)
     return {"more": (starts, *kernel_arguments(dropout)), "documents": starts is not None}
 

@@ -120,7 +120,7 @@ def forward_parts(batch: int, num_heads: int, length: int, width: int) -> int:
 
 
 def backward_parts(batch: int, num_heads: int, length: int, width: int) -> int:
-    """Parts of the statistics that `attention_backward` may write: first those of dq, behind them those of dk and dv."""
+    """Parts of the statistics that `attention_backward` may write: first dq's, then dk's and dv's."""
     return batch * num_heads * (most_blocks("dq", length, width) + most_blocks("dkdv", length, width))
 
 
@@ -174,9 +174,9 @@ def attention_backward(
     scratch: Tensor,
     document_starts: Tensor | None = None,
 ) -> None:
-    """Of a quantised dqkv there need not be a 16-bit form: where its scale is made from dqkv itself, all is computed
-    twice. One with a `workspace` is left there, by the faster of cuDNN and Triton: an operation between attention and the
-    product quantises it: of heads that share keys always."""
+    """A quantised dqkv needs no 16-bit form: with a current scale, the kernels compute all of it twice. The faster of cuDNN
+    and Triton fills its `workspace`, if it has one (heads that share keys always do), and an operation between attention
+    and the GEMM quantises it."""
     inputs = dout, plain(out), lse, qkv
     if isinstance(dqkv, Quantized) and dqkv.workspace is not None:
         attention.attention_backward(dqkv.workspace, *inputs, scratch=scratch, document_starts=document_starts)

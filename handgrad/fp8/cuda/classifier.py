@@ -24,7 +24,7 @@ def classifier_forward_backward(
     softcap: float = 0.0,
     untrained: bool = False,
 ) -> None:
-    """Writes no 16-bit gradient where it has both fp8 forms: nobody reads it then."""
+    """Writes no 16-bit gradient where it has both fp8 forms: nothing reads it then."""
     logits, out = plain(logits_to_dlogits_inout), logits_to_dlogits_inout
     if isinstance(out, Tensor) or out.rows is None:
         options = {"vocab_size": vocab_size, "softcap": softcap, "untrained": untrained}
@@ -59,6 +59,6 @@ def store_gradient(into, column, d, mask, EVICTION: tl.constexpr):
         tl.store(logits + column, d, mask=mask, eviction_policy=EVICTION)
     d8 = rounded(d.to(tl.float32), scale, rows.dtype.element_ty)
     place = rows + column
-    if len(column.shape) == 2:  # stores of 8 bytes: those of 16 would move a tile of 16-bit numbers from lane to lane
+    if len(column.shape) == 2:  # stores of 8 bytes: 16 would move a tile of 16-bit numbers from lane to lane
         place = tl.max_contiguous(place, (1, 8))
     tl.store(place, d8, mask=mask)

@@ -69,8 +69,8 @@ def _backward(
     COLUMNS: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
     QUADS: tl.constexpr, BLOCK_P: tl.constexpr, TURN_SCALE: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. HEADS: those of queries, keys and
-    values together; TURNED: those of queries and keys. Writes row p of partials (P, 2, D). plain may be None, so may one of
+    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. HEADS: of queries, keys and
+    values together; TURNED: of queries and keys. Writes row p of partials (P, 2, D). plain may be None, so may one of
     the forms."""
     scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
     quad, pair = tl.program_id(0) * QUADS + tl.arange(0, QUADS)[:, None], tl.arange(0, BLOCK_P)[None, :]

@@ -98,7 +98,7 @@ def _backward(
     dresidual, rows, scaling, statistics, PARTS, partials, dout, inp, mean, rstd, weight, N, C: tl.constexpr,
     BLOCK_C: tl.constexpr, ROWS: tl.constexpr, BELOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of the statistics, the largest number alone."""
+    """Writes only the largest number of the statistics."""
     row, column, w, sums = backward_begin(weight, C, BLOCK_C, ROWS)
     LANE: tl.constexpr = 8  # numbers side by side in a lane, which keeps the largest of them
     amax = tl.zeros((BLOCK_C // LANE,), tl.float32)

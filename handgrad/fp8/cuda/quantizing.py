@@ -56,7 +56,7 @@ def quantize_parts(N: int, C: int) -> int:
 
 
 def target(out: Quantized, parts: int) -> tuple[Tensor, Tensor, int]:
-    """scaling, statistics and its parts, as the kernels take them; `parts` are those that a kernel writes."""
+    """(scaling, statistics, its parts), as the kernels take them; `parts`: how many a kernel writes."""
     room = out.statistics.shape[1]
     assert room >= parts, f"{room} parts, {parts} needed"
     return out.scaling, out.statistics, room
@@ -90,7 +90,7 @@ def count_numbers(tensor: Quantized, inp: Tensor) -> None:
 
 def transpose(columns: Tensor, rows: Tensor) -> None:
     """columns (C, N) = the transpose of rows (N, C), both fp8. Where they are the first N of a buffer's M columns, as in
-    the last chunk of the head, all M are written, from M rows: nobody reads those behind N."""
+    the last chunk of the head, all M are written, from M rows: nothing reads columns behind N."""
     M, C = columns.stride(0), rows.shape[1]
     launch(_transpose, tiles(M, C), columns, rows, M, C, ROWS, COLUMNS, num_warps=WARPS)
 

@@ -72,7 +72,7 @@ def _backward(
     dresidual, rows, scaling, statistics, PARTS, dout, inp, rstd, N, C: tl.constexpr, BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of the statistics, the largest number alone."""
+    """Writes only the largest number of the statistics."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
     largest = tl.zeros((ROWS, 1), tl.float32)
     scale = tl.load(scaling + SCALE)

@@ -35,8 +35,8 @@ def tile(width: int) -> tuple[int, int]:
 def rotary_backward(
     dqkv_inout: Form, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
 ) -> None:
-    """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next two, and with the
-    norm that has gains."""
+    """Reads the gradient after the rotation from the `workspace` of a quantised dqkv, as do the next two and the norm with
+    gains."""
     backward(dqkv_inout, None, None, num_heads, length, rotary=True, frequencies=frequencies, scale=scale)
 
 
@@ -89,8 +89,8 @@ def _backward(
     HEADS: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr, QUADS: tl.constexpr, BLOCK_P: tl.constexpr,
     ROTARY: tl.constexpr, TURN_SCALE: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. C3: columns of a row. HEADS:
-    those of queries, keys and values together; TURNED: those of queries and keys. plain may be None, so may one of the
+    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. C3: columns of a row. HEADS: of
+    queries, keys and values together; TURNED: of queries and keys. plain may be None, so may one of the
     forms, and the table of frequencies."""
     scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
     quad, pair = tl.program_id(0) * QUADS + tl.arange(0, QUADS)[:, None], tl.arange(0, BLOCK_P)[None, :]

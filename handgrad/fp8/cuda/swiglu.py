@@ -21,7 +21,7 @@ from handgrad.fp8.formats import Quantized
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.swiglu import gated
 
-# Forward: a program's tile, 512 bytes of a row of gates and as many of what they let through. The backward's tile is that
+# Forward: a program's tile, 512 bytes of a row of gates and as many of what they let through. The backward has the tile
 # of every nonlinearity.
 ROWS, FORWARD_COLUMNS, WARPS = 32, 256, 8
 
@@ -114,8 +114,8 @@ def _backward(
 
 @triton.jit
 def through_swiglu(tensors, row, column, inside, scales, F):
-    """(the larger magnitude of both gradients; those of gates and of what they let through, and the output, each in 16 bits
-    and scaled) of a row of every quad, whose gradients' rows it writes."""
+    """(the larger of |dg| and |du|; dg, du and the output, each in 16 bits and scaled) for a row of every quad. Writes the
+    gradients' rows."""
     drows, dout, hidden = tensors
     dscale, scale = scales
     TYPE: tl.constexpr = hidden.dtype.element_ty

@@ -1,5 +1,5 @@
-"""The operations in plain torch where tensors may be quantised: each is the plain one, then `quantize`; a product of two
-quantised tensors is that of their fp8 numbers."""
+"""The operations in plain torch where tensors may be quantised: each is the plain one, then `quantize`; a GEMM of two
+quantised tensors multiplies their fp8 numbers."""
 
 # ruff: noqa: F401
 from typing import Any

@@ -81,7 +81,7 @@ def linear_residual_forward(
 def linear_gelu_forward(
     out: Form, hidden: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    """Of a quantised out this writes `rows`; its `columns` come in the backward, where they are needed."""
+    """Writes only the `rows` of a quantised out; the backward makes the `columns` that it needs."""
     linear_forward(hidden, inp, weight, bias)
     if isinstance(out, Tensor):
         reference.gelu_forward(out, hidden)
@@ -101,8 +101,8 @@ def gelu_linear_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """Of a quantised dhidden, the gradient after the GELU passes through its `workspace`, and the `columns` of inp are
-    made from hidden."""
+    """Puts the gradient after the GELU into the `workspace` of a quantised dhidden, and makes the `columns` of inp from
+    hidden."""
     if isinstance(dhidden, Tensor):
         linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
         reference.gelu_backward(dhidden, hidden)
@@ -119,7 +119,7 @@ def gelu_linear_backward(
 
 
 def linear_relu2_forward(out: Form, inp: Form, weight: Form, *, scratch: Tensor | None = None) -> None:
-    """Of a quantised out this writes the 16-bit form, for the backward, and `rows`; its `columns` come in the backward."""
+    """Writes the `rows` of a quantised out and its 16-bit form, from which the backward makes the `columns`."""
     linear_forward(out, inp, weight, None)
     reference.relu2_forward(plain(out))
     if isinstance(out, Quantized):
@@ -129,8 +129,8 @@ def linear_relu2_forward(out: Form, inp: Form, weight: Form, *, scratch: Tensor 
 def relu2_linear_backward(
     dhidden: Form, dweight_acc: Tensor, dout: Form, inp: Form, weight: Form, *, scratch: Tensor | None = None
 ) -> None:
-    """Of a quantised dhidden, the gradient after the square passes through its `workspace`, and the `columns` of inp are
-    made from its 16-bit form."""
+    """Puts the gradient after the square into the `workspace` of a quantised dhidden, and makes the `columns` of inp from
+    its 16-bit form."""
     if isinstance(dhidden, Tensor):
         linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
         reference.relu2_backward(dhidden, plain(inp))

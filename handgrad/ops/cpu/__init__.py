@@ -15,7 +15,6 @@ from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.adamw import adamw_update
 from handgrad.ops.cpu.attention import attention_backward, attention_forward
 from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward
-from handgrad.ops.cpu.embedding import embedding_backward, token_embedding_backward
 from handgrad.ops.cpu.gelu import (
     gelu_backward,
     gelu_forward,

@@ -27,7 +27,7 @@ def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
 
 
 def sigmoid(gates: Tensor) -> Tensor:
-    """Of a view of the hidden layer, as a tensor of its own."""
+    """The sigmoid of a view of the hidden layer, in a new tensor."""
     s = gates.clone(memory_format=torch.contiguous_format)
     by_whole_vectors(torch.sigmoid_, s)
     return s

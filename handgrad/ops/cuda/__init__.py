@@ -1,6 +1,6 @@
-"""The operations on NVIDIA GPUs: cuBLASLt for products, cuDNN or Triton for attention, Triton for the rest.
+"""The operations on NVIDIA GPUs: cuBLASLt for GEMMs, cuDNN or Triton for attention, Triton for the rest.
 
-The names and the contract are those of `handgrad.ops.reference`, against which every kernel is tested. All are
+They have the names and the contract of `handgrad.ops.reference`, against which every kernel is tested. All are
 deterministic, allocate nothing, and can be recorded in a CUDA graph.
 """
 

@@ -67,7 +67,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def capability_here() -> tuple[int, int] | None:
-    """Of the current GPU; None where there is none."""
+    """Compute capability of the current GPU; None without one."""
     return capability(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
 
 

@@ -126,7 +126,7 @@ def _attention(
     out, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One head of queries. Those that share keys and values all store the new ones, which are the same."""
+    """One head of queries. Heads that share keys and values all store the new ones, which are the same."""
     h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel, n = tl.arange(0, BLOCK), tl.arange(0, KEYS)
     inside = channel < D

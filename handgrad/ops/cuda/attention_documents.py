@@ -12,8 +12,8 @@ def is_before(first_key, KEYS: tl.constexpr, starts):
 
 @triton.jit
 def keys_of_queries(starts, first, T, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """(begin, crossed) of a block of queries. Of the keys before its diagonal, all queries see those from `begin` on, and
-    none those that are more than `crossed` before it. Both are multiples of KEYS: `crossed` is KEYS at most where all
+    """(begin, crossed) of a block of queries. Of the keys before its diagonal, all queries see `begin` and later ones, and
+    none sees any that is more than `crossed` before it. Both are multiples of KEYS: `crossed` is KEYS at most where all
     queries are of one document, and else `begin` is where the diagonal is."""
     none = tl.load(starts + first) // KEYS * KEYS
     begin = tl.minimum(tl.cdiv(tl.load(starts + tl.minimum(first + QUERIES, T) - 1), KEYS), first // KEYS) * KEYS
@@ -22,7 +22,7 @@ def keys_of_queries(starts, first, T, QUERIES: tl.constexpr, KEYS: tl.constexpr)
 
 @triton.jit
 def masked_block(place, diagonal, begin, starts):
-    """The first key of a masked block: those up to `begin` come before those that the diagonal crosses."""
+    """The first key of a masked block: blocks up to `begin` come before the diagonal's."""
     if starts is None:
         return place
     else:

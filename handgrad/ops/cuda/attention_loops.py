@@ -22,14 +22,14 @@ from handgrad.ops.cuda.attention_tiles import is_later, load_tile, load_vector
 #
 # A loop may be given `starts`, a row's document starts: query i sees key j if starts[i] <= j <= i. The keys of a block of
 # queries then begin with its first query's document, the queries of a block of keys end with its last key's document, and
-# blocks whose keys not every query sees are masked beside those that the diagonal crosses.
+# blocks whose keys not every query sees are masked like the blocks on the diagonal.
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)  # a maximum to start from where a block may hide all keys: unlike minus infinity it subtracts
 
 # Of products of float32 inputs, also in a run with TF32: Triton truncates where the hardware's rounding would need an
-# instruction more, and the gradients of a block came out five times worse than the reference's in TF32.
+# instruction more, and the gradients of a block came out worse than the reference's in TF32.
 PRECISION = tl.constexpr("ieee")
 
 

@@ -1,7 +1,7 @@
 """The choice of the next token: a part of the logits to each program, then the best of all parts.
 
-One program per sequence would have a multiprocessor compute 50,257 hashes and logarithms: 32 us, a seventh of a step of
-GPT-2 124M. In parts it takes 6.
+One program per sequence would have a multiprocessor compute 50,257 hashes and logarithms: 32 us. In parts it
+takes 6.
 """
 
 import math
@@ -71,7 +71,7 @@ def choose_tokens(
 def _greatest(
     values_out, ids_out, broken_out, logits, seen, V, stride, penalty, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ):
-    """Of a part of the logits: the largest, its id, and whether one is not finite."""
+    """The largest of a part of the logits, its id, and whether one is not finite."""
     part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if OVERLAPS:
         gdc_launch_dependents()
@@ -91,7 +91,7 @@ def _draw(
     values_out, ids_out, largest, logits, seen, seeds, positions, V, stride, temperature, penalty, least,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of the logits: the largest of what is drawn, and its id."""
+    """The largest perturbed score of a part of the logits, and its id."""
     part, b, parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     if OVERLAPS:
         gdc_launch_dependents()

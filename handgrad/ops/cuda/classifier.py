@@ -137,7 +137,7 @@ def loss_and_gradient(
     STORE: tl.constexpr, into,
 ):  # fmt: skip
     """A row's loss, and d = scale * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION). A row
-    that is not trained is not read. (The question takes registers: without UNTRAINED nobody asks it.)"""
+    that is not trained is not read. (The test takes registers: without UNTRAINED it is not compiled.)"""
     if UNTRAINED and target < 0:
         tl.store(loss, 0.0)
         for start in range(0, Vp, BLOCK):

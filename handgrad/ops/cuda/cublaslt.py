@@ -155,7 +155,7 @@ class Plan:
         return [words[i].copy() for i in range(found_count[0])]
 
     def types(self) -> tuple[int, ...]:
-        """Of the computation, the scale, a, b, c and d, as the library numbers them."""
+        """The types of the computation, the scale, a, b, c and d, as the library numbers them."""
         product = self.product
         compute = COMPUTE_32F_FAST_TF32 if product.tf32 else COMPUTE_32F
         kinds = (torch.float32, product.a_dtype, product.b_dtype, product.out_dtype, product.out_dtype)
@@ -258,7 +258,7 @@ def multiply(
 
 
 def table_name() -> str:
-    """Of the table for this GPU and library: 'nvidia-h200-cublaslt-130100.json'."""
+    """File name of the table for this GPU and library: 'nvidia-h200-cublaslt-130100.json'."""
     gpu = torch.cuda.get_device_name().lower().replace(" ", "-")
     return f"{gpu}-cublaslt-{lt.get_version()}.json"
 

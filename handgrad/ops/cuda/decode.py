@@ -137,7 +137,7 @@ def rotary_forward(
 def linear_residual_forward(
     out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, tf32: bool = False
 ) -> None:
-    """Of one row in a kernel of its own."""
+    """Takes a single row in a kernel of its own."""
     if takes(inp, weight):
         row_product(out, inp, weight, bias, residual=residual)
     else:
@@ -158,7 +158,7 @@ def attention_linear_residual_forward(
     scratch: Tensor,
     tf32: bool = False,
 ) -> None:
-    """Of one row with split heads `attended` stays as it is: the product adds the parts itself."""
+    """Leaves `attended` as it is for one row with split heads: the GEMV kernel adds the parts itself."""
     attention = keys_inout, values_inout, qkv, positions
     if takes(attended, weight) and splits(*keys_inout.shape[2:]) > 1:
         row_product(out, attended, weight, bias, residual=residual, parts=attention_parts(*attention, scratch=scratch))

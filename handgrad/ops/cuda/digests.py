@@ -40,7 +40,7 @@ def _digest(out_acc, words, controls, n, first, COLUMNS: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def key(place, stream: tl.constexpr, step):
-    """Odd numbers of 64 bits: those of a stream, and of the one after it, at a place."""
+    """Odd numbers of 64 bits at a place: the upper 32 from a stream, the lower from the next."""
     place = tl.cast(place, tl.uint32)
     high, low = mixed(place ^ seed(stream, step)), mixed(place ^ seed(stream + 1, step))
     return (high.to(tl.int64) << 32) | low.to(tl.int64) | 1

@@ -65,7 +65,7 @@ def _momentum(
 
 
 def muon_scratch_bytes(*, matrices: int, rows: int, columns: int) -> int:
-    """For `muon_polar` in 16 bits; that of `muon_update` is smaller, but of tiny matrices."""
+    """For `muon_polar` in 16 bits; `muon_update` needs less, except for tiny matrices."""
     return max(sum(polar_bytes(matrices, rows, columns, 2)), 4 * (rows + triton.cdiv(rows, MOMENT_ROWS)))
 
 
@@ -194,7 +194,7 @@ def summed(
 ):  # fmt: skip
     """A tile of a product, K terms of each sum: the first factors are at the places (SIDE, 1) of `left` and (1, SIDE) of
     `right`. `WHOLE`: K is a multiple of DEPTH. Rows and columns beyond the matrix come from its beginning, and their sums
-    are not stored: masks on every load would take a third of the loop's instructions."""
+    are not stored: masks on every load would take many of the loop's instructions."""
     k = tl.arange(0, DEPTH)
     left_place += k[None, :] * left_stride
     right_place += k[:, None] * right_stride

@@ -204,7 +204,7 @@ def store_product(
     added = tl.zeros([ROWS], tl.float32)
     if bias is not None:
         added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
-    # The second condition always holds. Without it the compiler would bring this load forward, as it does with those of the
+    # The second condition always holds. Without it the compiler would bring this load forward, as it does with loads in the
     # loop's own body: to before the wait for the kernel that writes the residual.
     if residual is not None and tile * ROWS < O:
         added += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)

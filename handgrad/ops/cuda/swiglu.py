@@ -32,14 +32,14 @@ def places(F, BLOCK: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
-    """Of float32 x, from e = exp(-|x|) <= 1, which does not overflow."""
+    """The sigmoid of float32 x, from e = exp(-|x|) <= 1, which does not overflow."""
     e = tl.exp2(-tl.abs(x) * 1.4426950408889634)
     return tl.where(x >= 0, 1.0, e) / (1 + e)
 
 
 @triton.jit
 def gated(g, u, dy):
-    """(silu(g) u, and the gradients of g and u) of float32 gates and what they let through; dy is that of the output."""
+    """(silu(g) u, dg, du) from float32 gates g, the numbers u that they let through, and the output's gradient dy."""
     s = sigmoid(g)
     return g * s * u, dy * u * (s * (1 + g * (1 - s))), dy * (g * s)
 

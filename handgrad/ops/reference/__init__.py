@@ -1,7 +1,7 @@
 """Every operation by its formula, in plain torch, on any device: the specification of all other backends.
 
 The forward and the backward of an operation stand next to each other under their equation. No autograd, and none of its
-kernels: those of a CPU are in `handgrad.ops.cpu`.
+kernels: `handgrad.ops.cpu` has a CPU's.
 """
 
 # ruff: noqa: F401

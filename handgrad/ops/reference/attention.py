@@ -37,15 +37,20 @@ def group_sums(dkeys: Tensor, kv_heads: int, dim: int = 0) -> Tensor:
     return dkeys if dkeys.shape[dim] == kv_heads else dkeys.unflatten(dim, (kv_heads, -1)).sum(dim + 1)
 
 
-def causal_scores(q: Tensor, k: Tensor, starts: Tensor | None) -> Tensor:
-    """q k^T / sqrt(D) of (H, T, D) each, minus infinity where the key comes after the query, or before the start (T) of the
-    query's document."""
+def masked_scores(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+    """Scores q k^T / sqrt(D) of queries (..., T, D) and keys (..., S, D), minus infinity where `hidden`. Training and
+    decoding (`ops.reference.decode`) share this formula."""
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(1.0 / math.sqrt(q.shape[-1]))
+    return scores.masked_fill_(hidden, -math.inf)
+
+
+def causal_scores(q: Tensor, k: Tensor, starts: Tensor | None) -> Tensor:
+    """Scores of (H, T, D) each, without keys after the query, or before the start (T) of the query's document."""
     T = q.shape[-2]
     hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu_(1)
     if starts is not None:
         hidden |= torch.arange(T, device=q.device) < starts.unsqueeze(1)
-    return scores.masked_fill_(hidden, -math.inf)
+    return masked_scores(q, k, hidden)
 
 
 def attention_scratch_bytes(

@@ -1,7 +1,7 @@
 """Generation, one token per sequence at a time: no operation here asks the host, so that a step can be replayed.
 
 Every sequence of the batch stands at a position of its own. The model's block runs on the operations of this module, whose
-names are those of training where a row is a row. Nothing reads their `ln`, `mean`, `rstd` and `hidden` here.
+names are training's where a row is a row. Nothing reads their `ln`, `mean`, `rstd` and `hidden` here.
 """
 
 import math
@@ -12,6 +12,7 @@ from torch import Tensor
 from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
+from handgrad.ops.reference import attention
 from handgrad.ops.reference.attention import for_queries, split_heads
 from handgrad.ops.reference.classifier import softcap_forward  # noqa: F401
 from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward
@@ -87,8 +88,8 @@ def attention_decode(
     q = append_keys_values(keys_inout, values_inout, qkv, positions)
     later = torch.arange(maxT, device=qkv.device) > positions.unsqueeze(1)  # (B, maxT)
     H = q.shape[1]
-    scores = torch.matmul(q, for_queries(keys_inout, H, 1).to(q.dtype).transpose(-1, -2))
-    weights = torch.softmax(scores.masked_fill_(later.view(B, 1, 1, maxT), -math.inf), -1)
+    keys = for_queries(keys_inout, H, 1).to(q.dtype)
+    weights = torch.softmax(attention.masked_scores(q, keys, later.view(B, 1, 1, maxT)), -1)
     # Memory that was never written may hold NaN, which a weight of 0 does not remove.
     values = for_queries(values_inout, H, 1).to(q.dtype).masked_fill(later.view(B, 1, maxT, 1), 0)
     out.view(*q.shape).copy_(torch.matmul(weights, values))
@@ -103,13 +104,13 @@ def advance(tokens: Tensor, positions_inout: Tensor, places_inout: Tensor, chose
 
 
 def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor) -> Tensor:
-    """The new keys and values into the caches; returns q / sqrt(D) (B, H, 1, D), in float32 or float64."""
+    """Appends the new keys and values to the caches; returns q (B, H, 1, D), in float32 or float64."""
     B, K, _, D = keys_inout.shape
     q, k, v = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
     rows = torch.arange(B, device=qkv.device)
     keys_inout[rows, :, positions] = k[:, :, 0]
     values_inout[rows, :, positions] = v[:, :, 0]
-    return q.to(accumulation_dtype(qkv.dtype)) / math.sqrt(q.shape[-1])
+    return q.to(accumulation_dtype(qkv.dtype))
 
 
 attention_linear_residual_forward = after_attention(attention_decode, linear_residual_forward)
@@ -126,7 +127,7 @@ def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slo
 
 
 def store_keys_values_at(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """`store_keys_values` of tokens at positions (B' T) int64, those of a sequence one after the other. Padded tokens may
+    """`store_keys_values` of tokens at positions (B' T) int64, one sequence after the other. Padded tokens may
     be at the cache's last position several times: any of them stays there."""
     B, (_, K, _, D) = slots.shape[0], keys_inout.shape
     _, k, v = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
@@ -151,10 +152,9 @@ def attention_append(
     B, (_, K, maxT, D) = slots.shape[0], keys.shape
     q, _, _ = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
     H, T = q.shape[1:3]
-    q = q.to(accumulation_dtype(qkv.dtype)) / math.sqrt(D)
+    q = q.to(accumulation_dtype(qkv.dtype))
     later = torch.arange(maxT, device=qkv.device) > positions.view(B, 1, T, 1)
-    scores = torch.matmul(q, for_queries(keys[slots], H, 1).to(q.dtype).transpose(-1, -2))
-    weights = torch.softmax(scores.masked_fill_(later, -math.inf), -1)
+    weights = torch.softmax(attention.masked_scores(q, for_queries(keys[slots], H, 1).to(q.dtype), later), -1)
     unseen = later.all(2).view(B, 1, maxT, 1)  # by the whole sequence: may be NaN
     y = torch.matmul(weights, for_queries(values[slots], H, 1).to(q.dtype).masked_fill(unseen, 0))
     out.view(B, T, H, D).copy_(y.transpose(1, 2))

@@ -18,10 +18,10 @@ ROWS = 16  # at a time: their words in 64 bits stay in a cache
 
 def digest(out_acc: Tensor, flat: Tensor, controls: Tensor, *, first: int) -> None:
     """out_acc (2) int64 += the sums over all bits of flat (n), of 2, 4 or 8 bytes each and in one piece, which begins at
-    place `first`; the step is that of `controls`. 8 bytes are two places, of 4 each.
+    place `first`; `controls` has the step. 8 bytes are two places, of 4 each.
 
     A single flipped bit always changes both sums. Any other difference escapes one of them but once in 2^31, drawn anew in
-    every step; whoever knows the keys can construct one.
+    every step; an attacker who knows the keys can construct one.
     """
     words = flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)
     first, step, C = first * (flat.itemsize // 4 or 1), int(controls[CONTROL_STEP]), DIGEST_COLUMNS
@@ -40,7 +40,7 @@ def digest(out_acc: Tensor, flat: Tensor, controls: Tensor, *, first: int) -> No
 
 
 def keys(start: int, stop: int, stream: int, step: int, device: torch.device) -> Tensor:
-    """(stop - start) odd numbers of 64 bits, as int64: those of a stream, and of the one after it, at so many places."""
+    """(stop - start) odd numbers of 64 bits, as int64, one a place: the upper 32 from a stream, the rest from the next."""
     place = torch.arange(start, stop, device=device) & BITS32
     high, low = (mixed(place ^ seed(stream + half, step)) for half in (0, 1))
     return (high << 32) | low | 1

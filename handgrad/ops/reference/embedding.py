@@ -8,9 +8,8 @@ from torch import Tensor
 
 def embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor) -> None:
     """out (N, C) = wte (Vp, C) at tokens (B, T) + wpe (maxT, C) at 0..T-1."""
-    B, T = tokens.shape
     token_embedding_forward(out, tokens, wte)
-    out.view(B, T, -1).add_(wpe[:T])
+    out.view(*tokens.shape, -1).add_(wpe[: tokens.shape[1]])
 
 
 def embedding_backward(
@@ -23,12 +22,13 @@ def embedding_backward(
     scratch: Tensor | None = None,
 ) -> None:
     """dwte_acc[token[n]] += dout[n]; dwpe_acc[t] += sum over the batch of dout[b, t]. dout is (N, C)."""
-    B, T = tokens.shape
     token_embedding_backward(dwte_acc, dout, tokens, sorted_positions)
-    dwpe_acc[:T].add_(dout.to(dwpe_acc.dtype).view(B, T, -1).sum(0))
+    dwpe_acc[: tokens.shape[1]].add_(dout.to(dwpe_acc.dtype).view(*tokens.shape, -1).sum(0))
 
 
-# Tokens alone, for models that encode positions elsewhere: x[n] = wte[token[n]].
+# Tokens alone, for models that encode positions elsewhere: x[n] = wte[token[n]]. The backward adds equal tokens in their
+# order, so that its bits repeat: a parallel kernel by sorted_positions (N) int32, 0..N-1 ordered by token, equal tokens in
+# their order. torch's `index_put_` does on a GPU, where it sorts, and `index_add_` on a CPU, not the other way round.
 
 
 def token_embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
@@ -39,9 +39,8 @@ def token_embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
 def token_embedding_backward(
     dwte_acc: Tensor, dout: Tensor, tokens: Tensor, sorted_positions: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    """dwte_acc[token[n]] += dout[n], dout (N, C).
-
-    `sorted_positions` (N) int32 holds 0..N-1 ordered by token, equal tokens in their order: a parallel kernel adds equal
-    tokens in that order. `index_put_` sorts by itself.
-    """
-    dwte_acc.index_put_((tokens.view(-1),), dout.to(dwte_acc.dtype), accumulate=True)
+    """dwte_acc[token[n]] += dout[n], dout (N, C)."""
+    if dwte_acc.is_cuda:
+        dwte_acc.index_put_((tokens.view(-1),), dout.to(dwte_acc.dtype), accumulate=True)
+    else:
+        dwte_acc.index_add_(0, tokens.view(-1), dout.to(dwte_acc.dtype))

@@ -34,7 +34,7 @@ def mix_backward(
     residual_scalar: Tensor | None,
     input_scalar: Tensor | None,
 ) -> None:
-    """Turns the gradient of the mixture (N, C) into that of inp, and adds the part of `first` to its own."""
+    """Turns the gradient of the mixture (N, C) into inp's, and adds the part of `first` to its own."""
     wide = accumulation_dtype(inp.dtype)
     dmixed = dstream_inout.to(wide)
     if input_scalar is not None:

@@ -131,7 +131,7 @@ def adamw_update(
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The numbers to update: themselves, or those of bf16 in float32."""
+    """The numbers to update: the tensor itself, or bf16 in float32."""
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 

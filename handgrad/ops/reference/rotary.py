@@ -61,7 +61,7 @@ def rotate_heads(heads_inout: Tensor, positions: Tensor, direction: int, frequen
 
 
 def frequencies_of(heads: Tensor, frequencies: Frequencies) -> Tensor:
-    """The frequencies (D/2) in float64, by default those of `ROTARY_BASE`."""
+    """The frequencies (D/2) in float64, by default from `ROTARY_BASE`."""
     if frequencies is not None:
         return torch.tensor(frequencies, dtype=torch.float64, device=heads.device)
     half = heads.shape[-1] // 2
@@ -69,7 +69,7 @@ def frequencies_of(heads: Tensor, frequencies: Frequencies) -> Tensor:
 
 
 def queries_and_keys(qkv: Tensor, num_heads: int, frequencies: Frequencies = None) -> Tensor:
-    """A view (N, H + K, D) of the packed (N, (H + 2K) D): the heads of the queries, then those of the keys."""
+    """A view (N, H + K, D) of the packed (N, (H + 2K) D): the heads of the queries, then of the keys."""
     N, columns = qkv.shape
     heads = columns // (2 * len(frequencies)) if frequencies else 3 * num_heads
     return qkv.view(N, heads, columns // heads)[:, : (heads + num_heads) // 2]

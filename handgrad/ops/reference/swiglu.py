@@ -34,7 +34,7 @@ def gates(hidden: Tensor) -> tuple[Tensor, Tensor]:
 def linear_swiglu_forward(
     out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    """hidden (N, 2F) = inp (N, I) weight (2F, I)^T; out (N, F) = silu(gates) of the rest."""
+    """hidden (N, 2F) = inp (N, I) weight (2F, I)^T; out (N, F) = silu(g) u, with hidden = (g, u)."""
     linear_forward(hidden, inp, weight, None)
     swiglu_forward(out, hidden)
 

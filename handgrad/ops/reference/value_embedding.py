@@ -36,8 +36,8 @@ def value_embedding_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """dvalues (N, C): the gradient of the rows that were looked up, for `token_embedding_backward`; that of the values in
-    dqkv (N, 3C) passes on as it is. Adds the gate's part to dnorm_inout (N, C)."""
+    """dvalues (N, C): the gradient of the rows that were looked up, for `token_embedding_backward`; dqkv (N, 3C) keeps
+    dv as it is. Adds the gate's part to dnorm_inout (N, C)."""
     wide, (H, G) = gate.dtype, gate_weight.shape
     dv = heads_of_values(dqkv, H).to(wide)
     dvalues.view(dv.shape).copy_(gate.unsqueeze(-1) * dv)

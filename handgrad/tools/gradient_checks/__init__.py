@@ -1,4 +1,4 @@
-"""Gradients by hand beside those that the forward alone gives, by central differences: no autograd, no other library.
+"""Gradients by hand beside central differences of the forward: no autograd, no other library.
 
 differences   the central differences, and the comparison
 operations    a case per backward of `ops.reference`

@@ -26,13 +26,13 @@ SHAPES = (
 
 
 def check_models() -> Iterator[Checked]:
-    """A network after the other."""
+    """Checks one network after the other."""
     for shape in SHAPES:
         yield Checked(shape.architecture, f"handgrad/models/{shape.architecture}.py", list(check_model(shape)))
 
 
 def check_model(shape: ModelShape) -> Iterator[Compared]:
-    """The parameters in the order of the table, from the embedding on."""
+    """Checks the parameters in the order of the table, from the embedding on."""
     module, table, layers = architecture(shape), parameter_table(shape), shape.num_layers
     generator = torch.Generator().manual_seed(0)
     flat, flat_gradients = (torch.zeros(flat_elements(table), dtype=torch.float64) for _ in range(2))
@@ -49,7 +49,7 @@ def check_model(shape: ModelShape) -> Iterator[Compared]:
     scale = torch.ones(1, dtype=torch.float64)
 
     def loss() -> float:
-        """Of training: the backward computes it as well, and may give it terms of its own."""
+        """The training loss: the backward computes it as well, and may add terms of its own."""
         act.tokens.copy_(tokens)
         act.targets.copy_(targets)
         act.sorted_positions.copy_(order)

@@ -3,12 +3,11 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from handgrad.tools.kernel_checks.draw import Arguments
+from handgrad.ops.cases import Arguments, copies
 
 SCRATCH_BYTES = 64 << 20  # more than any operation needs at these sizes
 
@@ -51,10 +50,10 @@ def launch(operation: Callable[..., None], arguments: Arguments) -> None:
 
 
 def compare(kernel: Callable[..., None], specified: Callable[..., None], make: Callable[[], Arguments]) -> Compared:
-    """The kernel beside the reference in float64; two units of the precision are allowed, and twice what the reference is
-    wrong by in it. Integers must be equal."""
+    """Compares the kernel with the reference in float64; allows two units of the precision, and twice the reference's own
+    error in it. Integers must be equal."""
     arguments = make()
-    found, own, exact = (copies(arguments, double=double) for double in (False, False, True))
+    found, own, exact = (copies(arguments, dtype) for dtype in (None, None, torch.float64))
     for operation, values in ((kernel, found), (specified, own), (specified, exact)):
         launch(operation, values)
     for name, tensor in exact.items():
@@ -64,19 +63,8 @@ def compare(kernel: Callable[..., None], specified: Callable[..., None], make: C
             yield found[name], own[name], 0.0
 
 
-def copies(arguments: Arguments, *, double: bool = False) -> Arguments:
-    """Copies of the tensors, in float64 if `double`; other values stay."""
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(torch.float64 if double and value.is_floating_point() else value.dtype, copy=True)
-
-    return {name: copied(value) for name, value in arguments.items()}
-
-
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """The norm of the difference over that of `exact`; infinite where one is finite and the other is not."""
+    """The norm of the difference over the norm of `exact`; infinite where one is finite and the other is not."""
     exact = exact.double()
     finite = exact.isfinite()
     if not (torch.equal(found.isfinite(), finite) and torch.equal(found.double()[~finite], exact[~finite])):

@@ -1,7 +1,7 @@
 """The operations that make and multiply fp8 numbers.
 
 A kernel that quantises works when it writes, to the bit, what the reference makes of the 16-bit numbers that it writes
-otherwise; a product, when it is off by little more than the rounding of its result.
+otherwise; a GEMM, when it is off by little more than the rounding of its result.
 """
 
 import math
@@ -28,19 +28,10 @@ from handgrad.fp8.formats import (
     Quantized,
 )
 from handgrad.ops import CONTROLS
-from handgrad.tools.kernel_checks.checking import Compared, attempt, compare, copies, launch
-from handgrad.tools.kernel_checks.draw import Arguments, C, Draw, F, H, N, Vp
+from handgrad.ops.cases import Arguments, C, Draw, F, N, Vp, copies
+from handgrad.tools.kernel_checks.checking import Compared, attempt, compare, launch
 from handgrad.tools.kernel_checks.fp8_checking import Fp8Case, Fp8Draw, numbers, product, requantized
-from handgrad.tools.kernel_checks.operations import (
-    CASES,
-    attention,
-    attention_backward,
-    gelu_product_backward,
-    mix_rmsnorm_backward,
-    qk_norm_backward,
-    relu2_product_backward,
-    swiglu_product_backward,
-)
+from handgrad.tools.kernel_checks.operations import CASES
 
 OLDEST_FP8 = (8, 9)  # compute capability of the first GPUs whose tensor cores take fp8: Ada, then Hopper
 
@@ -58,8 +49,8 @@ def fused(
     exponent: int,
     columns: torch.dtype | None = None,
 ) -> Fp8Case:
-    """A case: the operation with a quantised tensor in the place of a 16-bit one, beside the same with that; at a scale
-    that it has, then at one made from it. `columns`: their format, if it is not `form`."""
+    """A case: the operation with a quantised tensor instead of a 16-bit one, beside the 16-bit operation; at a given
+    scale, then at one made from the tensor. `columns`: their format, if it is not `form`."""
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for current in (False, True):
@@ -84,7 +75,7 @@ def fused(
 
 
 def quantize(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """Numbers of which some are too large and some vanish; then at a scale of their own."""
+    """Quantises numbers, some too large and some that vanish; then at a scale of their own."""
     inp = d(N, C) ** 7
     for form, current in ((E4M3, False), (E5M2, False), (E4M3, True)):
         out = d.output((N, C), form, 2, current=current)
@@ -94,7 +85,7 @@ def quantize(ops: ModuleType, d: Fp8Draw) -> Compared:
 
 
 def transpose(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """Of rows as a frozen weight has them."""
+    """Columns made from rows, as for a frozen weight."""
     made = d.operand(d(N, C))
     assert made.rows is not None and made.columns is not None
     columns = made.columns.clone()
@@ -112,7 +103,7 @@ def products(*operations: str) -> Fp8Case:
             operands = {"inp": E4M3, "weight": E4M3, "dout": E5M2}
             given |= {name: d.operand(given[name], form) for name, form in operands.items() if name in given}
             exact = {name: numbers(value) if isinstance(value, Quantized) else value for name, value in given.items()}
-            exact = copies(exact, double=True)
+            exact = copies(exact, dtype=torch.float64)
             launch(getattr(reference, operation), exact)
             launch(getattr(ops, operation), given)
             yield from (product(found, exact[name]) for name, found in given.items() if isinstance(found, Tensor))
@@ -121,19 +112,19 @@ def products(*operations: str) -> Fp8Case:
 
 
 def fp8_chunk_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """The backward of a product of some rows, whose columns lie as far apart as those of all."""
+    """The backward of a GEMM of some rows, whose columns keep the stride of the whole tensor."""
     given, chunk = CASES["linear_backward"](d), slice(16, N)
     given |= {name: d.operand(given[name], form)[chunk] for name, form in (("dout", E5M2), ("inp", E4M3))}
     given |= {"dinp": given["dinp"][chunk], "dbias_acc": None, "weight": d.operand(given["weight"])}
-    exact = copies({k: numbers(v) if isinstance(v, Quantized) else v for k, v in given.items()}, double=True)
+    exact = copies({k: numbers(v) if isinstance(v, Quantized) else v for k, v in given.items()}, dtype=torch.float64)
     launch(reference.linear_backward, exact)
     launch(ops.linear_backward, given)
     yield from (product(given[name], exact[name]) for name in ("dinp", "dweight_acc"))
 
 
 def fp8_gelu(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """Forward: the product, and the fp8 rows of its GELU."""
-    inp, weight = (d.operand(tensor) for tensor in d.product(F, C).values())
+    """Forward: the GEMM, and the fp8 rows of its GELU."""
+    inp, weight = d.product(F, C)
     out, hidden, bias, plain = d.output((N, F), E4M3, 7, columns=None), d.empty(N, F), d(F), d.empty(N, F)
     scaling = out.scaling.clone()
     launch(ops.linear_gelu_forward, {"out": out, "hidden": hidden, "inp": inp, "weight": weight, "bias": bias})
@@ -144,7 +135,7 @@ def fp8_gelu(ops: ModuleType, d: Fp8Draw) -> Compared:
 
 def fp8_gelu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
     """The gradient before the GELU, the columns of the GELU's output, and the weight's gradient from these."""
-    arguments = gelu_product_backward(d)
+    arguments = CASES["gelu_linear_backward"](d)
     hidden, before = arguments["hidden"], arguments["dweight_acc"].double()
     dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
     dhidden, gelu = d.output((N, F), E5M2, 14, workspace=d.empty(N, F)), d.output((N, F), E4M3, 7, rows=None)
@@ -163,8 +154,8 @@ def fp8_gelu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
 
 
 def fp8_relu2(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """Forward: the product, and its squared ReLU in 16 bits and in fp8 rows."""
-    inp, weight = (d.operand(tensor) for tensor in d.product(F, C).values())
+    """Forward: the GEMM, and its squared ReLU in 16 bits and in fp8 rows."""
+    inp, weight = d.product(F, C)
     for current in (False, True):
         out, hidden = d.output((N, F), E4M3, 7, columns=None, plain=d.empty(N, F), current=current), d.empty(N, F)
         scaling = out.scaling.clone()
@@ -179,7 +170,7 @@ def fp8_relu2(ops: ModuleType, d: Fp8Draw) -> Compared:
 
 def fp8_relu2_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
     """The gradient before the ReLU, the columns of the square, and the weight's gradient from these."""
-    arguments = relu2_product_backward(d)
+    arguments = CASES["relu2_linear_backward"](d)
     square, before = arguments["inp"], arguments["dweight_acc"].double()
     dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
     dhidden = d.output((N, F), E5M2, 14, workspace=d.empty(N, F))
@@ -198,8 +189,8 @@ def fp8_relu2_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
 
 
 def fp8_swiglu(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """Forward: the product in 16 bits, and the fp8 rows of its SwiGLU."""
-    inp, weight = (d.operand(tensor) for tensor in d.product(2 * F, C).values())
+    """Forward: the GEMM in 16 bits, and the fp8 rows of its SwiGLU."""
+    inp, weight = d.product(2 * F, C)
     for current in (False, True):
         out, hidden, plain = d.output((N, F), E4M3, 6, columns=None, current=current), d.empty(N, 2 * F), d.empty(N, F)
         scaling = out.scaling.clone()
@@ -212,7 +203,7 @@ def fp8_swiglu(ops: ModuleType, d: Fp8Draw) -> Compared:
 def fp8_swiglu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
     """The gradient before the SwiGLU, the columns of its output, and the weight's gradient from these."""
     for current in (False, True):
-        arguments = swiglu_product_backward(d)
+        arguments = CASES["swiglu_linear_backward"](d)
         hidden, dinp, before = arguments["hidden"], arguments["dinp"], arguments["dweight_acc"].double()
         dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
         dhidden = d.output((N, 2 * F), E5M2, 12, current=current)
@@ -230,8 +221,8 @@ def fp8_swiglu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
 
 
 def turn_back(operation: str, make: Callable[[Draw], Arguments], columns: torch.dtype = E4M3) -> Fp8Case:
-    """A case: the gradient before queries' and keys' turn, of which all but the values are near the kernel's in place,
-    and whose forms are those of its own 16-bit numbers; and the gradients of gains, where there are some."""
+    """A case: the gradient before queries' and keys' turn, near the 16-bit kernel's, and its fp8 forms, made from
+    its own 16-bit numbers; and the gradients of gains, where there are some."""
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for current in (False, True):
@@ -309,26 +300,26 @@ FP8_CASES: dict[str, Fp8Case] = {
         f"{name}_backward to fp8": fused(f"{name}_backward", "dresidual_inout", CASES[f"{name}_backward"], E5M2, 14)
         for name in NORMS
     },
-    "mix_rmsnorm_backward to fp8": fused("mix_rmsnorm_backward", "dstream_inout", mix_rmsnorm_backward, E5M2, 14),
+    "mix_rmsnorm_backward to fp8": fused("mix_rmsnorm_backward", "dstream_inout", CASES["mix_rmsnorm_backward"], E5M2, 14),
     "attention_forward to fp8, heads of 64 channels": fused(
-        "attention_forward", "out", partial(attention, heads=H), E4M3, 7
+        "attention_forward", "out", CASES["attention_forward"], E4M3, 7
     ),
     "attention_forward to fp8, heads of 128 channels": fused(
-        "attention_forward", "out", partial(attention, heads=1), E4M3, 7
+        "attention_forward", "out", CASES["attention_forward, heads of 128 channels"], E4M3, 7
     ),
     "attention_forward to fp8, of grouped heads": fused(
-        "attention_forward", "out", partial(attention, heads=H, columns=2 * C), E4M3, 7
+        "attention_forward", "out", CASES["attention_forward, of grouped heads"], E4M3, 7
     ),
-    "attention_backward to fp8": fused("attention_backward", "dqkv", partial(attention_backward, heads=H), E5M2, 14),
+    "attention_backward to fp8": fused("attention_backward", "dqkv", CASES["attention_backward"], E5M2, 14),
     "attention_backward to fp8, columns in e5m2": fused(
-        "attention_backward", "dqkv", partial(attention_backward, heads=H), E4M3, 7, columns=E5M2
+        "attention_backward", "dqkv", CASES["attention_backward"], E4M3, 7, columns=E5M2
     ),
     "rotary_backward to fp8": turn_back("rotary_backward", CASES["rotary_backward"]),
     "rotary_backward to fp8, of grouped heads": turn_back("rotary_backward", CASES["rotary_backward, of grouped heads"]),
     "gained_qk_norm_rotary_backward to fp8": turn_back(
         "gained_qk_norm_rotary_backward", CASES["gained_qk_norm_rotary_backward"], E5M2
     ),
-    "qk_norm_backward to fp8": turn_back("qk_norm_backward", qk_norm_backward),
+    "qk_norm_backward to fp8": turn_back("qk_norm_backward", CASES["qk_norm_backward"]),
     "qk_norm_rotary_backward to fp8": turn_back("qk_norm_rotary_backward", CASES["qk_norm_rotary_backward"]),
     "qk_norm_rotary_backward to fp8, columns in e5m2": turn_back(
         "qk_norm_rotary_backward", CASES["qk_norm_rotary_backward"], E5M2

@@ -20,11 +20,11 @@ from handgrad.fp8.formats import (
     STATISTICS_PLACES,
     Quantized,
 )
+from handgrad.ops.cases import B, C, Draw, F, H, N, T, Vp
 from handgrad.tools.kernel_checks.checking import Compared
-from handgrad.tools.kernel_checks.draw import B, C, Draw, F, H, T, Vp
 
-# The tensor cores add fp8 products up in fewer bits than float32 has; so much more than by the rounding of its result may
-# a product be off.
+# The tensor cores add fp8 products up in fewer bits than float32 has: the error that a GEMM may have beyond the rounding of
+# its result.
 FP8_SUMS = 2.0**-10
 
 
@@ -47,6 +47,10 @@ class Fp8Draw(Draw):
         statistics = torch.zeros(STATISTICS_PLACES, self.parts, device=self.device)
         return replace(Quantized(rows, columns, scaling, statistics), **changes)
 
+    def product(self, O: int, I: int) -> tuple[Quantized, Quantized]:
+        """Input and weight of a GEMM, scaled so that its result keeps the size of its input."""
+        return self.operand(self(N, I)), self.operand(self(O, I, scale=I**-0.5))
+
     def operand(self, x: Tensor, form: torch.dtype = E4M3) -> Quantized:
         """x in fp8, at the scale that suits it."""
         made = self.output(x.shape, form, 0, current=True)
@@ -66,7 +70,7 @@ def numbers(tensor: Quantized) -> Tensor:
 
 
 def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bool = True) -> Compared:
-    """The quantised tensor beside the reference's of the 16-bit numbers `plain`, at the `scaling` of before."""
+    """Compares a quantised tensor with the reference's, made from the 16-bit `plain` at the `scaling` from before."""
     rows, columns = (None if form is None else torch.empty_like(form) for form in (found.rows, found.columns))
     right = Quantized(rows, columns, scaling, torch.zeros_like(found.statistics), current=found.current)
     reference.quantize(right, plain)

@@ -1,5 +1,7 @@
 """DRAM and L2 traffic and instructions of every kernel type, counted on the GPU by NVIDIA's Nsight Compute.
 
+    python -m benchmarks.nsight d12 --micro-batch 64       (the arguments of `handgrad profile`)
+
 `ncu` runs the same command again for one micro-step and its update, whose operations lie in NVTX ranges, and renames each
 kernel after the innermost range around its launch.
 https://docs.nvidia.com/nsight-compute/NsightComputeCli/index.html
@@ -12,10 +14,21 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from handgrad.errors import UsageError
+import torch
+
+from handgrad import devices
+from handgrad.commands.arguments import parse as parse_arguments
+from handgrad.commands.profile import tokens_of
+from handgrad.config import RunConfig
+from handgrad.errors import HandgradError, UsageError
+from handgrad.run.assemble import allocate, bind
+from handgrad.tools.profile import set_up
+from handgrad.tools.recorder import Recorder
 from handgrad.tools.traces import OTHER, PREFIX
+from handgrad.training.feed import Source
 
 # Sums over the launches of a kernel type: bytes, warp instructions, and "launches".
 Traffic = Counter[str]
@@ -28,20 +41,21 @@ METRICS = {
 }
 FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # of units like Kbyte and Minst
 DEFAULT_PATH = Path("/usr/local/cuda/bin/ncu")
+INSIDE = "--inside-ncu"  # the command that ncu starts
 
 
 def find_ncu() -> str:
     found = shutil.which("ncu") or (str(DEFAULT_PATH) if DEFAULT_PATH.exists() else None)
     if found is None:
-        raise UsageError("ncu is not installed; it comes with the CUDA toolkit (nsight-compute), or leave out --ncu")
+        raise UsageError("ncu is not installed; it comes with the CUDA toolkit (nsight-compute)")
     return found
 
 
 def run_ncu(arguments: Sequence[str]) -> list[str]:
-    """Runs `handgrad profile ARGUMENTS` under ncu; returns the lines of the table."""
+    """Runs one micro-step of `handgrad profile ARGUMENTS` under ncu; returns the lines of the table."""
     command = [find_ncu(), "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"]
     command += ["--nvtx", "--print-nvtx-rename", "kernel", "--csv", "--page", "raw", "--print-units", "base"]
-    command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "handgrad", "profile", *arguments]
+    command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "benchmarks.nsight", INSIDE, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     try:
         return table(parse(done.stdout))
@@ -88,3 +102,37 @@ def table(found: dict[str, Traffic]) -> list[str]:
 def line(kind: str, row: Traffic, launches: int) -> str:
     read, written, l2, instructions = (row[name] / launches / 1e6 for name in METRICS.values())
     return f"{kind:<32}{row['launches']:>9}{read:>14.2f}{written:>10.2f}{l2:>10.2f}{f'{instructions:.3f}M':>14}"
+
+
+def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:
+    """The step for `ncu`: after one that loads everything, a single micro-batch, its operations in ranges."""
+    config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length, batch_schedule="", lanes=1)
+    design = set_up(config, vocab_size)
+    device, (state, scaling) = design.device, allocate(design)
+    recorder = Recorder(design, state.plain_weights.head, torch.cuda.nvtx.range)
+    stepper = bind(state, scaling, source, graphs=False).stepper
+    with recorder.recording():
+        stepper.step(0)
+        devices.synchronize(device)
+        torch.cuda.profiler.start()
+        stepper.step(1)
+        devices.synchronize(device)
+        torch.cuda.profiler.stop()
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        if arguments[:1] != [INSIDE]:
+            print("\n".join(run_ncu(arguments)))
+            return 0
+        parsed = parse_arguments("profile", arguments[1:])
+        config, source, vocab_size, _ = tokens_of(parsed.run_config, parsed.vocab_size, wanted=parsed.data is not None)
+        one_micro_step(config, vocab_size, source)
+    except HandgradError as error:
+        print(f"handgrad: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,9 @@
-"""llm.c's debug state: a batch with PyTorch's logits, loss and gradients. This module computes and compares them.
+"""llm.c's debug state: a batch with PyTorch's logits, loss and gradients, computed here and compared.
+
+    python -m benchmarks.llmc_debug debug_state.bin model.bin
+
+It computes in float32 with the operations that training uses on this machine, and exits with 1 if a tensor differs by more
+than twice the error of float32 itself.
 
     header    [0] 20240327  [1] 2  [2] B  [3] T
     inputs (B, T) int32 · targets (B, T) int32 · logits (B, T, V) float32 · loss float32
@@ -7,6 +12,8 @@
 Source: llm.c, train_gpt2.py (`write_state`) and test_gpt2.c.
 """
 
+import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from handgrad import devices
 from handgrad.arena import Buffer, make_plan
+from handgrad.backend import choose_backend
 from handgrad.data.llmc_header import DEBUG_STATE, HEADER_BYTES, check_size, read_header
-from handgrad.errors import DataError
-from handgrad.interop.llmc_model import ORDER, LlmcModel, count_elements, read_numbers, without_padding
+from handgrad.errors import DataError, user_error
+from handgrad.interop.llmc_model import ORDER, LlmcModel, count_elements, read_model, read_numbers, without_padding
 from handgrad.models import architecture, named_weights, parameter_table
 from handgrad.models.passes import run
 from handgrad.models.rows import ParameterRow, flat_elements, named
@@ -147,3 +156,36 @@ def compute(state: DebugState, dtype: torch.dtype, device: torch.device, ops: Mo
     for row in table:
         found.setdefault(row.name.rpartition(".")[2], []).append(row.stored(flat_gradients).cpu())
     return found
+
+
+def examine_gradients(state_file: Path, model_file: Path) -> Iterator[tuple[bool, str]]:
+    """(True if it agrees, line) for the logits, the loss and each gradient, by the operations that training uses here."""
+    device = devices.resolve_device("auto")
+    devices.set_arithmetic(device, "fp32")
+    ops = choose_backend("auto", device)
+    state = read_debug_state(state_file, read_model(model_file))
+    batch, length = state.tokens.shape
+    yield True, f"{batch} texts of {length} tokens on {devices.describe(device)}, by the {ops.__name__.rpartition('.')[2]}"
+    for found in compare(state, device, ops):
+        name = found.name if found.name in ("logits", "loss") else f"gradient of {found.name}"
+        yield found.fine, f"{name}: relative error {found.error:.2g}, at most {found.tolerance:.2g}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="This machine's logits, loss and gradients beside llm.c's debug state.")
+    parser.add_argument("state", type=Path, help="gpt2_124M_debug_state.bin, of llm.c's train_gpt2.py")
+    parser.add_argument("model", type=Path, help="the model file that it was written with")
+    parsed = parser.parse_args(arguments)
+    agrees = True
+    try:
+        for ok, line in examine_gradients(parsed.state, parsed.model):
+            agrees = agrees and ok
+            print(f"{'ok  ' if ok else 'FAIL'}  {line}", flush=True)
+    except DataError as error:
+        print(user_error(error), file=sys.stderr)
+        return error.exit_code
+    return 0 if agrees else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The package's words: phrases that read as translated stay out of its docstrings, comments and messages."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Files that ship inside an exported model; the sentences of the built-in corpus.
+LEFT_OUT = ("handgrad/interop/transformers_code/", "handgrad/data/stories_grammar.py")
+
+PHRASES = ("that of", "those that", "those of", "whoever", "in the place of", "nobody", "of which alone")
+OPENINGS = ("Of", "In which", "That", "Those", "Beside", "What", "Whether", "Where", "How", "Which", "Who")  # of docstrings
+
+PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})\b".replace(" ", r"\s+"), re.IGNORECASE)
+OPENING = re.compile(rf"({'|'.join(OPENINGS)})\s")
+
+
+def comments(source: str) -> list[tuple[int, str]]:
+    """(line, text) of each comment; comment lines that follow one another are one text, as a phrase may be wrapped."""
+    texts: list[tuple[int, str]] = []
+    whole_line_before = -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line, text = token.start[0], token.string.lstrip("# ")
+        whole_line = token.line.lstrip().startswith("#")
+        if whole_line and whole_line_before == line - 1:
+            first, before = texts.pop()
+            texts.append((first, f"{before} {text}"))
+        else:
+            texts.append((line, text))
+        whole_line_before = line if whole_line else -1
+    return texts
+
+
+def misses(source: str) -> list[str]:
+    """`line: phrase` for each phrase in a comment or string, and each opening of a docstring."""
+    tree = ast.parse(source)
+    strings = [(n.lineno, n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    bad = [(line, match.group()) for line, text in strings + comments(source) for match in PHRASE.finditer(text)]
+    documented = (
+        n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    for node in documented:
+        if opening := OPENING.match(ast.get_docstring(node) or ""):
+            bad.append((node.body[0].lineno, f'"""{opening.group()}'))
+    return [f"{line}: {' '.join(phrase.split())}" for line, phrase in sorted(bad)]
+
+
+def test_no_phrase_of_the_package_reads_as_translated() -> None:
+    files = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "handgrad").rglob("*.py"))}
+    bad = [
+        f"{name}:{miss}"
+        for name, path in files.items()
+        if not name.startswith(LEFT_OUT)
+        for miss in misses(path.read_text(encoding="utf-8"))
+    ]
+    assert not bad, "name the thing instead:\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Takes that\n    of the first rank."""',
+        'def f():\n    """Where it lies."""',
+        'class C:\n    """Of a launch."""',
+        "x = 1  # Nobody reads it",
+        "# the sizes, and those\n# of the last step",
+        'raise ValueError("expected " "those that train")',
+        'raise ValueError(f"{x} in the place of {y}")',
+    ],
+)
+def test_a_planted_phrase_is_caught(source: str) -> None:
+    assert len(misses(source)) == 1
+
+
+def test_words_inside_other_words_pass() -> None:
+    assert misses('"""Offsets of rows. Whereas that offset, those offers."""\nx = 1  # nobodyish\ny = "Of"') == []
