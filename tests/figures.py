@@ -1,17 +1,15 @@
 """Holds every measured figure of the pages, and of docstrings and comments, to the record that it comes from.
 
-A page names its records in comments that rendering hides. One stands below the text that it covers, up to the comment or
-heading above it:
+The claims of a page stand in a file of docs/figures, below the headings of the page that they belong to, so that the source
+of a page reads like the page:
 
-    124M ran at 615,860 tok/s, 1.179 times as fast as `twin-cudnn`.
-
-    <!-- figures h200-step-124m-one-micro-step
+    ## One step
+    in h200-step-124m-one-micro-step
     615,860 tok/s = figures.handgrad.tokens_per_second
     1.179 times = figures.handgrad.tokens_per_second / figures.twin-cudnn.tokens_per_second
-    -->
 
-The first line names a file of benchmarks/results; a line `in NAME` changes it and `NAME:path` reads another once. A line
-`figures = expression` holds one or more figures, in the order of the text. An expression is paths and numbers joined by
+A section reaches up to the next heading. A line `in NAME` names a file of benchmarks/results, for the lines below it, and
+`NAME:path` reads another once. A line `figures = expression` holds one or more figures, in the order of the text. An expression is paths and numbers joined by
 ` + `, ` - `, ` * `, ` / ` from left to right, with parentheses. A path walks keys (`"quoted*"` may be cut short by a
 star), `[0]`, `[1:]`, `[*]` for every element, `[key=value]` for those elements and `{a, b}` for one key after the other;
 several values are as many as the figures of the line, or `mean`, `median`, `min`, `max` or `sum` stands before them. The
@@ -22,9 +20,9 @@ Words are figures as well: "nine times" (to the nearest), "a seventh", "two of f
 themselves), and a cell that says yes or no, which is a record's true or false.
 
 A figure with a measured unit, a ratio in words, one behind "about", a cell of yes or no or a line of a run's log is an
-error that no comment names, that stands in no line made from the records (`tests/figure_tables.py`) and that is no
+error that no claim names, that stands in no line made from the records (`tests/figure_tables.py`) and that is no
 exception (`tests/figure_exceptions.py`, with its reason). Numbers without a unit, "half" and "twice" are held where a
-comment names them.
+claim names them.
 """
 
 import ast
@@ -42,7 +40,6 @@ from tests.figure_values import ROOT, UNITS, Figure, Wrong, evaluate, expanded, 
 HEADED = re.compile(
     r"(?<![\w/])(tok/s|tokens/s|[TG]B/s|TFLOP/s|[GM]i?B|MHz|mJ|W|ms|µs|MFU|reserved)(?![\w-])"
 )  # a measured column
-COMMENT = re.compile(r"^ *<!-- figures (?P<record>\S+)\n(?P<lines>.*?)^ *-->$", re.MULTILINE | re.DOTALL)
 LOGGED = re.compile(
     r"^step +\d+(/\d+ \||: validation loss| *, the model writes).*$", re.MULTILINE
 )  # also in a block of code
@@ -57,7 +54,7 @@ HIDDEN = (
 
 @dataclass(frozen=True)
 class Claim:
-    """A line of a comment: figures and the expression that they come from."""
+    """A line of claims: figures and the expression that they come from."""
 
     record: str
     text: str
@@ -77,15 +74,26 @@ def visible(page: str) -> str:
     return page
 
 
-def claims_in(record: str, lines: str) -> Iterator[Claim]:
-    """The lines of a comment."""
-    for line in map(str.strip, lines.split("\n")):
-        if match := re.fullmatch(r"in (\S+)", line):
+def claims_of(page: str) -> Path:
+    """The file with the claims of a page, which need not exist."""
+    path = Path(page)
+    return ROOT / "docs/figures" / (path.relative_to("docs") if path.parts[0] == "docs" else "root" / path).with_suffix(".txt")
+
+
+def sections(claims: str) -> Iterator[tuple[str, list[Claim]]]:
+    """Each heading of a file of claims, empty for lines before the first, with its claims."""
+    heading, record, lines = "", "", []
+    for line in claims.splitlines():
+        if line.startswith("#"):
+            yield heading, lines
+            heading, record, lines = line, "", []
+        elif match := re.fullmatch(r"in (\S+)", line):
             record = match[1]
         elif line:
             text, _, expression = line.partition(" = ")
             cells = f"| {text.replace(' ', ' | ')} |" if set(text.split()) <= {"yes", "no"} else text
-            yield Claim(record, text, figures_in(cells), expression)
+            lines.append(Claim(record, text, figures_in(cells), expression))
+    yield heading, lines
 
 
 def wrong_values(claim: Claim, records: dict[str, Any]) -> Iterator[str]:
@@ -149,7 +157,7 @@ def columns(text: str) -> set[int]:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result for a page: errors, and the figures that a comment or a line made from records holds."""
+    """The result for a page: errors, and the figures that a claim or a line made from records holds."""
 
     errors: list[str]
     held: list[Figure]
@@ -169,7 +177,7 @@ def without(text: str, phrases: list[str]) -> tuple[str, list[str]]:
 
 
 def check_page(
-    page: str, records: dict[str, Any], made: list[str] | None = None, exceptions: list[str] | None = None
+    page: str, claims: str, records: dict[str, Any], made: list[str] | None = None, exceptions: list[str] | None = None
 ) -> Checked:
     """Holds the text of a page to the records; `made` are its lines made from them, which stand there word by word."""
     lines = page.split("\n")
@@ -188,19 +196,19 @@ def check_page(
         offset += len(line) + 1
     text, missing = without(text, exceptions or [])
     errors += [f"an exception that the page does not have (any more): {phrase}" for phrase in missing]
-    found, named = figures_in(text), set()
-    starts = [0, *(m.start() for m in re.finditer(r"^#+ ", text, re.MULTILINE))]
-    for comment in COMMENT.finditer(page):
-        start = max(place for place in starts if place <= comment.start())
-        above = [figure for figure in found if start <= figure.start < comment.start()]
-        claims = list(claims_in(comment["record"], comment["lines"]))
-        places, unmatched = matched(above, claims)
+    found, named, start = figures_in(text), set(), 0
+    for heading, section in sections(claims):
+        match = re.compile(rf"^{re.escape(heading)}$", re.MULTILINE).search(text if heading else "", start)
+        if heading and match is None:
+            errors.append(f"the page has no such heading (any more), or not in this order: {heading}")
+            continue
+        start = match.start() if match else 0
+        end = re.compile(r"^#+ ", re.MULTILINE).search(text, match.end()) if match else None
+        inside = [figure for figure in found if start <= figure.start < (end.start() if end else len(text))]
+        places, unmatched = matched(inside, section)
         errors += unmatched
-        errors += [error for claim in claims for error in wrong_values(claim, records)]
+        errors += [error for claim in section for error in wrong_values(claim, records)]
         named |= places
-        starts.append(comment.end())
-    if page.count("<!-- figures") != len(COMMENT.findall(page)):
-        errors.append("a comment of figures that is not written as one: '<!-- figures RECORD', lines, '-->'")
     measured = columns(text) | {
         f.start for f in found if f.is_measured or ABOUT.search(text[max(0, f.start - 12) : f.start])
     }

@@ -1,13 +1,13 @@
 """The records behind the figures of docstrings and comments, file by file, in the words of `tests/figures.py`."""
 
 CLAIMS: dict[str, str] = {
-    "handgrad/fp8/cuda/column_sums.py": """h200-fp8
+    "handgrad/fp8/cuda/column_sums.py": """in h200-fp8
 4.1 = kernels[size=124M][kernel=bias sums of fc].share_of_copy * copy_terabytes_per_second in TB/s
 4.2 TB/s = copy_terabytes_per_second""",
-    "handgrad/fp8/cuda/elementwise.py": """h200-fp8-choices
+    "handgrad/fp8/cuda/elementwise.py": """in h200-fp8-choices
 413 us = gelu_backward_microseconds_124M.8x128_4_warps
 511 = gelu_backward_microseconds_124M.32_quads_x_64_columns_8_warps""",
-    "handgrad/fp8/cuda/linear.py": """h200-fp8
+    "handgrad/fp8/cuda/linear.py": """in h200-fp8
 6 = products[size=1558M][product=head][direction=dgrad][gradients=e4m3].fp8_other_sums_milliseconds \
  / products[size=1558M][product=head][direction=dgrad][gradients=e4m3].fp8_milliseconds - 1 in %
 42 % = products[size=124M][product=head][direction=forward].fp8_other_sums_milliseconds \
@@ -18,36 +18,36 @@ CLAIMS: dict[str, str] = {
 in h200-fp8-choices
 1.5 ms = epilogues_milliseconds.124M_fcproj_dgrad.gelu_derivative
 0.32 = epilogues_milliseconds.124M_fcproj_dgrad.plain""",
-    "handgrad/ops/cuda/choosing.py": """h200-decode-choices
+    "handgrad/ops/cuda/choosing.py": """in h200-decode-choices
 32 us = runs."first*"."one program chooses, microseconds*"
 6 = sum runs."second*"."choice in parts*"[*]""",
-    "handgrad/ops/cuda/classifier.py": """h200-kernel-choices
+    "handgrad/ops/cuda/classifier.py": """in h200-kernel-choices
 89 % = classifier_forward_backward_copy_bandwidth_share."8 warps*"
 86 % = classifier_forward_backward_copy_bandwidth_share."16 warps*\"""",
-    "handgrad/ops/cuda/column_sums.py": """h200-kernel-choices
+    "handgrad/ops/cuda/column_sums.py": """in h200-kernel-choices
 90 % = bias_sums_copy_bandwidth_share.65536x2304."64 columns*"
 76 % = bias_sums_copy_bandwidth_share.65536x2304."128 columns*\"""",
-    "handgrad/ops/cuda/layernorm.py": """h200-kernel-choices
+    "handgrad/ops/cuda/layernorm.py": """in h200-kernel-choices
 92 % = layernorm_backward_copy_bandwidth_share.65536x768."three stages"
 68 % = layernorm_backward_copy_bandwidth_share.65536x768."one stage\"""",
-    "handgrad/ops/cpu/attention.py": """cpu-operation-choices
+    "handgrad/ops/cpu/attention.py": """in cpu-operation-choices
 1.6 = figures.attention_forward_4x256_4_heads_of_32_ms.bf16 / figures.attention_forward_4x256_4_heads_of_32_ms.float32
 1.9 times = figures.attention_backward_4x256_4_heads_of_32_ms.bf16 \
  / figures.attention_backward_4x256_4_heads_of_32_ms.float32""",
-    "handgrad/ops/reference/classifier.py": """cpu-operation-choices
+    "handgrad/ops/reference/classifier.py": """in cpu-operation-choices
 9 ms = figures.softmax_256_rows_ms."masked rows in blocks"
 21 = figures.softmax_256_rows_ms."masked rows at once\"""",
-    "handgrad/ops/cpu/linear.py": """cpu-operation-choices
+    "handgrad/ops/cpu/linear.py": """in cpu-operation-choices
 293 = figures.float32_product_256x768x3072_gflop_per_second."oneDNN weight*"
 440 GFLOP/s = figures.float32_product_256x768x3072_gflop_per_second."oneDNN forward"
 190 = figures.float32_product_256x768x3072_gflop_per_second."torch.mm\"""",
-    "handgrad/ops/reference/optimizer.py": """cpu-operation-choices
+    "handgrad/ops/reference/optimizer.py": """in cpu-operation-choices
 13x = figures.squared_norm_124m_ms."square and sum" / figures.squared_norm_124m_ms."vector_norm over blocks\"""",
-    "handgrad/commands/demo.py": """cpu-demo
+    "handgrad/commands/demo.py": """in cpu-demo
 two minutes = seconds_in_steps in minutes""",
-    "handgrad/presets.py": """cpu-demo
+    "handgrad/presets.py": """in cpu-demo
 two minutes = seconds_in_steps in minutes""",
-    "handgrad/training/feed.py": """cpu-operation-choices
+    "handgrad/training/feed.py": """in cpu-operation-choices
 0.27 ms = figures.sorted_positions_of_65536_tokens_ms[*]""",
 }
 

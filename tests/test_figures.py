@@ -12,7 +12,7 @@ from benchmarks import speed
 from tests.figure_exceptions import COMMITS, NOT_YET, PAGES
 from tests.figure_tables import ARITHMETIC, made
 from tests.figure_values import RECORDS, ROOT, Figure
-from tests.figures import COMMENT, Checked, blank, check_page, commit_errors, has_history, prose_of
+from tests.figures import Checked, blank, check_page, claims_of, commit_errors, has_history, prose_of, sections
 from tests.figures_in_code import CLAIMS, EXCEPTIONS
 
 ALL = sorted(
@@ -22,10 +22,16 @@ HELD = [page for page in ALL if page not in NOT_YET]
 made_lines = functools.cache(made)  # half a second: not in every process that collects this file
 
 
-def check(page: str, text: str | None = None, records: dict | None = None) -> Checked:
-    text = (ROOT / page).read_text() if text is None else text
-    text = blank(text, ARITHMETIC)
-    return check_page(text, RECORDS if records is None else records, made_lines().get(page), list(PAGES.get(page, {})))
+def claims(page: str) -> str:
+    return path.read_text() if (path := claims_of(page)).exists() else ""
+
+
+def check(page: str, text: str | None = None, records: dict | None = None, claimed: str | None = None) -> Checked:
+    """The page, or another text in its stead, with its claims, or others."""
+    text = blank((ROOT / page).read_text() if text is None else text, ARITHMETIC)
+    claimed = claims(page) if claimed is None else claimed
+    records = RECORDS if records is None else records
+    return check_page(text, claimed, records, made_lines().get(page), list(PAGES.get(page, {})))
 
 
 @pytest.mark.parametrize("page", HELD)
@@ -42,9 +48,8 @@ def test_pages_not_yet_held_exist_and_are_not() -> None:
 
 
 def check_code(path: str, claims: str) -> list[str]:
-    """The docstrings and comments of a file, as if its claims stood below them."""
-    text = f"{prose_of(ROOT / path)}\n\n<!-- figures {claims}\n-->\n"
-    return check_page(text, RECORDS, exceptions=list(EXCEPTIONS.get(path, {}))).errors
+    """The docstrings and comments of a file, held to its claims."""
+    return check_page(prose_of(ROOT / path), claims, RECORDS, exceptions=list(EXCEPTIONS.get(path, {}))).errors
 
 
 def test_every_measured_figure_of_the_code_is_its_records() -> None:
@@ -53,7 +58,7 @@ def test_every_measured_figure_of_the_code_is_its_records() -> None:
         for folder in ("handgrad", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
     )
-    errors = {path: found for path in files if (found := check_code(path, CLAIMS.get(path, "cpu-demo")))}
+    errors = {path: found for path in files if (found := check_code(path, CLAIMS.get(path, "")))}
     assert not errors, "\n".join(f"{path}: {error}" for path, found in errors.items() for error in found)
     assert {*CLAIMS, *EXCEPTIONS} <= set(files), "a file is gone"
 
@@ -137,23 +142,24 @@ def other_word(text: str, random_: random.Random) -> str:
 DIGITS_FORGED: list[Callable[[str, random.Random], str]] = [other_digit, other_unit, one_more, other_sign]
 
 
-def forged(page: str, figure: Figure, forgery: Callable, random_: random.Random) -> Iterator[str]:
-    """The page with the figure changed in its text; and in its comment as well, if it has one."""
-    text = (ROOT / page).read_text()
+def forged(page: str, figure: Figure, forgery: Callable, random_: random.Random) -> Iterator[tuple[str, str]]:
+    """The page with the figure changed in its text, beside its claims; and with these changed as well, if one names it."""
+    text, claimed = (ROOT / page).read_text(), claims(page)
     old = text[figure.start : figure.end]
     new = forgery(old, random_)
     assert new != old
     changed = text[: figure.start] + new + text[figure.end :]
-    yield changed
-    place = figure.start + len(new)
-    comment = next((c for c in COMMENT.finditer(changed) if c.start() >= place), None)
-    named = f"{' '.join(old.split())}"
-    if comment is None or not (
-        line := re.search(rf"(?<![\d.,+-]){re.escape(named)}(?![\w.%])(?=[^=\n]* = )", comment["lines"])
-    ):
-        return
-    at = comment.start("lines") + line.start()
-    yield changed[:at] + " ".join(new.split()) + changed[at + len(named) :]
+    yield changed, claimed
+    headings = [m[0] for m in re.finditer(r"^#+ .*$", text[: figure.start], re.MULTILINE)]
+    place = claimed.find(f"{headings[-1]}\n") if headings else -1
+    end = claimed.find("\n#", place + 1)
+    named = " ".join(old.split())
+    line = re.search(
+        rf"(?<![\d.,+-]){re.escape(named)}(?![\w.%])(?=[^=\n]* = )", claimed[place : end if end > 0 else len(claimed)]
+    )
+    if place >= 0 and line:
+        at = place + line.start()
+        yield changed, claimed[:at] + " ".join(new.split()) + claimed[at + len(named) :]
 
 
 def test_a_forged_figure_is_found() -> None:
@@ -168,10 +174,10 @@ def test_a_forged_figure_is_found() -> None:
     held = [(page, figure) for page, figure in held if figure.said is None]
     for page, figure in [*random_.sample(held, 40), *worded]:
         for forgery in DIGITS_FORGED if figure.said is None else [other_word]:
-            for text in forged(page, figure, forgery, random_):
-                assert check(page, text).errors, f"{page}: {figure.text} forged by {forgery.__name__} is not found"
+            for text, claimed in forged(page, figure, forgery, random_):
+                assert check(page, text, claimed=claimed).errors, f"{page}: {figure.text} forged by {forgery.__name__} is not found"
                 count += 1
-    assert count > 240, "most figures were forged in their comment as well"
+    assert count > 240, "most figures were forged in their claims as well"
 
 
 def test_a_forged_record_is_found() -> None:
@@ -189,7 +195,7 @@ def test_a_forged_record_is_found() -> None:
 
 
 def test_a_figure_without_a_record_is_found() -> None:
-    """Added to a page: in its prose and in a table, with every kind of unit; a comment that names nothing is none."""
+    """Added to a page: in its prose and in a table, with every kind of unit; a claim on no record, of another value or below no heading is refused."""
     page = "docs/results.md"
     text = (ROOT / page).read_text()
     for added in ("12.5k tok/s", "3 ms", "7 µs", "1.5x", "+2 %", "5 GB", "8 MB", "250 W", "4 mJ", "1.2345", "3 times"):
@@ -206,9 +212,17 @@ def test_a_figure_without_a_record_is_found() -> None:
     assert check(page, f"{text}\n\n| a | fits |\n|---|---|\n| b | yes |\n").errors
     assert check(page, f"{text}\n\n```\nstep  500/2500 | loss 1.2 | 9 ms\n```\n").errors
     assert check(page, f"{text}\n\n| a | tok/s |\n|---|---|\n| b | 12 |\n").errors
-    assert check(page, f"{text}\n\nIt takes 3 ms.\n\n<!-- figures h200-nothing\n3 ms = steps\n-->\n").errors
-    assert check(page, f"{text}\n\nIt takes 3 ms.\n\n<!-- figures cpu-demo\n3 ms = config.steps\n-->\n").errors
-    assert check(page, f"{text}\n\nIt takes 3 ms.\n\n<!-- figures cpu-demo: 3 ms -->\n").errors
+    for claim in ("in h200-nothing\n3 ms = steps", "in cpu-demo\n3 ms = config.steps", "3 ms = config.steps"):
+        assert check(page, f"{text}\n\n## More\n\nIt takes 3 ms.\n", claimed=f"{claims(page)}\n## More\n{claim}\n").errors
+    assert check(page, claimed=f"{claims(page)}\n## No such heading\nin cpu-demo\n").errors
+    assert not check(page).errors
+
+
+def test_every_file_of_claims_belongs_to_a_page() -> None:
+    pages = {claims_of(page) for page in ALL}
+    assert {path for path in (ROOT / "docs/figures").rglob("*") if path.is_file()} <= pages
+    for page in ALL:
+        assert all(lines for heading, lines in sections(claims(page)) if heading), f"{page}: a heading without claims"
 
 
 def test_the_picture_is_drawn_from_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
