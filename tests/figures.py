@@ -9,12 +9,12 @@ of a page reads like the page:
     1.179 times = figures.handgrad.tokens_per_second / figures.twin-cudnn.tokens_per_second
 
 A section reaches up to the next heading. A line `in NAME` names a file of benchmarks/results, for the lines below it, and
-`NAME:path` reads another once. A line `figures = expression` holds one or more figures, in the order of the text. An expression is paths and numbers joined by
-` + `, ` - `, ` * `, ` / ` from left to right, with parentheses. A path walks keys (`"quoted*"` may be cut short by a
-star), `[0]`, `[1:]`, `[*]` for every element, `[key=value]` for those elements and `{a, b}` for one key after the other;
-several values are as many as the figures of the line, or `mean`, `median`, `min`, `max` or `sum` stands before them. The
-name of a field gives its unit; ` in UNIT` at the end converts to it, or says it where no name does. A figure is its
-record's, rounded to the last printed digit.
+`NAME:path` reads another once. A line `figures = expression` holds one or more figures, in the order of the text. An
+expression is paths and numbers joined by ` + `, ` - `, ` * `, ` / ` from left to right, with parentheses. A path walks
+keys (`"quoted*"` may be cut short by a star), `[0]`, `[1:]`, `[*]` for every element, `[key=value]` for those elements
+and `{a, b}` for one key after the other; several values are as many as the figures of the line, or `mean`, `median`,
+`min`, `max` or `sum` stands before them. The name of a field gives its unit; ` in UNIT` at the end converts to it, or
+says it where no name does. A figure is its record's, rounded to the last printed digit.
 
 Words are figures as well: "nine times" (to the nearest), "a seventh", "two of five", "half a percent" (to a tenth of
 themselves), and a cell that says yes or no, which is a record's true or false.
@@ -77,7 +77,8 @@ def visible(page: str) -> str:
 def claims_of(page: str) -> Path:
     """The file with the claims of a page, which need not exist."""
     path = Path(page)
-    return ROOT / "docs/figures" / (path.relative_to("docs") if path.parts[0] == "docs" else "root" / path).with_suffix(".txt")
+    path = path.relative_to("docs") if path.parts[0] == "docs" else "root" / path
+    return ROOT / "docs/figures" / path.with_suffix(".txt")
 
 
 def sections(claims: str) -> Iterator[tuple[str, list[Claim]]]:

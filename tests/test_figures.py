@@ -175,7 +175,7 @@ def test_a_forged_figure_is_found() -> None:
     for page, figure in [*random_.sample(held, 40), *worded]:
         for forgery in DIGITS_FORGED if figure.said is None else [other_word]:
             for text, claimed in forged(page, figure, forgery, random_):
-                assert check(page, text, claimed=claimed).errors, f"{page}: {figure.text} forged by {forgery.__name__} is not found"
+                assert check(page, text, claimed=claimed).errors, f"{page}: {figure.text}, {forgery.__name__}"
                 count += 1
     assert count > 240, "most figures were forged in their claims as well"
 
@@ -195,7 +195,7 @@ def test_a_forged_record_is_found() -> None:
 
 
 def test_a_figure_without_a_record_is_found() -> None:
-    """Added to a page: in its prose and in a table, with every kind of unit; a claim on no record, of another value or below no heading is refused."""
+    """Added to a page: in its prose and in a table, with every kind of unit. A claim needs a record and a heading."""
     page = "docs/results.md"
     text = (ROOT / page).read_text()
     for added in ("12.5k tok/s", "3 ms", "7 µs", "1.5x", "+2 %", "5 GB", "8 MB", "250 W", "4 mJ", "1.2345", "3 times"):
