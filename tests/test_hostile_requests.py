@@ -247,6 +247,7 @@ def test_a_client_that_takes_nothing(client: Client, monkeypatch: pytest.MonkeyP
     )
     with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
         connection.sendall(request_bytes(COMPLETIONS, b'{"prompt": "Once", "stream": true}'))
+        assert connection.recv(1)  # its turn has come
         assert client.text(messages=HELLO) and client.lines[0] == "completion: the client went away"
 
 
@@ -309,7 +310,7 @@ def test_a_page_under_a_foreign_name(tmp_path: Path, capsys: pytest.CaptureFixtu
     """A name that another site resolves to this machine. A server on all addresses warns, and answers under any of them."""
     with listen(functools.partial(Handler, Watched([tmp_path])), "127.0.0.1", 0, may_move=False) as watching:
         watching.address = ipaddress.ip_address(address)  # as if it were bound there: no test listens on the network
-        thread = threading.Thread(target=watching.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=watching.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         hosts = {
             named: b"200",
