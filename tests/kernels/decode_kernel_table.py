@@ -10,6 +10,7 @@ import json
 import triton
 
 from handgrad.ops.cuda import attention_append, attention_decode, choosing, decode, rotary, row_products
+from handgrad.ops.sizes import CHOICES
 from tests.kernels.compiling import compile_all, compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -111,8 +112,8 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
     found["advance"] = decode._advance, {"BLOCK": 1}, 1
     found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
     found["token embedding"] = decode._embedding, {"BLOCK": 1024, "positions": None, "wpe": None}, 2
-    found["greatest"] = choosing._greatest, {"seen": None, "BLOCK": choosing.CHOICES}, 4
-    found["draw"] = choosing._draw, {"seen": None, "BLOCK": choosing.CHOICES, "PARTS": 64}, 4
+    found["greatest"] = choosing._greatest, {"seen": None, "BLOCK": CHOICES}, 4
+    found["draw"] = choosing._draw, {"seen": None, "BLOCK": CHOICES, "PARTS": 64}, 4
     found["join"] = choosing._join, {"seen": None, "PARTS": 64}, 1
     return found
 

@@ -11,7 +11,7 @@ import triton
 
 from handgrad.fp8 import formats as fp8
 from handgrad.fp8.cuda import classifier, layernorm, quantizing
-from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
+from handgrad.ops.sizes import QUANTIZE_TILE, backward_tile, forward_tile
 from tests.kernels.compiling import compile_all, compile_kernel
 from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, NUMBERS, V, Vp
 
@@ -30,7 +30,7 @@ def launches(C: int, form: str) -> dict[str, tuple[triton.JITFunction, dict[str,
     forward = {"C": C, "BLOCK_C": block, "ROWS": rows, **limits}
     backward = {"C": C, "BLOCK_C": back_block, "ROWS": back_rows, "BELOW": True, "STAGES": stages}
     softmax = {"V": V, "Vp": Vp, "CAP": 0.0}
-    tile = {"ROWS": quantizing.ROWS, "COLUMNS": quantizing.COLUMNS}
+    tile = {"ROWS": QUANTIZE_TILE[0], "COLUMNS": QUANTIZE_TILE[1]}
     window = {"WINDOW": 16, "BLOCK": 16, "COUNT_EVERY": 100, "SATURATION_STEPS": 3, "WIDEN": True}
     parts = {"BLOCK": quantizing.PARTS_BLOCK}
     return {

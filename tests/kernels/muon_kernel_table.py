@@ -10,6 +10,7 @@ import json
 import triton
 
 from handgrad.ops.cuda import muon
+from handgrad.ops.sizes import MOMENT_ROWS, SUM_ELEMENTS
 from tests.kernels.compiling import compile_all, compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -26,12 +27,12 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int, in
     product = muon.PRODUCT_WARPS, muon.PRODUCT_STAGES
     wide, tall = {"column_stride": 1}, {"row_stride": 1}
     flat = {"BLOCK": muon.FLAT_ELEMENTS}
-    moments = {"BETA2": 0.95, "ROWS": muon.MOMENT_ROWS, "COLUMNS": muon.MOMENT_COLUMNS}
+    moments = {"BETA2": 0.95, "ROWS": MOMENT_ROWS, "COLUMNS": muon.MOMENT_COLUMNS}
     weights = {"RATE": 4.0, "DECAY": 0.1, "PARTIALS": muon.PARTIALS}
     weights |= {"ROWS": muon.WEIGHT_ROWS, "COLUMNS": muon.WEIGHT_COLUMNS}
     return {
         "momentum": (muon._momentum, {**flat, "MOMENTUM": 0.95}, muon.FLAT_WARPS, 3),
-        "squares": (muon._squares, {"BLOCK": muon.SUM_ELEMENTS, "TILE": muon.FLAT_ELEMENTS}, muon.SUM_WARPS, 3),
+        "squares": (muon._squares, {"BLOCK": SUM_ELEMENTS, "TILE": muon.FLAT_ELEMENTS}, muon.SUM_WARPS, 3),
         "normalize": (muon._normalize, {**flat, "PARTIALS": muon.PARTIALS}, muon.FLAT_WARPS, 3),
         "X X^T": (muon._symmetric, {**tile, **wide, "ADDS": False}, *product),
         "X X^T of a tall matrix": (muon._symmetric, {**tile, **tall, "ADDS": False}, *product),
