@@ -1,16 +1,11 @@
-"""Attention's kernels as they are launched at GPT-2's sizes, compiled without a GPU.
-
-TRITON_INTERPRET=0 python -m tests.kernels.attention_kernel_table [all]      prints what each configuration costs
-"""
+"""Attention's kernels as they are launched at GPT-2's sizes, compiled without a GPU (`tables`)."""
 
 import importlib
-import json
-import sys
 from itertools import product
 
 from handgrad.fp8_shape import WIDEST_HEAD_OF_FP8
 from handgrad.ops.sizes import ATTENTION_TILES, TURING_TILES, AttentionTile, attention_tile
-from tests.kernels.compiling import SHARED_LIMIT, compile_all, compile_kernel
+from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
 
 RANDOM = {"samples": "*i64:16", "stream": "i32", "threshold": "i32", "dropout_scale": "fp32"}
 FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
@@ -83,7 +78,7 @@ def cases_of(arch: int, dtypes: tuple[str, ...]) -> list[Case]:
 
 
 def jobs_of_tests(*, everything: bool = False) -> list[Case]:
-    """Each attention_tile configuration. `everything`: also fp16, and lengths that leave a tail."""
+    """Each tile. `everything`: also fp16, and lengths that leave a tail."""
     cases: list[Case] = []
     for (name, D), narrow, newer in product(ATTENTION_TILES, (True, False), (True, False)):
         dtypes = (("bf16", "fp16") if everything else ("bf16",)) if narrow else ("fp32",)
@@ -106,9 +101,3 @@ def check(rows: list[dict]) -> None:
         # Lengths that leave a tail, and documents, may keep a few words outside the loops in memory.
         assert row["stack"] <= row["most_stack"] and row["shared"] <= row["limit"], row
         assert row["wgmma"] in (None, True) and not row["serialized"], row
-
-
-if __name__ == "__main__":
-    table = compile_all(compile_one, jobs_of_tests(everything="all" in sys.argv))
-    print(json.dumps(table))
-    check(table)

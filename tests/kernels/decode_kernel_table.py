@@ -1,17 +1,10 @@
-"""The kernels of generation as they are launched at GPT-2's sizes, compiled without a GPU.
-
-    python -m tests.kernels.decode_kernel_table      prints what they cost as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+"""The kernels of generation as they are launched at GPT-2's sizes, compiled without a GPU (`tables`)."""
 
 import triton
 
 from handgrad.ops.cuda import attention_append, attention_decode, choosing, decode, rotary, row_products
 from handgrad.ops.sizes import CHOICES
-from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
 POINTERS = (
@@ -157,7 +150,3 @@ def tile_bytes(name: str, constants: dict[str, object]) -> int:
 
 def jobs_of_tests() -> list[tuple[str, str, int]]:
     return [(name, "bf16", arch) for name in launches() for arch in ARCHITECTURES if runs(name, arch)]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -1,18 +1,11 @@
-"""Every kernel that quantises as it is launched at GPT-2's sizes, compiled without a GPU.
-
-    python -m tests.kernels.fp8_kernel_table      prints registers, stack and the widest accesses as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+"""Every kernel that quantises as it is launched at GPT-2's sizes, compiled without a GPU (`tables`)."""
 
 import triton
 
 from handgrad.fp8 import formats as fp8
 from handgrad.fp8.cuda import classifier, layernorm, quantizing
 from handgrad.ops.sizes import QUANTIZE_TILE, backward_tile, forward_tile
-from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, NUMBERS, V, Vp
 
 ARCHITECTURES = (90, 100)
@@ -84,7 +77,3 @@ def jobs_of_tests() -> list[tuple[str, int, str, str, int]]:
                 (name, C, dtype, form, arch) for dtype in ("bf16", "fp16") for form in TYPES for arch in ARCHITECTURES
             ]
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

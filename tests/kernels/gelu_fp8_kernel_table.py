@@ -1,17 +1,12 @@
-"""The GELU kernels that write fp8, and the sums of fp8 rows, as they are launched at GPT-2's sizes, compiled without a GPU.
+"""The GELU kernels that write fp8, and the sums of fp8 rows, as they are launched at GPT-2's sizes, compiled
+without a GPU (`tables`)."""
 
-    python -m tests.kernels.gelu_fp8_kernel_table      prints what they cost as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
 import math
 
 from handgrad.fp8.cuda import column_sums, elementwise, gelu as gelu_fp8
 from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
 from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE
-from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (90, 100)
 TYPES = {"fp8e4nv": E4M3, "fp8e5": E5M2}
@@ -58,7 +53,3 @@ def jobs_of_tests() -> list[tuple[str, str, str, bool, int]]:
         for arch in ARCHITECTURES
         if name != "sums" or (dtype == "bf16" and even)
     ]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

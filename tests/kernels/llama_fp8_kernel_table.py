@@ -1,16 +1,9 @@
-"""The Llama family's kernels that write fp8 as they are launched at published sizes, compiled without a GPU.
-
-    python -m tests.kernels.llama_fp8_kernel_table      prints registers, stack and the widest accesses as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+"""The Llama family's kernels that write fp8 as they are launched at published sizes, compiled without a GPU (`tables`)."""
 
 from handgrad.fp8.cuda import attention, elementwise, gained_qk_norm, gained_rmsnorm, rotary, swiglu
 from handgrad.fp8.formats import VANISHES_AT, largest_number
 from handgrad.ops.sizes import QUADS, QUADS_TILE, SWIGLU_TILE, attention_tile, backward_tile, forward_tile
-from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.compiling import compile_kernel
 from tests.kernels.modern_fp8_kernel_table import SIZES, TYPES, UNALIGNED, Launch
 
 CHANNELS = (576, 1024, 1536, 2048)
@@ -76,7 +69,3 @@ def jobs_of_tests() -> list[tuple[str, str, str, int]]:
     usual = [(name, "bf16", "fp8e4nv", 90) for name in launches("fp8e4nv")]
     some = [n for n in launches("fp8e5") if n.endswith(("12 heads of 128", "576", "ward")) and "attention" not in n]
     return usual + [(n, "fp16", "fp8e5", 100) for n in some]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -1,19 +1,14 @@
-"""Every memory-bound kernel as it is launched at GPT-2's sizes, compiled without a GPU.
-
-    python -m tests.kernels.memory_kernel_table      prints registers, stack and the widest accesses as JSON
+"""Every memory-bound kernel as it is launched at GPT-2's sizes, compiled without a GPU (`tables`).
 
 bf16 on every architecture, and each of the other dtypes on one: a compilation takes 0.3 s.
-Needs a process without TRITON_INTERPRET.
 """
-
-import json
 
 import triton
 
 from handgrad.dropout.cuda import elementwise
 from handgrad.ops.cuda import classifier, column_sums, digests, embedding, gelu, layernorm, optimizer, reduction
 from handgrad.ops.sizes import BIAS_COLUMNS, BIAS_ROWS, CHUNK, backward_tile, forward_tile
-from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.compiling import compile_kernel
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 USUAL = (("bf16", 80), ("bf16", 90), ("bf16", 100), ("fp16", 90), ("fp32", 80))
@@ -181,7 +176,3 @@ def jobs(architectures: tuple[int, ...], dtypes: tuple[str, ...]) -> list[tuple[
 
 def jobs_of_tests() -> list[tuple[str, int, str, int]]:
     return [job for dtype, arch in USUAL for job in jobs((arch,), (dtype,))]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

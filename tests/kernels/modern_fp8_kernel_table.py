@@ -1,18 +1,12 @@
-"""The modern network's kernels that write fp8 as they are launched at its presets' sizes, compiled without a GPU.
-
-    python -m tests.kernels.modern_fp8_kernel_table      prints registers, stack and the widest accesses as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+"""The modern network's kernels that write fp8 as they are launched at its presets' sizes, compiled without a GPU
+(`tables`)."""
 
 import triton
 
 from handgrad.fp8.cuda import elementwise, gelu, mix, relu2, rmsnorm, rotary
 from handgrad.fp8.formats import E4M3, E5M2, VANISHES_AT, largest_number
 from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE, backward_tile, forward_tile, rmsnorm_backward_tile
-from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.compiling import compile_kernel
 from tests.kernels.modern_kernel_table import SCALARS
 
 ARCHITECTURES = (90, 100)
@@ -81,7 +75,3 @@ def jobs_of_tests() -> list[tuple[str, str, str, int]]:
     """All in bf16 and e4m3 on Hopper, and each with another of the other values."""
     usual = [(name, "bf16", "fp8e4nv", 90) for name in launches("fp8e4nv")]
     return usual + [(n, "fp16", "fp8e5", 100) for n in launches("fp8e5") if n.endswith(("128", "768", "ward"))]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

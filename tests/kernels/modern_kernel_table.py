@@ -1,12 +1,5 @@
 """The kernels of RMS norm, mixed streams, value embeddings, QK-norm, rotary positions, squared ReLU and a softly capped
-classifier as they are launched at real sizes, compiled for Hopper without a GPU.
-
-    python -m tests.kernels.modern_kernel_table      prints registers, stack and the widest accesses as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+classifier as they are launched at real sizes, compiled for Hopper without a GPU (`tables`)."""
 
 import triton
 
@@ -25,7 +18,7 @@ from handgrad.ops.cuda import (
     value_embedding,
 )
 from handgrad.ops.sizes import backward_tile, forward_tile, rmsnorm_backward_tile
-from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import NUMBERS
 
 ARCHITECTURE = 90
@@ -144,7 +137,3 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
 
 def jobs_of_tests() -> list[tuple[str, str, int]]:
     return [(name, dtype, ARCHITECTURE) for dtype, itemsize in DTYPES.items() for name in launches(itemsize)]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -1,17 +1,10 @@
-"""Muon's kernels as they are launched for the matrices of GPT-2, compiled without a GPU.
-
-    python -m tests.kernels.muon_kernel_table      prints registers, stack, shared memory and accesses as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+"""Muon's kernels as they are launched for the matrices of GPT-2, compiled without a GPU (`tables`)."""
 
 import triton
 
 from handgrad.ops.cuda import muon
 from handgrad.ops.sizes import MOMENT_ROWS, SUM_ELEMENTS
-from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
 TYPES = dict.fromkeys(("R", "C", "size", "elements", "row_stride", "column_stride"), "i32:16") | {"parts": "i32"}
@@ -61,7 +54,3 @@ def compile_one(job: tuple[str, int]) -> dict[str, object]:
 
 def jobs_of_tests() -> list[tuple[str, int]]:
     return [(name, arch) for name in launches() for arch in ARCHITECTURES]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

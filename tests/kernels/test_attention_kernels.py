@@ -131,6 +131,6 @@ def test_scratch_is_checked() -> None:
 
 def test_shipped_configurations_compile(launcher: Launcher) -> None:
     """No spills, within shared memory, and on Hopper with its own tensor-core instructions."""
-    rows = compiled_rows(launcher, "attention_kernel_table")
+    rows = compiled_rows(launcher, "attention")
     assert len(rows) == 135
     check(rows)

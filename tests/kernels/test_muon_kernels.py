@@ -83,7 +83,7 @@ def test_the_whole_update(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def compiled(launcher: Launcher) -> list[dict]:
-    return compiled_rows(launcher, "muon_kernel_table")
+    return compiled_rows(launcher, "muon")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:
