@@ -10,9 +10,10 @@ from torch import Tensor
 from benchmarks.fp8_bytes import ROWS
 from handgrad.config import ModelShape
 from handgrad.fp8 import cuda as kernels, reference
-from handgrad.fp8.cuda import attention, elementwise, gelu as gelu_fp8, layernorm, norms
+from handgrad.fp8.cuda import gelu as gelu_fp8
 from handgrad.fp8.formats import E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
 from handgrad.models import head_chunk_tokens
+from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS_TILE, attention_parts, backward_tile, cdiv, forward_tile, tiles
 
 Step = Callable[[], None]
 
@@ -75,7 +76,7 @@ class Making:
             *(shape.channels, shape.feed_forward),
         )
         self.N, self.V, self.Vp = size.tokens, shape.vocab_size, shape.padded_vocab_size
-        heads = {"batch": self.B, "length": self.T, "num_heads": self.H, "head_width": self.C // self.H}
+        self.heads = heads = {"batch": self.B, "length": self.T, "num_heads": self.H, "head_width": self.C // self.H}
         sizes = {"channels": self.C, "widest": self.F}
         self.parts = kernels.statistics_parts(**heads, **sizes, feed_forward=self.F, padded_vocab_size=self.Vp)
         self.scratch = self.empty(kernels.scratch_bytes(tokens=self.N, **sizes), dtype=torch.uint8)
@@ -127,7 +128,7 @@ def layernorm_forward(m: Making) -> Case:
     inputs = mean, rstd, inp, weight, bias
     return Case(
         lambda: kernels.layernorm_forward(out, *inputs),
-        [*inputs, *written(out, norms.forward_parts(m.N, m.C)), rows_of(out)],
+        [*inputs, *written(out, cdiv(m.N, forward_tile(m.C)[1])), rows_of(out)],
         [(out, out16)],
         lambda: kernels.layernorm_forward(out16, *inputs),
         counts=out,
@@ -145,7 +146,7 @@ def layernorm_backward(m: Making) -> Case:
         kernels.layernorm_backward(form, *sums[:2], *inputs, sums[2], scratch=m.scratch)
 
     once = dout, inp, mean, rstd, weight
-    moved = [*once, stream, stream, *sums, *sums, *written(out, layernorm.backward_parts(m.N, m.C)), rows_of(out)]
+    moved = [*once, stream, stream, *sums, *sums, *written(out, backward_tile(m.N, m.C, 2)[0]), rows_of(out)]
     return Case(lambda: step(out), moved, [(out, stream)], lambda: step(stream16), counts=out)
 
 
@@ -153,7 +154,7 @@ def attention_forward(m: Making) -> Case:
     qkv, out16, lse = m.normal(m.N, 3 * m.C), m.empty(m.N, m.C), m.zeros(m.B, m.H, m.T)
     kept = m.empty(m.N, m.C)
     out = m.quantized((m.N, m.C), E4M3, NORMAL, plain=kept)
-    moved = [qkv, kept, lse, *written(out, attention.forward_parts(m.B, m.H, m.T, m.C // m.H))]
+    moved = [qkv, kept, lse, *written(out, attention_parts("forward", **m.heads))]
     return Case(
         lambda: kernels.attention_forward(out, lse, qkv, scratch=m.scratch),
         moved,
@@ -170,7 +171,7 @@ def attention_backward(m: Making) -> Case:
     inputs, scratch = (dout, out, lse, qkv), m.attention_scratch
     return Case(
         lambda: kernels.attention_backward(dqkv, *inputs, scratch=scratch),
-        [*inputs, *written(dqkv, attention.backward_parts(m.B, m.H, m.T, m.C // m.H))],
+        [*inputs, *written(dqkv, attention_parts("dq", "dkdv", **m.heads))],
         [(dqkv, dqkv16)],
         lambda: kernels.attention_backward(dqkv16, *inputs, scratch=scratch),
         counts=dqkv,
@@ -182,7 +183,7 @@ def gelu_forward(m: Making) -> Case:
     out = replace(m.quantized((m.N, m.F), E4M3, NORMAL), columns=None)
     return Case(
         lambda: gelu_fp8.gelu_forward_fp8(out, hidden),
-        [hidden, *written(out, gelu_fp8.forward_parts(m.N, m.F))],
+        [hidden, *written(out, cdiv(m.N * m.F, NONLINEARITY_ELEMENTS))],
         [(out, out16)],
         lambda: kernels.gelu_forward(out16, hidden),
         counts=out,
@@ -197,7 +198,7 @@ def gelu_backward(m: Making) -> Case:
     gelu = replace(m.quantized((m.N, m.F), E4M3, NORMAL), rows=None)
     return Case(
         lambda: gelu_fp8.gelu_backward_fp8(dhidden, gelu, dgelu, hidden),
-        [dgelu, hidden, *written(dhidden, elementwise.backward_parts(m.N, m.F)), *written(gelu, 0)],
+        [dgelu, hidden, *written(dhidden, tiles(m.N, m.F, QUADS_TILE)), *written(gelu, 0)],
         [(dhidden, dhidden16), (gelu, gelu16)],
         lambda: kernels.gelu_backward(dhidden16, hidden),  # in place
         counts=dhidden,

@@ -19,7 +19,7 @@ from benchmarks.record import write_record
 from handgrad import devices
 from handgrad.ops import CONTROLS, RESULTS
 from handgrad.ops.cuda import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
-from handgrad.ops.cuda.scratch import scratch_bytes
+from handgrad.ops.sizes import scratch_bytes
 
 aten = torch.ops.aten
 

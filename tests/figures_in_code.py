@@ -4,9 +4,6 @@ CLAIMS: dict[str, str] = {
     "handgrad/fp8/cuda/column_sums.py": """in h200-fp8
 4.1 = kernels[size=124M][kernel=bias sums of fc].share_of_copy * copy_terabytes_per_second in TB/s
 4.2 TB/s = copy_terabytes_per_second""",
-    "handgrad/fp8/cuda/elementwise.py": """in h200-fp8-choices
-413 us = gelu_backward_microseconds_124M.8x128_4_warps
-511 = gelu_backward_microseconds_124M.32_quads_x_64_columns_8_warps""",
     "handgrad/fp8/cuda/linear.py": """in h200-fp8
 6 = products[size=1558M][product=head][direction=dgrad][gradients=e4m3].fp8_other_sums_milliseconds \
  / products[size=1558M][product=head][direction=dgrad][gradients=e4m3].fp8_milliseconds - 1 in %
@@ -24,12 +21,14 @@ in h200-fp8-choices
     "handgrad/ops/cuda/classifier.py": """in h200-kernel-choices
 89 % = classifier_forward_backward_copy_bandwidth_share."8 warps*"
 86 % = classifier_forward_backward_copy_bandwidth_share."16 warps*\"""",
-    "handgrad/ops/cuda/column_sums.py": """in h200-kernel-choices
-90 % = bias_sums_copy_bandwidth_share.65536x2304."64 columns*"
-76 % = bias_sums_copy_bandwidth_share.65536x2304."128 columns*\"""",
-    "handgrad/ops/cuda/layernorm.py": """in h200-kernel-choices
+    "handgrad/ops/sizes.py": """in h200-kernel-choices
 92 % = layernorm_backward_copy_bandwidth_share.65536x768."three stages"
-68 % = layernorm_backward_copy_bandwidth_share.65536x768."one stage\"""",
+68 % = layernorm_backward_copy_bandwidth_share.65536x768."one stage"
+90 % = bias_sums_copy_bandwidth_share.65536x2304."64 columns*"
+76 % = bias_sums_copy_bandwidth_share.65536x2304."128 columns*"
+in h200-fp8-choices
+413 us = gelu_backward_microseconds_124M.8x128_4_warps
+511 = gelu_backward_microseconds_124M.32_quads_x_64_columns_8_warps""",
     "handgrad/ops/cpu/attention.py": """in cpu-operation-choices
 1.6 = figures.attention_forward_4x256_4_heads_of_32_ms.bf16 / figures.attention_forward_4x256_4_heads_of_32_ms.float32
 1.9 times = figures.attention_backward_4x256_4_heads_of_32_ms.bf16 \

@@ -1,59 +1,56 @@
-"""Plans for a GPU that is not there: the sizes are the kernels' own, the bytes those that the records measured."""
+"""Plans for a GPU that is not there: the kernels ask for what is planned, and the records measured these bytes."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-import handgrad.fp8.cuda as fp8
 from handgrad import gpus
 from handgrad.config import RunConfig
-from handgrad.dropout import cuda as dropout
 from handgrad.errors import UsageError
 from handgrad.gpus import GPUS
-from handgrad.ops import cuda
+from handgrad.ops import cuda, sizes
 from handgrad.ops.cuda import attention_cudnn
+from handgrad.ops.cuda.launch import collecting
+from handgrad.ops.sizes import cudnn_scratch_bytes
 from handgrad.presets import preset
 from handgrad.run.resolve import resolve
-from handgrad.tools.absent import Sizes, choosing_scratch_bytes, cudnn_scratch_bytes, resolve_for, sizes_on
+from handgrad.tools.absent import resolve_for, sizes_on
 
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "results"
-SHAPES = [  # batch, length, heads, head width, feed-forward over channels, vocabulary
-    (64, 1024, 12, 64, 4, 50304),
-    (16, 1024, 25, 64, 4, 50304),
-    (1, 64, 4, 16, 4, 384),
-    (3, 80, 2, 8, 4, 256),
-    (4, 2048, 16, 128, 4, 50304),
-    (7, 96, 20, 112, 4, 512),
-    (1, 64, 64, 128, 4, 512),  # so wide that a layer norm's sums are the largest
-    (512, 1024, 12, 64, 4, 512),  # so many tokens that the embedding's are
-]
+# Sizes of tensors by which each operation's sums are the largest of all.
+SUMS = {
+    "layernorm_backward": {"tokens": 1024, "channels": 64, "widest": 256},
+    "bias_backward": {"tokens": 4096, "channels": 8, "widest": 256},
+    "token_embedding_backward": {"tokens": 25600, "channels": 8, "widest": 8},
+}
 
 
-@pytest.mark.parametrize(("batch", "length", "heads", "width", "ratio", "vocabulary"), SHAPES)
-def test_the_sizes_are_those_of_the_kernels(
-    batch: int, length: int, heads: int, width: int, ratio: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention_cudnn, "runs", lambda dtype, head_width: False)
-    here, channels = Sizes(cudnn=False), heads * width
-    sizes = {"tokens": batch * length, "channels": channels, "widest": ratio * channels}
-    assert here.scratch_bytes(**sizes) == cuda.scratch_bytes(**sizes)
-    heads_of = {"batch": batch, "length": length, "num_heads": heads, "head_width": width}
-    found = here.attention_scratch_bytes(**heads_of, dtype=torch.bfloat16)
-    assert found == cuda.attention_scratch_bytes(**heads_of, dtype=torch.bfloat16)
-    assert found == dropout.attention_scratch_bytes(**heads_of, dtype=torch.bfloat16)
-    for widest in (ratio * channels, 2 * ratio * channels):  # without gates, and with them
-        parts = heads_of | {"channels": channels, "feed_forward": ratio * channels, "widest": widest}
-        parts |= {"padded_vocab_size": vocabulary}
-        assert here.statistics_parts(**parts) == fp8.statistics_parts(**parts)
-    for matrix in ({"rows": channels, "columns": ratio * channels}, {"rows": 3 * channels, "columns": channels}):
-        for matrices in (1, 12):
-            found = here.muon_scratch_bytes(matrices=matrices, **matrix)
-            assert found == cuda.muon_scratch_bytes(matrices=matrices, **matrix)
-    choosing = {"batch": batch, "vocab_size": vocabulary - 1}
-    assert choosing_scratch_bytes(**choosing) == cuda.decode.choosing_scratch_bytes(**choosing)
+@pytest.mark.parametrize("operation", SUMS)
+def test_the_kernels_ask_for_the_scratch_that_is_planned(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a number less: their launches are noted, not made."""
+    monkeypatch.setattr(sizes, "WORKSPACE_BYTES", 0)
+    N, C, O = SUMS[operation].values()
+    rows, row, tokens = torch.zeros(N, C), torch.zeros(C), torch.zeros(1, N, dtype=torch.int64)
+    tensors = {
+        "layernorm_backward": (rows, row, row, rows, rows, rows[:, 0], rows[:, 0], row, row),
+        "bias_backward": (torch.zeros(O), torch.zeros(N, O)),
+        "token_embedding_backward": (rows, rows, tokens, tokens[0]),
+    }[operation]
+    scratch = torch.zeros(sizes.scratch_bytes(**SUMS[operation]), dtype=torch.uint8)
+    with collecting():
+        getattr(cuda, operation)(*tensors, scratch=scratch)
+        with pytest.raises(AssertionError, match=f"{len(scratch)} needed"):
+            getattr(cuda, operation)(*tensors, scratch=scratch[:-4])
+
+
+def test_the_sizes_need_neither_torch_nor_triton() -> None:
+    code = "import sys, handgrad.ops.sizes; sys.exit(bool({'torch', 'triton'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_cudnn_takes_the_heads_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +70,8 @@ def test_cudnn_takes_the_heads_that_it_takes(monkeypatch: pytest.MonkeyPatch) ->
 def test_cudnns_workspace_is_the_one_that_was_seen() -> None:
     seen = json.loads((RECORDS / "h200-kernel-choices.json").read_text())["cudnn_deterministic_workspace_bytes"]
     assert seen == {
-        "B64_H12_T1024_D64": cudnn_scratch_bytes(64 * 12 * 1024, 64),
-        "B16_H25_T1024_D64": cudnn_scratch_bytes(16 * 25 * 1024, 64),
+        "B64_H12_T1024_D64": cudnn_scratch_bytes(batch=64, num_heads=12, length=1024, head_width=64),
+        "B16_H25_T1024_D64": cudnn_scratch_bytes(batch=16, num_heads=25, length=1024, head_width=64),
     }
 
 

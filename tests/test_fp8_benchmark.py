@@ -19,11 +19,12 @@ pytest.importorskip("nvmath")
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products, gpu_fp8
 from benchmarks.fp8_kernels import Making, Size
 from handgrad.config import ModelShape
-from handgrad.fp8.cuda import gelu as gelu_fp8, linear, norms
+from handgrad.fp8.cuda import gelu as gelu_fp8, linear
 from handgrad.fp8.tables import fp8_gemms
 from handgrad.models import gpt2
 from handgrad.ops import cuda as kernels
 from handgrad.ops.cuda import linear as plain_linear
+from handgrad.ops.sizes import forward_tile
 from tests.conftest import make_model
 from tests.kernels import fp8_stand_ins
 
@@ -112,7 +113,7 @@ def test_all_of_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypat
     assert record["failed"] == [made["gelu_forward"]] and made["gelu_forward"]["failed"] == ["RuntimeError: out of luck"]
     assert "  tiny gelu_forward:  RuntimeError: out of luck" in printed.splitlines()
     norm = made["layernorm_forward"]
-    parts = norms.forward_parts(64, 32)
+    parts = 64 // forward_tile(32)[1]
     assert norm["size_bytes"] == 5 * 64 * 32 + 2 * 4 * 64 + 2 * 2 * 32 + 3 * 4 * parts  # rows, statistics, weights, parts
     assert norm["microseconds"] == 2 and norm["share_of_copy"] == pytest.approx(norm["size_bytes"] / 2e-6 / 4e12, rel=1e-3)
 

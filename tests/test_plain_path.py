@@ -105,6 +105,7 @@ ASIDE = re.compile(
 EXCEPTIONS = {
     "ops/cuda/cublaslt.py": "fp8|frozen|lane",  # multiplies fp8 operands like others; its tables freeze algorithms
     "ops/__init__.py": "lane|rank",  # the list of all operations
+    "ops/sizes.py": "lane|fp8|quanti[sz]e|document|dropout",  # of every CUDA kernel, also of the ones beside the path
     "ops/reference/reduction.py": "lane|rank",  # the sums over lanes
     "ops/cuda/reduction.py": "lane|rank",
     "ops/reference/optimizer.py": "lane",  # the loss of a step is the sum over its lanes

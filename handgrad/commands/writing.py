@@ -1,6 +1,7 @@
 """A model that writes, as chat, serve and sample open it, with the rules for choosing tokens that their flags give."""
 
 from argparse import Namespace
+from dataclasses import fields
 
 from handgrad import devices
 from handgrad.arena import make_plan
@@ -16,7 +17,7 @@ from handgrad.interop.sources import open_weights
 
 def sampling_options(parsed: Namespace) -> SamplingOptions:
     """Raises `UsageError` for an option out of range."""
-    return SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
+    return SamplingOptions(**{field.name: getattr(parsed, field.name) for field in fields(SamplingOptions)})
 
 
 def open_talking_model(parsed: Namespace) -> tuple[Weights, Talk, Writing]:

@@ -6,7 +6,7 @@ and llama.cpp gave them there.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from handgrad.data.chat_template import Message
 from handgrad.errors import UsageError
@@ -18,7 +18,7 @@ CHAT, COMPLETION = "chat", "completion"
 PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
 
 WORDS = {float: "a number", int: "a whole number", bool: "true or false", dict: "an object"}
-NUMBERS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
+NUMBERS = get_type_hints(SamplingOptions)
 READ = {*NUMBERS, "messages", "prompt", "max_tokens", "max_completion_tokens", "stop", "seed", "stream", "stream_options"}
 # Settings that say nothing of the text.
 PASSED_OVER = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}

@@ -1,5 +1,6 @@
 """The cost of a run before it starts: memory by component, the largest micro-batch that fits, a bound on its speed."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -68,21 +69,23 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
         *memory_lines(config, designs, ranks),
     ]
     available, there = (fit, "allowed") if fit else (devices.available_bytes(device), "free")
-    for level in RECOMPUTE_LEVELS if available is not None else ():
-        other = replace(config, recompute=level)
-        fitting = largest_micro_batch(other, vocab_size, available or 0, ranks, resolved=resolved)
-        lines.append(fits_line(other, fitting, available or 0, there))
+    if available is not None:
+        lines += fits_lines(config, vocab_size, ranks, available, there, resolved)
     if fit:
         found = candidates(config, device, ranks, lambda other: resolved(other, vocab_size, ranks=ranks), None)
         lines += fitting_lines(found, fit)
     return lines
 
 
-def fits_line(config: RunConfig, fitting: int, available: int, there: str) -> str:
-    """The line about the largest micro-batch that fits, `fitting` (0: none)."""
-    whole = " (a whole step at once)" if fitting * config.lanes * config.sequence_length == config.batch.largest else ""
-    advice = f"--micro-batch {fitting}{whole}" if fitting else "not even one sample at a time"
-    return f"fits       {human_bytes(available)} {there} at recompute {config.recompute}: {advice}"
+def fits_lines(
+    config: RunConfig, vocab_size: int, ranks: int, available: int, there: str, resolved: Callable[..., Design]
+) -> Iterator[str]:
+    """A line for each recompute level about the largest micro-batch that fits. `resolved`: as in `largest_micro_batch`."""
+    for level in RECOMPUTE_LEVELS:
+        fitting = largest_micro_batch(replace(config, recompute=level), vocab_size, available, ranks, resolved=resolved)
+        whole = " (a whole step at once)" if fitting * config.lanes * config.sequence_length == config.batch.largest else ""
+        advice = f"--micro-batch {fitting}{whole}" if fitting else "not even one sample at a time"
+        yield f"fits       {human_bytes(available)} {there} at recompute {level}: {advice}"
 
 
 def run_lines(config: RunConfig, design: Design) -> list[str]:

@@ -9,11 +9,10 @@ from handgrad.config import RunConfig
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes, human_count
 from handgrad.gpus import GPUS, Gpu
-from handgrad.run.resolve import largest_micro_batch
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, Candidate, candidates, chosen_of, fitting_lines
 from handgrad.tools.forecast import Forecast, forecast, named_gpu, resolved_on
-from handgrad.tools.plan import fits_line, memory_lines, run_lines
+from handgrad.tools.plan import fits_lines, memory_lines, run_lines
 from handgrad.tools.roofline import step_time
 
 WIDTHS = (11, 9, 11, 11, 10, 10, 9, 11)
@@ -33,11 +32,8 @@ def describe_gpu(
         config = chosen.config
     found = forecast(config, vocab_size, gpu, ranks=ranks, price=price, fit=fit)
     config = replace(resolved_on(config, spec, ranks), micro_batch=found.micro_batch)
-    levels = [replace(config, recompute=level) for level in RECOMPUTE_LEVELS]
-    designs = [resolve_for(spec, level, vocab_size, ranks) for level in levels]
-    available = found.available_bytes
-    there = partial(resolve_for, spec)
-    largest = [largest_micro_batch(level, vocab_size, available, ranks, resolved=there) for level in levels]
+    resolved = partial(resolve_for, spec)
+    designs = [resolved(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]
     peak = f"{spec.flops(config.precision) / 1e12:g} TFLOP/s in {config.precision}"
     source = f" (benchmarks/results/{found.source}.json)" if found.source else ""
     return [
@@ -45,10 +41,7 @@ def describe_gpu(
         f"gpu        {f'{ranks} x ' if ranks > 1 else ''}{spec.title}: {spec.memory_gib:g} GiB,"
         f" {peak}, {spec.terabytes_per_second:g} TB/s, {spec.watts} W",
         *memory_lines(config, designs, ranks),
-        *(
-            fits_line(level, most, available, "allowed" if fit else "usable")
-            for level, most in zip(levels, largest, strict=True)
-        ),
+        *fits_lines(config, vocab_size, ranks, found.available_bytes, "allowed" if fit else "usable", resolved),
         *(fitting_lines(fitted, fit) if fit else []),
         "",
         heading(),

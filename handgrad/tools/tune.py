@@ -18,7 +18,8 @@ from torch import Tensor
 
 from handgrad.files import write_durably
 from handgrad.ops.cuda import cublaslt
-from handgrad.ops.cuda.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, WORKSPACE_BYTES, Plan, Product
+from handgrad.ops.cuda.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, Plan, Product
+from handgrad.ops.sizes import WORKSPACE_BYTES
 from handgrad.tools.rates import gemm_flops, launch_milliseconds
 
 HEURISTICS = 16  # algorithms asked for, in all and of each family

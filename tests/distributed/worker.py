@@ -248,6 +248,7 @@ def run(fault: str, command: list[str]) -> int:
     for one in fault.split("+"):
         build_in(*one.split(":"))
     if command[0].endswith(".py"):
+        sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
         return 0
     return main(command)

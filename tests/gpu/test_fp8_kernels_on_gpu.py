@@ -16,6 +16,7 @@ from handgrad.fp8 import formats as fp8, reference
 from handgrad.fp8.cuda import quantizing as kernels
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops import CONTROL_STEP, CONTROLS
+from handgrad.ops.sizes import QUANTIZE_TILE, tiles
 from tests.kernels import fp8_checks as checks, layernorm_fp8_checks
 from tests.kernels.memory_checks import Draw
 
@@ -41,7 +42,7 @@ def test_every_16_bit_number(draw: Draw, kind: torch.dtype) -> None:
     """Infinities become the largest number; NaN, whose sign does not matter, stays NaN and counts nowhere."""
     inp = torch.arange(1 << 16, device="cuda").to(torch.int16).view(draw.dtype).view(512, 128)
     for scale in (2.0**-20, 1.0, 2.0**9):
-        found = checks.make(512, 128, kernels.quantize_parts(512, 128), kind, "cuda", scale=scale)
+        found = checks.make(512, 128, tiles(512, 128, QUANTIZE_TILE), kind, "cuda", scale=scale)
         expected = checks.copy(found)
         kernels.quantize(found, inp)
         reference.quantize(expected, inp)
@@ -97,7 +98,7 @@ def test_a_captured_step_follows_its_buffers() -> None:
     """Quantising, folding and rescaling, recorded once, read the data and the step that stand there when replayed."""
     N, C = 256, 384
     inp = torch.empty(N, C, dtype=torch.bfloat16, device="cuda")
-    start = checks.make(N, C, kernels.quantize_parts(N, C), E4M3, "cuda", counting=False)
+    start = checks.make(N, C, tiles(N, C, QUANTIZE_TILE), E4M3, "cuda", counting=False)
 
     def fresh() -> dict[str, Any]:
         report = torch.full((1, fp8.REPORT_PLACES), math.nan, dtype=torch.float64, device="cuda")

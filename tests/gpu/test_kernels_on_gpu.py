@@ -19,7 +19,7 @@ from handgrad.backend import choose_backend
 from handgrad.config import ModelShape, RunConfig
 from handgrad.ops import cuda as kernels, reference
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.cuda.attention_configs import TURING
+from handgrad.ops.sizes import TURING_TILES
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
@@ -140,7 +140,7 @@ def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype, scratch: 
 def test_attention_in_turings_tiles(D: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, scratch: Tensor) -> None:
     """On whatever GPU there is: the tiles of a T4."""
     B, T, H, C = 2, 130, 2, 2 * D
-    monkeypatch.setattr(attention_triton, "choose_config", lambda name, *_: TURING[name, D])
+    monkeypatch.setattr(attention_triton, "choose_config", lambda name, *_: TURING_TILES[name, D])
     packed, dy = randn(B * T, 3 * C, dtype=dtype, seed=1), randn(B * T, C, dtype=dtype, seed=2)
 
     def run(ops: ModuleType, kind: torch.dtype) -> dict[str, Tensor]:

@@ -1,16 +1,11 @@
-"""Attention's kernels as they are launched at GPT-2's sizes, compiled without a GPU.
-
-TRITON_INTERPRET=0 python -m tests.kernels.attention_kernel_table [all]      prints what each configuration costs
-"""
+"""Attention's kernels as they are launched at GPT-2's sizes, compiled without a GPU (`tables`)."""
 
 import importlib
-import json
-import sys
 from itertools import product
 
 from handgrad.fp8_shape import WIDEST_HEAD_OF_FP8
-from handgrad.ops.cuda.attention_configs import CONFIGS, TURING, Config, shipped
-from tests.kernels.compiling import SHARED_LIMIT, compile_all, compile_kernel
+from handgrad.ops.sizes import ATTENTION_TILES, TURING_TILES, AttentionTile, attention_tile
+from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
 
 RANDOM = {"samples": "*i64:16", "stream": "i32", "threshold": "i32", "dropout_scale": "fp32"}
 FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
@@ -24,7 +19,7 @@ SPILLING, SPILLED = {("dkdv", 256, False)}, 288
 Case = tuple[str, int, str, str, int, bool]  # kernel, head width, kind, dtype, architecture, whether lengths leave a tail
 
 
-def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, kind: str) -> tuple[dict, dict, dict]:
+def arguments(kernel, D: int, dtype: str, config: AttentionTile, *, tail: bool, kind: str) -> tuple[dict, dict, dict]:
     """(signature, constants, options) of a kernel as it is launched at GPT-2's sizes; of `kind` fp8e4nv and fp8e5, that
     write a gradient in fp8 alone."""
     kind, documents = kind.removesuffix(DOCUMENTS), kind.endswith(DOCUMENTS)
@@ -61,7 +56,7 @@ def compile_one(case: Case) -> dict[str, object]:
     base, kernel = kind.removesuffix(DOCUMENTS), kernel_of(name, kind)
     narrow, newer = dtype != "fp32", arch in (90, 100)
     groups = {"grouped": base == "grouped", "documents": kind != base}
-    config = shipped(name, D, narrow=narrow, newer=newer, turing=arch < 80, **groups)
+    config = attention_tile(name, D, narrow=narrow, newer=newer, turing=arch < 80, **groups)
     signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, kind=kind)
     made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
     return {
@@ -77,15 +72,15 @@ def compile_one(case: Case) -> dict[str, object]:
 
 def cases_of(arch: int, dtypes: tuple[str, ...]) -> list[Case]:
     """All that a run, an evaluation or a generation may launch on a card without fp8, for its dtypes."""
-    widths = TURING if arch < 80 else CONFIGS
+    widths = TURING_TILES if arch < 80 else ATTENTION_TILES
     kinds = [f"{kind}{more}" for kind in ("plain", "grouped", "dropout") for more in ("", DOCUMENTS)]
     return [(*key, kind, dtype, arch, tail) for key, kind, dtype, tail in product(widths, kinds, dtypes, (False, True))]
 
 
 def jobs_of_tests(*, everything: bool = False) -> list[Case]:
-    """Each shipped configuration. `everything`: also fp16, and lengths that leave a tail."""
+    """Each tile. `everything`: also fp16, and lengths that leave a tail."""
     cases: list[Case] = []
-    for (name, D), narrow, newer in product(CONFIGS, (True, False), (True, False)):
+    for (name, D), narrow, newer in product(ATTENTION_TILES, (True, False), (True, False)):
         dtypes = (("bf16", "fp16") if everything else ("bf16",)) if narrow else ("fp32",)
         tails = (False, True) if everything else (False,)
         architectures = (90, 100) if newer else (80,)
@@ -106,9 +101,3 @@ def check(rows: list[dict]) -> None:
         # Lengths that leave a tail, and documents, may keep a few words outside the loops in memory.
         assert row["stack"] <= row["most_stack"] and row["shared"] <= row["limit"], row
         assert row["wgmma"] in (None, True) and not row["serialized"], row
-
-
-if __name__ == "__main__":
-    table = compile_all(compile_one, jobs_of_tests(everything="all" in sys.argv))
-    print(json.dumps(table))
-    check(table)

@@ -1,16 +1,10 @@
-"""The kernels of generation as they are launched at GPT-2's sizes, compiled without a GPU.
-
-    python -m tests.kernels.decode_kernel_table      prints what they cost as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+"""The kernels of generation as they are launched at GPT-2's sizes, compiled without a GPU (`tables`)."""
 
 import triton
 
 from handgrad.ops.cuda import attention_append, attention_decode, choosing, decode, rotary, row_products
-from tests.kernels.compiling import compile_all, compile_kernel
+from handgrad.ops.sizes import CHOICES
+from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
 POINTERS = (
@@ -111,8 +105,8 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
     found["advance"] = decode._advance, {"BLOCK": 1}, 1
     found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
     found["token embedding"] = decode._embedding, {"BLOCK": 1024, "positions": None, "wpe": None}, 2
-    found["greatest"] = choosing._greatest, {"seen": None, "BLOCK": choosing.CHOICES}, 4
-    found["draw"] = choosing._draw, {"seen": None, "BLOCK": choosing.CHOICES, "PARTS": 64}, 4
+    found["greatest"] = choosing._greatest, {"seen": None, "BLOCK": CHOICES}, 4
+    found["draw"] = choosing._draw, {"seen": None, "BLOCK": CHOICES, "PARTS": 64}, 4
     found["join"] = choosing._join, {"seen": None, "PARTS": 64}, 1
     return found
 
@@ -156,7 +150,3 @@ def tile_bytes(name: str, constants: dict[str, object]) -> int:
 
 def jobs_of_tests() -> list[tuple[str, str, int]]:
     return [(name, "bf16", arch) for name in launches() for arch in ARCHITECTURES if runs(name, arch)]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from handgrad.fp8 import formats, reference
 from handgrad.fp8.cuda import attention
-from handgrad.fp8.cuda.quantizing import quantize_parts
 from handgrad.fp8.formats import CLIPPED, VANISHED, Quantized
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.cuda.attention_configs import rows_of
+from handgrad.ops.sizes import attention_scratch_bytes, rows_of
 from tests.kernels.fp8_checks import copy, forms_of, make, same, totals
+from tests.kernels.fp8_frames import parts_of
 from tests.kernels.memory_checks import Draw
 
 # Scales at which some of the numbers below are too large for a format; in e4m3 some vanish at the same scale.
@@ -61,7 +61,7 @@ def run(
     qkv, dout = spread(draw, N, 3 * C), spread(draw, N, C)
     out, dqkv = (torch.full((N, width), math.nan, dtype=draw.dtype, device=draw.device) for width in (C, 3 * C))
     lse = torch.full((B, H, T), math.nan, device=draw.device)
-    size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
+    size = attention_scratch_bytes(batch=B, length=T, num_heads=H)
     scratch = torch.full((size,), 255, dtype=torch.uint8, device=draw.device)
     documents = {"document_starts": None if starts is None else starts.to(draw.device)}
     attention_triton.attention_forward(out, lse, qkv, **documents)
@@ -72,7 +72,7 @@ def run(
 
     options = {"scale": SCALES[kind], "counting": counting, "columns_kind": columns}
     used = programs("forward")
-    tensor = make(N, C, max(used, quantize_parts(N, C)), kind, draw.device, **options)
+    tensor = make(N, C, max(used, parts_of(N, C)), kind, draw.device, **options)
     for name, form in forms_of(tensor).items():
         found = replace(prepared(form, used), plain=torch.full_like(out, math.nan))
         wanted = expected(found, out)

@@ -16,6 +16,7 @@ from handgrad.fp8.cuda import classifier, quantizing as kernels
 from handgrad.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
 from handgrad.fp8.reference import quantizing
 from handgrad.ops import CONTROL_STEP, CONTROLS
+from handgrad.ops.sizes import QUANTIZE_TILE, tiles
 from tests.kernels.memory_checks import Draw
 
 # Scales at which some numbers of `wide` are too large for a format; in e4m3 some vanish at the same scale.
@@ -90,7 +91,7 @@ def forms_of(tensor: Quantized) -> dict[str, Quantized]:
 def quantize(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
     inp = wide(draw, N, C)
     inp[0, 0], inp[-1, -1] = math.inf if N == 1 else 3.0, -17.0
-    parts = kernels.quantize_parts(N, C)
+    parts = tiles(N, C, QUANTIZE_TILE)
     tensor = make(N, C, parts, kind, draw.device, scale=SCALES[kind], counting=counting)
     tensor.statistics[:, parts:] = 1e-3  # of an operation with more parts
     for found in map(copy, forms_of(tensor).values()):

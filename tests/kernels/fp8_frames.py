@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from handgrad.fp8 import reference
-from handgrad.fp8.cuda import quantizing, rotary
 from handgrad.fp8.formats import CLIPPED, E4M3, VANISHED, Form, Quantized
 from handgrad.fp8.reference.quantizing import write_forms
+from handgrad.ops.sizes import statistics_parts
 from tests.kernels.fp8_checks import NAN, SCALES, codes, copy, forms_of, make, same, totals
 from tests.kernels.memory_checks import Draw
 
@@ -34,14 +34,19 @@ def check_counts(tensor: Quantized, some: bool) -> None:
         assert totals(tensor)[CLIPPED] > 0 and totals(tensor)[VANISHED] > 0
 
 
+def parts_of(N: int, C: int) -> int:
+    """Parts of the statistics of (N, C), enough for any kernel."""
+    sizes = {"batch": 1, "length": N, "num_heads": 1, "head_width": 64, "padded_vocab_size": N}
+    return statistics_parts(**sizes, channels=C, feed_forward=C, widest=C)
+
+
 def norm_forward(
-    draw: Draw, shape: tuple[int, int], kind: torch.dtype, parts: int, run: Run, *, counting: bool, scale: float = 2.0**9
+    draw: Draw, shape: tuple[int, int], kind: torch.dtype, run: Run, *, counting: bool, scale: float = 2.0**9
 ) -> None:
     """With each of the forms that readers may want, and beside a 16-bit one."""
     plain = torch.full(shape, math.nan, dtype=draw.dtype, device=draw.device)
     beside = run(plain)
-    parts = max(parts, quantizing.quantize_parts(*shape))
-    tensor = make(*shape, parts, kind, draw.device, scale=scale, counting=counting)
+    tensor = make(*shape, parts_of(*shape), kind, draw.device, scale=scale, counting=counting)
     both = replace(tensor, plain=torch.full_like(plain, math.nan))
     for name, form in [*forms_of(tensor).items(), ("plain", both)]:
         found = copy(replace(form, plain=both.plain) if name == "columns" else form)
@@ -52,12 +57,11 @@ def norm_forward(
         assert found.plain is None or torch.equal(found.plain, plain), name
 
 
-def norm_backward(draw: Draw, stream: Tensor, kind: torch.dtype, parts: int, run: Run, *, counting: bool) -> None:
+def norm_backward(draw: Draw, stream: Tensor, kind: torch.dtype, run: Run, *, counting: bool) -> None:
     """Of the stream's gradient, which is updated in place and quantised."""
     plain = stream.clone()
     beside = run(plain)
-    parts = max(parts, quantizing.quantize_parts(*stream.shape))
-    tensor = make(*stream.shape, parts, kind, draw.device, scale=SCALES[kind], counting=counting)
+    tensor = make(*stream.shape, parts_of(*stream.shape), kind, draw.device, scale=SCALES[kind], counting=counting)
     for name, form in forms_of(tensor).items():
         found = copy(replace(form, plain=stream))
         expected = copy(found)
@@ -68,11 +72,11 @@ def norm_backward(draw: Draw, stream: Tensor, kind: torch.dtype, parts: int, run
 
 
 def nonlinearity_forward(
-    draw: Draw, result: Tensor, parts: int, launch: Callable[[Quantized], None], *, counting: bool, **changes: object
+    draw: Draw, result: Tensor, launch: Callable[[Quantized], None], *, counting: bool, **changes: object
 ) -> None:
     """Of the nonlinearity whose 16-bit kernel made `result` (N, F): rows alone. `changes`: of the output."""
     N, F = result.shape
-    found = make(N, F, parts, E4M3, draw.device, scale=SCALES[E4M3], counting=counting)
+    found = make(N, F, parts_of(N, F), E4M3, draw.device, scale=SCALES[E4M3], counting=counting)
     found = replace(found, **changes)  # type: ignore[arg-type]
     expected = fresh(found)
     reference.quantize(replace(expected, columns=None), result)
@@ -88,7 +92,6 @@ def nonlinearity_backward(
     dplain: Tensor,
     plain: Tensor,
     kind: torch.dtype,
-    parts: int,
     launch: Callable[[Quantized, Quantized], None],
     inputs: Sequence[Tensor],
     *,
@@ -98,7 +101,7 @@ def nonlinearity_backward(
 ) -> None:
     """`launch(dhidden, inp)`: the gradient before a nonlinearity, which `dplain` is in 16 bits, and the columns of its
     output `plain`. inp has a 16-bit form, `inp_plain`, where the kernel reads it; `inputs` stay as they are."""
-    found = make(*dplain.shape, parts, kind, draw.device, scale=SCALES[kind], counting=counting)
+    found = make(*dplain.shape, parts_of(*dplain.shape), kind, draw.device, scale=SCALES[kind], counting=counting)
     found, inp = replace(found, current=current), make(*plain.shape, 3, E4M3, draw.device, scale=SCALES[E4M3])
     inp = replace(inp, plain=inp_plain)
     inp.statistics.fill_(7.0)
@@ -129,7 +132,7 @@ def turn_back(
     expected_plain = dturned.clone()
     expected_sums = run(expected_plain)
     options = {"scale": SCALES[kind], "counting": counting, "columns_kind": columns}
-    tensor = make(N, width, rotary.backward_parts(N), kind, draw.device, **options)
+    tensor = make(N, width, parts_of(N, width), kind, draw.device, **options)
     for form in forms_of(tensor).values():
         if form.rows is None and columns is not None:
             continue  # whose own limits are others

@@ -1,18 +1,11 @@
-"""Every kernel that quantises as it is launched at GPT-2's sizes, compiled without a GPU.
-
-    python -m tests.kernels.fp8_kernel_table      prints registers, stack and the widest accesses as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+"""Every kernel that quantises as it is launched at GPT-2's sizes, compiled without a GPU (`tables`)."""
 
 import triton
 
 from handgrad.fp8 import formats as fp8
 from handgrad.fp8.cuda import classifier, layernorm, quantizing
-from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
-from tests.kernels.compiling import compile_all, compile_kernel
+from handgrad.ops.sizes import QUANTIZE_TILE, backward_tile, forward_tile
+from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, NUMBERS, V, Vp
 
 ARCHITECTURES = (90, 100)
@@ -30,7 +23,7 @@ def launches(C: int, form: str) -> dict[str, tuple[triton.JITFunction, dict[str,
     forward = {"C": C, "BLOCK_C": block, "ROWS": rows, **limits}
     backward = {"C": C, "BLOCK_C": back_block, "ROWS": back_rows, "BELOW": True, "STAGES": stages}
     softmax = {"V": V, "Vp": Vp, "CAP": 0.0}
-    tile = {"ROWS": quantizing.ROWS, "COLUMNS": quantizing.COLUMNS}
+    tile = {"ROWS": QUANTIZE_TILE[0], "COLUMNS": QUANTIZE_TILE[1]}
     window = {"WINDOW": 16, "BLOCK": 16, "COUNT_EVERY": 100, "SATURATION_STEPS": 3, "WIDEN": True}
     parts = {"BLOCK": quantizing.PARTS_BLOCK}
     return {
@@ -84,7 +77,3 @@ def jobs_of_tests() -> list[tuple[str, int, str, str, int]]:
                 (name, C, dtype, form, arch) for dtype in ("bf16", "fp16") for form in TYPES for arch in ARCHITECTURES
             ]
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from handgrad.fp8.cuda import column_sums, elementwise, gelu as gelu_fp8
+from handgrad.fp8.cuda import column_sums, gelu as gelu_fp8
 from handgrad.fp8.formats import INVERSE
 from handgrad.fp8.reference.quantizing import write_forms
 from handgrad.ops.cuda import gelu
@@ -30,8 +30,7 @@ def forward(draw: Draw, N: int, F: int, *, counting: bool, current: bool) -> Non
     plain = torch.empty_like(hidden)
     gelu.gelu_forward(plain, hidden)
     launch = lambda found: gelu_fp8.gelu_forward_fp8(found, hidden)  # noqa: E731
-    parts = gelu_fp8.forward_parts(N, F)
-    frames.nonlinearity_forward(draw, plain, parts, launch, counting=counting, current=current)
+    frames.nonlinearity_forward(draw, plain, launch, counting=counting, current=current)
 
 
 def backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: bool, current: bool) -> None:
@@ -41,7 +40,7 @@ def backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: bool, c
     plain, dplain = torch.empty_like(hidden), dgelu.clone()
     gelu.gelu_forward(plain, hidden)
     gelu.gelu_backward(dplain, hidden)
-    tensors = draw, dplain, plain, kind, elementwise.backward_parts(N, F)
+    tensors = draw, dplain, plain, kind
     launch = lambda found, inp: gelu_fp8.gelu_backward_fp8(found, inp, dgelu, hidden)  # noqa: E731
     frames.nonlinearity_backward(*tensors, launch, (hidden, dgelu), counting=counting, current=current)
 

@@ -1,15 +1,12 @@
-"""The GELU kernels that write fp8, and the sums of fp8 rows, as they are launched at GPT-2's sizes, compiled without a GPU.
+"""The GELU kernels that write fp8, and the sums of fp8 rows, as they are launched at GPT-2's sizes, compiled
+without a GPU (`tables`)."""
 
-    python -m tests.kernels.gelu_fp8_kernel_table      prints what they cost as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+import math
 
 from handgrad.fp8.cuda import column_sums, elementwise, gelu as gelu_fp8
 from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
-from tests.kernels.compiling import compile_all, compile_kernel
+from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE
+from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (90, 100)
 TYPES = {"fp8e4nv": E4M3, "fp8e5": E5M2}
@@ -22,12 +19,12 @@ def compile_one(job: tuple[str, str, str, bool, int]) -> dict[str, object]:
     kind = TYPES[form]
     largest = LARGEST_MANTISSA * 2.0 ** LARGEST_EXPONENT[kind]
     limits: dict[str, object] = {"LARGEST": largest, "VANISHES_AT": VANISHES_AT[kind], "EVEN": even}
-    tile: dict[str, object] = {"QUADS": elementwise.QUADS, "COLUMNS": elementwise.COLUMNS}
+    tile: dict[str, object] = {"QUADS": QUADS, "COLUMNS": QUADS_TILE[1]}
     sums: dict[str, object] = {name: getattr(column_sums, name) for name in ("ROWS", "COLUMNS", "STAGES")}
     forward, backward = gelu_fp8.WARPS, elementwise.BACKWARD_WARPS
     kernel, constants, warps, elements = {
-        "forward": (gelu_fp8._forward, limits | {"BLOCK": gelu_fp8.BLOCK}, forward, gelu_fp8.BLOCK),
-        "backward": (gelu_fp8._backward, limits | tile, backward, 4 * elementwise.QUADS * elementwise.COLUMNS),
+        "forward": (gelu_fp8._forward, limits | {"BLOCK": NONLINEARITY_ELEMENTS}, forward, NONLINEARITY_ELEMENTS),
+        "backward": (gelu_fp8._backward, limits | tile, backward, math.prod(QUADS_TILE)),
         "sums": (column_sums._sum_fp8_rows, sums, column_sums.WARPS, 0),
     }[name]
     types = dict.fromkeys(("rows", "drows", "dcolumns"), f"*{form}:16") | {"columns": "*fp8e4nv:16", "sums_acc": "*fp32:16"}
@@ -56,7 +53,3 @@ def jobs_of_tests() -> list[tuple[str, str, str, bool, int]]:
         for arch in ARCHITECTURES
         if name != "sums" or (dtype == "bf16" and even)
     ]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

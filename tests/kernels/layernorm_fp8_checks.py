@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.fp8.cuda import layernorm, norms
+from handgrad.fp8.cuda import layernorm
 from handgrad.fp8.formats import Form
-from handgrad.ops.cuda.scratch import scratch_bytes
+from handgrad.ops.sizes import scratch_bytes
 from tests.kernels.fp8_checks import wide
 from tests.kernels.fp8_frames import norm_backward, norm_forward
 from tests.kernels.memory_checks import Draw
@@ -23,7 +23,7 @@ def layernorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting
         layernorm.layernorm_forward(out, *statistics, inp, weight, bias)
         return statistics
 
-    norm_forward(draw, (N, C), kind, norms.forward_parts(N, C), run, counting=counting, scale=2.0**13)
+    norm_forward(draw, (N, C), kind, run, counting=counting, scale=2.0**13)
 
 
 def layernorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
@@ -40,4 +40,4 @@ def layernorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, countin
         layernorm.layernorm_backward(dresidual, *sums[:2], *tensors, sums[2], scratch=scratch)
         return sums
 
-    norm_backward(draw, wide(draw, N, C), kind, layernorm.backward_parts(N, C), run, counting=counting)
+    norm_backward(draw, wide(draw, N, C), kind, run, counting=counting)

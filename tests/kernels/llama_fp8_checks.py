@@ -8,11 +8,11 @@ import triton
 from torch import Tensor
 
 from handgrad.fp8 import reference
-from handgrad.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, layernorm, norms, quantizing, rotary, swiglu
+from handgrad.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, rotary, swiglu
 from handgrad.fp8.formats import Form
 from handgrad.llama_shape import LlamaShape
 from handgrad.ops.cuda import attention_triton, swiglu as plain_swiglu
-from handgrad.ops.cuda.attention_configs import rows_of
+from handgrad.ops.sizes import rows_of
 from tests.kernels import fp8_frames as frames
 from tests.kernels.fp8_checks import SCALES, copy, forms_of, make, same, wide
 from tests.kernels.memory_checks import Draw
@@ -30,7 +30,7 @@ def gained_rmsnorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, cou
         gained_rmsnorm.gained_rmsnorm_forward(out, rstd, inp, gain, epsilon=1e-3)
         return [rstd]
 
-    frames.norm_forward(draw, (N, C), kind, norms.forward_parts(N, C), run, counting=counting)
+    frames.norm_forward(draw, (N, C), kind, run, counting=counting)
 
 
 def gained_rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
@@ -43,7 +43,7 @@ def gained_rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, co
         gained_rmsnorm.gained_rmsnorm_backward(dresidual, dgain, dout, inp, rstd, gain, scratch=scratch.fill_(255))
         return [dgain]
 
-    frames.norm_backward(draw, stream, kind, layernorm.backward_parts(N, C), run, counting=counting)
+    frames.norm_backward(draw, stream, kind, run, counting=counting)
 
 
 def swiglu_forward(draw: Draw, N: int, F: int, *, counting: bool, current: bool) -> None:
@@ -51,8 +51,7 @@ def swiglu_forward(draw: Draw, N: int, F: int, *, counting: bool, current: bool)
     plain, before = torch.full((N, F), math.nan, dtype=draw.dtype, device=draw.device), hidden.clone()
     plain_swiglu.swiglu_forward(plain, hidden)
     launch = lambda found: swiglu.swiglu_forward_fp8(found, hidden)  # noqa: E731
-    parts = swiglu.forward_parts(N, F)
-    frames.nonlinearity_forward(draw, plain, parts, launch, counting=counting, current=current)
+    frames.nonlinearity_forward(draw, plain, launch, counting=counting, current=current)
     assert torch.equal(hidden, before)
 
 
@@ -63,7 +62,7 @@ def swiglu_backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: 
     dplain = torch.full_like(hidden, math.nan)
     plain_swiglu.swiglu_forward(plain, hidden)
     plain_swiglu.swiglu_backward(dplain, dout, hidden)
-    tensors = draw, dplain, plain, kind, swiglu.backward_parts(N, F)
+    tensors = draw, dplain, plain, kind
     launch = lambda found, inp: swiglu.swiglu_backward_fp8(found, inp, dout, hidden)  # noqa: E731
     frames.nonlinearity_backward(*tensors, launch, (hidden, dout), counting=counting, current=current)
 
@@ -117,7 +116,7 @@ def attention_forward(
     documents = {"document_starts": None if starts is None else starts.to(draw.device)}
     attention_triton.attention_forward(outs[0], lses[0], qkv, **documents)
     config = attention_triton.choose_config("forward", qkv, D, True, starts is not None)
-    parts = max(B * H * triton.cdiv(T, rows_of("forward", config)), quantizing.quantize_parts(N, C))
+    parts = max(B * H * triton.cdiv(T, rows_of("forward", config)), frames.parts_of(N, C))
     tensor = make(N, C, parts, kind, draw.device, scale=SCALES[kind])
     for form in forms_of(tensor).values():
         found = replace(copy(form), plain=outs[1].fill_(math.nan))

@@ -1,17 +1,9 @@
-"""The Llama family's kernels that write fp8 as they are launched at published sizes, compiled without a GPU.
-
-    python -m tests.kernels.llama_fp8_kernel_table      prints registers, stack and the widest accesses as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+"""The Llama family's kernels that write fp8 as they are launched at published sizes, compiled without a GPU (`tables`)."""
 
 from handgrad.fp8.cuda import attention, elementwise, gained_qk_norm, gained_rmsnorm, rotary, swiglu
 from handgrad.fp8.formats import VANISHES_AT, largest_number
-from handgrad.ops.cuda.attention_configs import shipped
-from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
-from tests.kernels.compiling import compile_all, compile_kernel
+from handgrad.ops.sizes import QUADS, QUADS_TILE, SWIGLU_TILE, attention_tile, backward_tile, forward_tile
+from tests.kernels.compiling import compile_kernel
 from tests.kernels.modern_fp8_kernel_table import SIZES, TYPES, UNALIGNED, Launch
 
 CHANNELS = (576, 1024, 1536, 2048)
@@ -24,8 +16,8 @@ def launches(form: str) -> dict[str, Launch]:
     """name: (kernel, its constants, warps), as the operations launch them."""
     kind = TYPES[form]
     limits: dict[str, object] = {"LARGEST": largest_number(kind), "VANISHES_AT": VANISHES_AT[kind]}
-    tile = {"EVEN": True, "QUADS": elementwise.QUADS, "COLUMNS": elementwise.COLUMNS}
-    forward = {"EVEN": True, "ROWS": swiglu.ROWS, "COLUMNS": swiglu.FORWARD_COLUMNS}
+    tile = {"EVEN": True, "QUADS": QUADS, "COLUMNS": QUADS_TILE[1]}
+    forward = {"EVEN": True, "ROWS": SWIGLU_TILE[0], "COLUMNS": SWIGLU_TILE[1]}
     found: dict[str, Launch] = {
         "swiglu_forward": (swiglu._forward, {**limits, **forward}, swiglu.WARPS),
         "swiglu_backward": (swiglu._backward, {**limits, **tile}, elementwise.BACKWARD_WARPS),
@@ -39,13 +31,13 @@ def launches(form: str) -> dict[str, Launch]:
         found[f"gained_rmsnorm_backward of {C}"] = gained_rmsnorm._backward, constants, warps
     for H, K, D in HEADS:
         heads, (pairs, warps) = H + 2 * K, rotary.tile(D)
-        sizes = {"HEADS": heads, "TURNED": H + K, "D": D, "QUADS": elementwise.QUADS, "BLOCK_P": pairs, "plain": None}
+        sizes = {"HEADS": heads, "TURNED": H + K, "D": D, "QUADS": QUADS, "BLOCK_P": pairs, "plain": None}
         sizes |= {**limits, "TURN_SCALE": 1.0}
         constants = {**sizes, "C3": heads * D, "ROTARY": True, "rstd": None, "qkv": None}
         found[f"rotary_backward of {H} heads of {D}"] = rotary._backward, constants, warps
         constants = {**sizes, "COLUMNS": heads * D, "QUERIES": H}
         found[f"gained_qk_norm_backward of {H} heads of {D}"] = gained_qk_norm._backward, constants, warps
-        config = shipped("forward", D, narrow=True, newer=True, grouped=True)
+        config = attention_tile("forward", D, narrow=True, newer=True, grouped=True)
         constants = {**limits, "D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": False}
         constants |= {"GROUP": H // K, "starts": None}
         found[f"attention_forward of {H} heads of {D}"] = attention.forward_kernel, constants, config.warps
@@ -59,7 +51,7 @@ def compile_one(job: tuple[str, str, str, int]) -> dict[str, object]:
     signature = {n: (DTYPES | forms).get(n, f"*{dtype}:16") for n in kernel.arg_names}
     stages, options = 3, {}
     if name.startswith("attention"):
-        config = shipped("forward", int(name.split()[-1]), narrow=True, newer=True, grouped=True)
+        config = attention_tile("forward", int(name.split()[-1]), narrow=True, newer=True, grouped=True)
         stages, options = config.stages, {"maxnreg": config.registers} if config.registers else {}
     made = compile_kernel(kernel, signature, constants, warps, stages, arch, **options)
     return {
@@ -77,7 +69,3 @@ def jobs_of_tests() -> list[tuple[str, str, str, int]]:
     usual = [(name, "bf16", "fp8e4nv", 90) for name in launches("fp8e4nv")]
     some = [n for n in launches("fp8e5") if n.endswith(("12 heads of 128", "576", "ward")) and "attention" not in n]
     return usual + [(n, "fp16", "fp8e5", 100) for n in some]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

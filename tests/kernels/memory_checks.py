@@ -20,7 +20,7 @@ from handgrad.dropout import cuda as dropout_kernels, reference as dropout_refer
 from handgrad.dropout.masks import Dropout
 from handgrad.ops import cases, cuda as kernels, reference
 from handgrad.ops.cases import SENTINEL, roundings
-from handgrad.ops.cuda.scratch import scratch_bytes
+from handgrad.ops.sizes import scratch_bytes
 
 Tensors = dict[str, Tensor]
 Case = tuple[Tensors, Callable[[ModuleType, Tensors], Tensors]]

@@ -1,18 +1,14 @@
-"""Every memory-bound kernel as it is launched at GPT-2's sizes, compiled without a GPU.
-
-    python -m tests.kernels.memory_kernel_table      prints registers, stack and the widest accesses as JSON
+"""Every memory-bound kernel as it is launched at GPT-2's sizes, compiled without a GPU (`tables`).
 
 bf16 on every architecture, and each of the other dtypes on one: a compilation takes 0.3 s.
-Needs a process without TRITON_INTERPRET.
 """
-
-import json
 
 import triton
 
 from handgrad.dropout.cuda import elementwise
 from handgrad.ops.cuda import classifier, column_sums, digests, embedding, gelu, layernorm, optimizer, reduction
-from tests.kernels.compiling import compile_all, compile_kernel
+from handgrad.ops.sizes import BIAS_COLUMNS, BIAS_ROWS, CHUNK, backward_tile, forward_tile
+from tests.kernels.compiling import compile_kernel
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 USUAL = (("bf16", 80), ("bf16", 90), ("bf16", 100), ("fp16", 90), ("fp32", 80))
@@ -52,12 +48,12 @@ FIXED_POINTERS = {
 
 def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
     """name: (kernel, its constants, warps), as the operations launch them."""
-    block, rows, warps = layernorm.forward_tile(C)
-    _, back_block, back_rows, back_warps, stages = layernorm.backward_tile(1 << 16, C, itemsize)
+    block, rows, warps = forward_tile(C)
+    _, back_block, back_rows, back_warps, stages = backward_tile(1 << 16, C, itemsize)
     forward = {"C": C, "BLOCK_C": block, "ROWS": rows}
     backward = {"C": C, "BLOCK_C": back_block, "ROWS": back_rows, "STAGES": stages}
     softmax = {"V": V, "Vp": Vp, "CAP": 0.0}
-    chunk = {"C": C, "CHUNK": embedding.CHUNK}
+    chunk = {"C": C, "CHUNK": CHUNK}
     sums = {"ROWS": optimizer.SUM_ROWS, "COLUMNS": optimizer.SUM_COLUMNS}
     betas = {"BETA1": 0.9, "BETA2": 0.95, "LOG2_BETA1": -0.152, "LOG2_BETA2": -0.074, "EPSILON": 1e-8, "WEIGHT_DECAY": 0.1}
     betas |= {"RATE": 1.0}
@@ -68,7 +64,7 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
         "layernorm_backward, nothing below": (layernorm._backward, {**backward, "BELOW": False}, back_warps),
         "column sums": (
             column_sums._sum_columns,
-            {"ROWS": column_sums.ROWS, "COLUMNS": column_sums.COLUMNS},
+            {"ROWS": BIAS_ROWS, "COLUMNS": BIAS_COLUMNS},
             column_sums.WARPS,
         ),
         "partial sums": (
@@ -180,7 +176,3 @@ def jobs(architectures: tuple[int, ...], dtypes: tuple[str, ...]) -> list[tuple[
 
 def jobs_of_tests() -> list[tuple[str, int, str, int]]:
     return [job for dtype, arch in USUAL for job in jobs((arch,), (dtype,))]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.fp8.cuda import elementwise, gelu, layernorm, mix, norms, quantizing, relu2, rmsnorm, rotary
+from handgrad.fp8.cuda import mix, relu2, rmsnorm, rotary
 from handgrad.fp8.formats import Form
 from handgrad.ops.cuda import relu2 as plain_relu2
 from tests.kernels import fp8_frames as frames
@@ -22,7 +22,7 @@ def rmsnorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: 
         rmsnorm.rmsnorm_forward(out, rstd, inp)
         return [rstd]
 
-    frames.norm_forward(draw, (N, C), kind, norms.forward_parts(N, C), run, counting=counting)
+    frames.norm_forward(draw, (N, C), kind, run, counting=counting)
 
 
 def rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
@@ -33,7 +33,7 @@ def rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting:
         rmsnorm.rmsnorm_backward(dresidual, dout, inp, rstd)
         return []
 
-    frames.norm_backward(draw, stream, kind, rmsnorm.backward_parts(N, C), run, counting=counting)
+    frames.norm_backward(draw, stream, kind, run, counting=counting)
 
 
 def mixture_of(draw: Draw, N: int, C: int, residual: bool, first: bool) -> tuple[Tensor, list[Tensor | None]]:
@@ -57,8 +57,7 @@ def mix_rmsnorm_forward(
         return [rstd, mixed.clone()]
 
     for into in (mixed, None):  # with the mixture kept, and without: as it was kept before
-        parts = norms.forward_parts(N, C)
-        frames.norm_forward(draw, (N, C), kind, parts, lambda out, into=into: run(out, into), counting=counting)
+        frames.norm_forward(draw, (N, C), kind, lambda out, into=into: run(out, into), counting=counting)
 
 
 def mix_rmsnorm_backward(
@@ -77,16 +76,15 @@ def mix_rmsnorm_backward(
         mix.mix_rmsnorm_backward(dstream, gradient, *sums, *tensors, scratch=scratch.fill_(0xFF))
         return [tensor for tensor in (gradient, *sums) if tensor is not None]
 
-    frames.norm_backward(draw, dstream, kind, layernorm.backward_parts(N, C), run, counting=counting)
+    frames.norm_backward(draw, dstream, kind, run, counting=counting)
 
 
 def relu2_forward(draw: Draw, N: int, F: int, *, counting: bool, current: bool) -> None:
     hidden = wide(draw, N, F)
     plain = hidden.clone()
     plain_relu2.relu2_forward(plain)
-    parts = max(gelu.forward_parts(N, F), quantizing.quantize_parts(N, F))
     changes = {"current": current, "plain": hidden}
-    frames.nonlinearity_forward(draw, plain, parts, relu2.relu2_forward_fp8, counting=counting, **changes)
+    frames.nonlinearity_forward(draw, plain, relu2.relu2_forward_fp8, counting=counting, **changes)
     assert torch.equal(hidden, plain)
 
 
@@ -95,7 +93,7 @@ def relu2_backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: b
     dsquare[-1, -1], square[-1, -1] = 77.0, 9.0  # the largest, in the last row of the last quad
     dplain = dsquare.clone()
     plain_relu2.relu2_backward(dplain, square)
-    tensors = draw, dplain, square, kind, elementwise.backward_parts(N, F)
+    tensors = draw, dplain, square, kind
     launch = lambda found, inp: relu2.relu2_backward_fp8(found, inp, dsquare)  # noqa: E731
     options = {"counting": counting, "current": current, "inp_plain": square}
     frames.nonlinearity_backward(*tensors, launch, (square, dsquare), **options)

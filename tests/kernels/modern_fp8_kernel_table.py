@@ -1,18 +1,12 @@
-"""The modern network's kernels that write fp8 as they are launched at its presets' sizes, compiled without a GPU.
-
-    python -m tests.kernels.modern_fp8_kernel_table      prints registers, stack and the widest accesses as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+"""The modern network's kernels that write fp8 as they are launched at its presets' sizes, compiled without a GPU
+(`tables`)."""
 
 import triton
 
 from handgrad.fp8.cuda import elementwise, gelu, mix, relu2, rmsnorm, rotary
 from handgrad.fp8.formats import E4M3, E5M2, VANISHES_AT, largest_number
-from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
-from tests.kernels.compiling import compile_all, compile_kernel
+from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE, backward_tile, forward_tile, rmsnorm_backward_tile
+from tests.kernels.compiling import compile_kernel
 from tests.kernels.modern_kernel_table import SCALARS
 
 ARCHITECTURES = (90, 100)
@@ -28,16 +22,16 @@ def launches(form: str) -> dict[str, Launch]:
     """name: (kernel, its constants, warps), as the operations launch them."""
     kind = TYPES[form]
     limits: dict[str, object] = {"LARGEST": largest_number(kind), "VANISHES_AT": VANISHES_AT[kind]}
-    tile = {"EVEN": True, "QUADS": elementwise.QUADS, "COLUMNS": elementwise.COLUMNS}
+    tile = {"EVEN": True, "QUADS": QUADS, "COLUMNS": QUADS_TILE[1]}
     found: dict[str, Launch] = {
-        "relu2_forward": (relu2._forward, {**limits, "EVEN": True, "BLOCK": gelu.BLOCK}, gelu.WARPS),
+        "relu2_forward": (relu2._forward, {**limits, "EVEN": True, "BLOCK": NONLINEARITY_ELEMENTS}, gelu.WARPS),
         "relu2_backward": (relu2._backward, {**limits, **tile}, elementwise.BACKWARD_WARPS),
     }
     for C in (768, 1600, 3072):
         block, rows, warps = forward_tile(C)
         constants = {**limits, "C": C, "BLOCK_C": block, "ROWS": rows, "out": None}
         found[f"rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
-        block, rows, warps = rmsnorm.backward_tile(C)
+        block, rows, warps = rmsnorm_backward_tile(C)
         found[f"rmsnorm_backward of {C}"] = rmsnorm._backward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
         for name, absent in SCALARS.items():
             block, rows, warps = forward_tile(C)
@@ -49,7 +43,7 @@ def launches(form: str) -> dict[str, Launch]:
             found[f"mix_rmsnorm_backward of {C}, {name}"] = mix._backward, constants | dict.fromkeys(absent), warps
     for H, D in HEADS:
         pairs, warps = rotary.tile(D)
-        sizes = {"C3": 3 * H * D, "HEADS": 3 * H, "D": D, "QUADS": elementwise.QUADS, "BLOCK_P": pairs, "plain": None}
+        sizes = {"C3": 3 * H * D, "HEADS": 3 * H, "D": D, "QUADS": QUADS, "BLOCK_P": pairs, "plain": None}
         sizes |= {"TURNED": 2 * H, "TURN_SCALE": 1.0, "frequencies": None}
         for name, absent, rotated in (
             ("qk_norm", {}, False),
@@ -81,7 +75,3 @@ def jobs_of_tests() -> list[tuple[str, str, str, int]]:
     """All in bf16 and e4m3 on Hopper, and each with another of the other values."""
     usual = [(name, "bf16", "fp8e4nv", 90) for name in launches("fp8e4nv")]
     return usual + [(n, "fp16", "fp8e5", 100) for n in launches("fp8e5") if n.endswith(("128", "768", "ward"))]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -1,12 +1,5 @@
 """The kernels of RMS norm, mixed streams, value embeddings, QK-norm, rotary positions, squared ReLU and a softly capped
-classifier as they are launched at real sizes, compiled for Hopper without a GPU.
-
-    python -m tests.kernels.modern_kernel_table      prints registers, stack and the widest accesses as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+classifier as they are launched at real sizes, compiled for Hopper without a GPU (`tables`)."""
 
 import triton
 
@@ -17,7 +10,6 @@ from handgrad.ops.cuda import (
     gained_qk_norm,
     gained_rmsnorm,
     gelu,
-    layernorm,
     mix,
     relu2,
     rmsnorm,
@@ -25,7 +17,8 @@ from handgrad.ops.cuda import (
     swiglu,
     value_embedding,
 )
-from tests.kernels.compiling import compile_all, compile_kernel
+from handgrad.ops.sizes import backward_tile, forward_tile, rmsnorm_backward_tile
+from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import NUMBERS
 
 ARCHITECTURE = 90
@@ -54,19 +47,19 @@ def launches(itemsize: int) -> dict[str, Launch]:
     found["classifier_forward_backward"] = classifier._forward_backward, softmax, classifier.WARPS
     found["softcap_forward"] = classifier._cap, {"BLOCK": classifier.CAP_BLOCK, "CAP": 15.0}, classifier.WARPS
     for C in (768, 1600):
-        block, rows, warps = layernorm.forward_tile(C)
+        block, rows, warps = forward_tile(C)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "wpe": None}
         found[f"token_embedding_forward of {C}"] = embedding._forward, constants, warps
         for name, kernel, (block, rows, warps) in (
-            ("rmsnorm_forward", rmsnorm._forward, rmsnorm.forward_tile(C)),
-            ("rmsnorm_backward", rmsnorm._backward, rmsnorm.backward_tile(C)),
+            ("rmsnorm_forward", rmsnorm._forward, forward_tile(C)),
+            ("rmsnorm_backward", rmsnorm._backward, rmsnorm_backward_tile(C)),
         ):
             found[f"{name} of {C}"] = kernel, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
         for name, absent in SCALARS.items():
-            block, rows, warps = layernorm.forward_tile(C)
+            block, rows, warps = forward_tile(C)
             constants = {"C": C, "BLOCK_C": block, "ROWS": rows} | dict.fromkeys(absent)
             found[f"mix_rmsnorm_forward of {C}, {name}"] = mix._forward, constants, warps
-            _, block, rows, warps, stages = layernorm.backward_tile(1 << 16, C, itemsize)
+            _, block, rows, warps, stages = backward_tile(1 << 16, C, itemsize)
             constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages} | dict.fromkeys(absent)
             absent = [*absent, *(["dfirst"] if "first" in absent else [])]
             found[f"mix_rmsnorm_backward of {C}, {name}"] = mix._backward, constants | dict.fromkeys(absent), warps
@@ -96,10 +89,10 @@ def llama_launches(itemsize: int) -> dict[str, Launch]:
         "swiglu_backward": (swiglu._backward, {"BLOCK": swiglu.BLOCK}, swiglu.WARPS),
     }
     for C in (576, 1024, 2048):
-        block, rows, warps = layernorm.forward_tile(C)
+        block, rows, warps = forward_tile(C)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows}
         found[f"gained_rmsnorm_forward of {C}"] = gained_rmsnorm._forward, constants, warps
-        _, block, rows, warps, stages = layernorm.backward_tile(1 << 16, C, itemsize)
+        _, block, rows, warps, stages = backward_tile(1 << 16, C, itemsize)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages}
         found[f"gained_rmsnorm_backward of {C}"] = gained_rmsnorm._backward, constants, warps
     for H, K, D in ((9, 3, 64), (16, 8, 128), (8, 4, 256)):
@@ -144,7 +137,3 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
 
 def jobs_of_tests() -> list[tuple[str, str, int]]:
     return [(name, dtype, ARCHITECTURE) for dtype, itemsize in DTYPES.items() for name in launches(itemsize)]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -1,16 +1,10 @@
-"""Muon's kernels as they are launched for the matrices of GPT-2, compiled without a GPU.
-
-    python -m tests.kernels.muon_kernel_table      prints registers, stack, shared memory and accesses as JSON
-
-Needs a process without TRITON_INTERPRET.
-"""
-
-import json
+"""Muon's kernels as they are launched for the matrices of GPT-2, compiled without a GPU (`tables`)."""
 
 import triton
 
 from handgrad.ops.cuda import muon
-from tests.kernels.compiling import compile_all, compile_kernel
+from handgrad.ops.sizes import MOMENT_ROWS, SUM_ELEMENTS
+from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
 TYPES = dict.fromkeys(("R", "C", "size", "elements", "row_stride", "column_stride"), "i32:16") | {"parts": "i32"}
@@ -26,12 +20,12 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int, in
     product = muon.PRODUCT_WARPS, muon.PRODUCT_STAGES
     wide, tall = {"column_stride": 1}, {"row_stride": 1}
     flat = {"BLOCK": muon.FLAT_ELEMENTS}
-    moments = {"BETA2": 0.95, "ROWS": muon.MOMENT_ROWS, "COLUMNS": muon.MOMENT_COLUMNS}
+    moments = {"BETA2": 0.95, "ROWS": MOMENT_ROWS, "COLUMNS": muon.MOMENT_COLUMNS}
     weights = {"RATE": 4.0, "DECAY": 0.1, "PARTIALS": muon.PARTIALS}
     weights |= {"ROWS": muon.WEIGHT_ROWS, "COLUMNS": muon.WEIGHT_COLUMNS}
     return {
         "momentum": (muon._momentum, {**flat, "MOMENTUM": 0.95}, muon.FLAT_WARPS, 3),
-        "squares": (muon._squares, {"BLOCK": muon.SUM_ELEMENTS, "TILE": muon.FLAT_ELEMENTS}, muon.SUM_WARPS, 3),
+        "squares": (muon._squares, {"BLOCK": SUM_ELEMENTS, "TILE": muon.FLAT_ELEMENTS}, muon.SUM_WARPS, 3),
         "normalize": (muon._normalize, {**flat, "PARTIALS": muon.PARTIALS}, muon.FLAT_WARPS, 3),
         "X X^T": (muon._symmetric, {**tile, **wide, "ADDS": False}, *product),
         "X X^T of a tall matrix": (muon._symmetric, {**tile, **tall, "ADDS": False}, *product),
@@ -60,7 +54,3 @@ def compile_one(job: tuple[str, int]) -> dict[str, object]:
 
 def jobs_of_tests() -> list[tuple[str, int]]:
     return [(name, arch) for name in launches() for arch in ARCHITECTURES]
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

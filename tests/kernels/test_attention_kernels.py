@@ -18,7 +18,7 @@ from handgrad.dropout import cuda as dropout_kernels, reference as dropout_refer
 from handgrad.dropout.masks import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.cuda.attention_configs import Config
+from handgrad.ops.sizes import AttentionTile, attention_scratch_bytes
 from tests.distributed.runs import Launcher
 from tests.kernels.attention_kernel_table import check
 from tests.kernels.tables import compiled_rows
@@ -28,7 +28,7 @@ ROUNDING = 2.0**-24
 GARBAGE = 255  # bytes that are NaN as float32
 
 # Queries per tile more and fewer than keys; and the shipped ones, as many of both.
-TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": None}
+TILES = {"wide": AttentionTile(32, 16, 4, 1), "tall": AttentionTile(16, 32, 4, 1), "shipped": None}
 
 
 @pytest.fixture(params=TILES)
@@ -51,7 +51,7 @@ def run(dtype: torch.dtype, B: int, T: int, H: int, D: int, *, kernels: bool, p:
     out, lse, dqkv = (torch.full(s, math.nan, dtype=dtype, device=DEVICE) for s in [(N, C), (B, H, T), (N, packed)])
     if kernels:
         ops = dropout_kernels if p else attention_triton
-        size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
+        size = attention_scratch_bytes(batch=B, length=T, num_heads=H)
         scratch = torch.full((size + 16,), GARBAGE, dtype=torch.uint8, device=DEVICE)
         ops.attention_forward(out, lse, qkv, *site)
         ops.attention_backward(dqkv, dout, out, lse, qkv, *site, scratch=scratch)
@@ -111,7 +111,7 @@ def test_masks_are_the_references() -> None:
     qkv = torch.stack([torch.zeros_like(unit), torch.zeros_like(unit), unit], 2).reshape(B * T, 3 * H * D)
     out, dqkv, lse = torch.empty(B * T, H * D), torch.empty(B * T, 3 * H * D), torch.empty(B, H, T)
     out, dqkv, lse = (t.fill_(math.nan).to(DEVICE) for t in (out, dqkv, lse))
-    size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
+    size = attention_scratch_bytes(batch=B, length=T, num_heads=H)
     scratch = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
     dropout_kernels.attention_forward(out, lse, qkv, site)
     dropout_kernels.attention_backward(dqkv, unit.reshape(B * T, H * D), out, lse, qkv, site, scratch=scratch)
@@ -131,6 +131,6 @@ def test_scratch_is_checked() -> None:
 
 def test_shipped_configurations_compile(launcher: Launcher) -> None:
     """No spills, within shared memory, and on Hopper with its own tensor-core instructions."""
-    rows = compiled_rows(launcher, "attention_kernel_table")
+    rows = compiled_rows(launcher, "attention")
     assert len(rows) == 135
     check(rows)

@@ -13,7 +13,7 @@ from tests.kernels.tables import compiled_rows
 
 @pytest.fixture(scope="module")
 def compiled(launcher: Launcher) -> list[dict]:
-    return compiled_rows(launcher, "decode_kernel_table")
+    return compiled_rows(launcher, "decode")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

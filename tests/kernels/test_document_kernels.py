@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.cuda.attention_configs import Config
 from handgrad.ops.cuda.attention_documents import first_after
+from handgrad.ops.sizes import AttentionTile
 from tests.documents import PACKINGS, document_starts
 from tests.kernels import document_checks as checks
 from tests.kernels.memory_checks import Draw, check
 from tests.kernels.pairs import every_pair
 
 # Queries per tile more and fewer than keys; and the shipped ones, as many of both.
-TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": None}
+TILES = {"wide": AttentionTile(32, 16, 4, 1), "tall": AttentionTile(16, 32, 4, 1), "shipped": None}
 LENGTHS = [*PACKINGS.values(), [[3, 40, 1, 32, 20], [96]], [[64, 32], [16, 80]]]  # the last: no tail, boundaries of blocks
 HEADS = [(2, 2, 16), (4, 2, 24), (3, 1, 64), (2, 1, 256)]  # H, K, D
 

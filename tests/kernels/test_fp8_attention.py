@@ -15,14 +15,14 @@ pytest.importorskip("triton")
 from handgrad.fp8.cuda import attention
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.cuda.attention_configs import Config, rows_of, shipped
+from handgrad.ops.sizes import AttentionTile, attention_parts, attention_tile, rows_of
 from tests.documents import document_starts
 from tests.kernels import fp8_attention_checks as checks, fp8_stand_ins
 from tests.kernels.fp8_checks import make
 from tests.kernels.memory_checks import Draw
 from tests.kernels.pairs import every_pair
 
-TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": None}
+TILES = {"wide": AttentionTile(32, 16, 4, 1), "tall": AttentionTile(16, 32, 4, 1), "attention_tile": None}
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +55,13 @@ def test_bits_within_documents(tiles: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_room_for_statistics() -> None:
     """As many parts as programs, with every configuration for 16 bits; and fewer are refused."""
     for width, newer in product((64, 128), (True, False)):
-        rows = [rows_of(name, shipped(name, width, narrow=True, newer=newer)) for name in ("forward", "dq", "dkdv")]
+        rows = [rows_of(name, attention_tile(name, width, narrow=True, newer=newer)) for name in ("forward", "dq", "dkdv")]
         forward, dq, dkdv = (6 * -(-1000 // size) for size in rows)
-        assert attention.forward_parts(2, 3, 1000, width) >= forward
-        assert attention.backward_parts(2, 3, 1000, width) >= dq + dkdv
-    assert attention.forward_parts(64, 12, 1024, 64) == 64 * 12 * 16 == attention.backward_parts(64, 12, 1024, 64) // 2
+        sizes = {"batch": 2, "num_heads": 3, "length": 1000, "head_width": width}
+        assert attention_parts("forward", **sizes) >= forward
+        assert attention_parts("dq", "dkdv", **sizes) >= dq + dkdv
+    sizes = {"batch": 64, "num_heads": 12, "length": 1024, "head_width": 64}
+    assert attention_parts("forward", **sizes) == 64 * 12 * 16 == attention_parts("dq", "dkdv", **sizes) // 2
     qkv, lse = torch.zeros(64, 48), torch.zeros(1, 1, 64)
     scratch = torch.zeros(8 * 64, dtype=torch.uint8)
     dqkv = make(64, 48, 3, E4M3, "cpu")

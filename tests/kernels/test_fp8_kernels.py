@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from handgrad.fp8.cuda import linear
 from handgrad.fp8.formats import E4M3, E5M2
-from handgrad.ops.cuda import layernorm as plain_layernorm
+from handgrad.ops import sizes
 from tests.kernels import fp8_checks as checks, fp8_stand_ins, layernorm_fp8_checks
 from tests.kernels.memory_checks import Draw
 from tests.kernels.pairs import every_pair
@@ -79,7 +79,7 @@ def test_layernorm_forward(draw: Draw, shape: tuple[int, int], kind: torch.dtype
 def test_layernorm_backward(
     draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain_layernorm, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr(sizes, "NORM_PROGRAMS", 3)
     layernorm_fp8_checks.layernorm_backward(draw, *shape, kind, counting=counting)
 
 

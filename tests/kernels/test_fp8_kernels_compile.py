@@ -20,7 +20,7 @@ AT_ONCE = {"layernorm_forward": 16, "classifier_forward_backward": 3, "classifie
 
 @pytest.fixture(scope="module")
 def compiled(launcher: Launcher) -> list[dict]:
-    return compiled_rows(launcher, "fp8_kernel_table")
+    return compiled_rows(launcher, "fp8")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

@@ -12,7 +12,7 @@ REGISTER_FILE = 65536
 
 @pytest.fixture(scope="module")
 def compiled(launcher: Launcher) -> list[dict]:
-    return compiled_rows(launcher, "gelu_fp8_kernel_table")
+    return compiled_rows(launcher, "gelu_fp8")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

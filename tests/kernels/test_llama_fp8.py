@@ -12,10 +12,10 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides wh
 pytest.importorskip("triton")
 
 from handgrad.fp8 import cuda
-from handgrad.fp8.cuda import attention, quantizing, swiglu
+from handgrad.fp8.cuda import attention
 from handgrad.fp8.formats import E4M3, E5M2
-from handgrad.ops.cuda import attention_triton, layernorm as plain_layernorm
-from handgrad.ops.cuda.attention_configs import Config
+from handgrad.ops.cuda import attention_triton
+from handgrad.ops.sizes import QUADS_TILE, QUANTIZE_TILE, SWIGLU_TILE, AttentionTile, tiles
 from tests.documents import document_starts
 from tests.kernels import fp8_stand_ins, llama_fp8_checks as checks
 from tests.kernels.fp8_checks import make
@@ -43,7 +43,7 @@ def test_gained_rmsnorm(
     draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Backward, a program walks several rows."""
-    monkeypatch.setattr(plain_layernorm, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr("handgrad.ops.sizes.NORM_PROGRAMS", 3)
     checks.gained_rmsnorm_forward(draw, *shape, kind, counting=counting)
     checks.gained_rmsnorm_backward(draw, *shape, kind, counting=counting)
 
@@ -76,9 +76,11 @@ def test_turn_back_with_columns_in_another_format(draw: Draw, turn: str) -> None
     checks.turn_back(draw, 36, 4, 2, 24, 12, turn, E4M3, counting=True, columns=E5M2)
 
 
-@pytest.mark.parametrize("config", [None, Config(32, 16, 4, 1)])
+@pytest.mark.parametrize("config", [None, AttentionTile(32, 16, 4, 1)])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_attention_of_grouped_heads(kind: torch.dtype, config: Config | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_of_grouped_heads(
+    kind: torch.dtype, config: AttentionTile | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if config is not None:
         monkeypatch.setattr(attention_triton, "choose_config", lambda *_: config)
     checks.attention_forward(Draw(torch.float32, "cpu"), 2, 37, 6, 2, 16, kind)
@@ -98,7 +100,7 @@ def test_room_for_statistics(tokens: int, F: int) -> None:
     """The parts that a run makes room for are enough for the SwiGLU's programs, and for those that quantise alone."""
     sizes = {"batch": 1, "length": tokens, "num_heads": 1, "head_width": 64, "channels": 64, "padded_vocab_size": 128}
     room = cuda.statistics_parts(**sizes, feed_forward=F, widest=2 * F)
-    written = [swiglu.forward_parts(tokens, F), swiglu.backward_parts(tokens, F)]
+    written = [tiles(tokens, F, SWIGLU_TILE), tiles(tokens, F, QUADS_TILE)]
     shapes = (tokens, 2 * F), (2 * F, 64), (64, F), (tokens, 64), (128, 64)
-    written += [quantizing.quantize_parts(*shape) for shape in shapes]
+    written += [tiles(*shape, QUANTIZE_TILE) for shape in shapes]
     assert room >= max(written)

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from handgrad.ops.cuda.attention_configs import shipped
+from handgrad.ops.sizes import attention_tile
 from tests.distributed.runs import Launcher
 from tests.kernels.compiling import SHARED_LIMIT
 from tests.kernels.tables import compiled_rows
@@ -15,12 +15,12 @@ CONVERSIONS = {"fp8e4nv": ["cvt.rn.satfinite.e4m3x2.f32"], "fp8e5": ["cvt.rn.sat
 
 @pytest.fixture(scope="module")
 def compiled(launcher: Launcher) -> list[dict]:
-    return compiled_rows(launcher, "llama_fp8_kernel_table")
+    return compiled_rows(launcher, "llama_fp8")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:
     """But two registers of attention where three heads share keys: a cap on them lets a fourth program run beside."""
-    capped = shipped("forward", 64, narrow=True, newer=True, grouped=True).registers
+    capped = attention_tile("forward", 64, narrow=True, newer=True, grouped=True).registers
     for row in compiled:
         most = 8 if row["kernel"] == "attention_forward of 9 heads of 64" and capped else 0
         assert row["stack"] <= most and not row["spills"], row

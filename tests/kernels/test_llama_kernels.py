@@ -10,7 +10,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.cuda import gained_qk_norm, rotary
+from handgrad.ops import sizes
 from tests.kernels import llama_checks as checks
 from tests.kernels.memory_checks import Draw, both, check
 
@@ -49,9 +49,8 @@ def test_heads(draw: Draw, N: int, H: int, K: int, D: int, length: int) -> None:
 
 
 def test_a_program_walks_several_rows(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rotary, gained_qk_norm):
-        monkeypatch.setattr(module, "PROGRAMS", 3)
-    monkeypatch.setattr(gained_qk_norm, "BACKWARD_PROGRAMS", 2)
+    monkeypatch.setattr(sizes, "ROTARY_PROGRAMS", 3)
+    monkeypatch.setattr(sizes, "QK_GAIN_PROGRAMS", 2)
     for each in checks.heads(draw, 11, 4, 2, 24, 4, 1.0):
         check(each)
 

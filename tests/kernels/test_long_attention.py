@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from handgrad.ops import cpu
 from handgrad.ops.cuda import attention_triton as kernels
-from handgrad.ops.cuda.attention_configs import Config
+from handgrad.ops.sizes import AttentionTile
 from tests.documents import document_starts
 
 D = 16
@@ -25,7 +25,7 @@ SPAN = 1 << 14  # positions that the search for a document's end tries in one tu
 def test_a_row_of_32768_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles of 1024, which the interpreter takes faster than small ones. torch's flash attention in float64 is exact, in
     float32 it is the error that the kernels are allowed twice."""
-    monkeypatch.setattr(kernels, "choose_config", lambda *_: Config(1024, 1024, 4, 1))
+    monkeypatch.setattr(kernels, "choose_config", lambda *_: AttentionTile(1024, 1024, 4, 1))
     starts = document_starts([[3, SPAN + 1, 2380, *(1000,) * 14]])
     T = starts.shape[1]
     assert T == 32768

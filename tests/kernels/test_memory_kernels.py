@@ -13,8 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides wh
 pytest.importorskip("triton")
 
 from handgrad import ops as contract
-from handgrad.ops import reference
-from handgrad.ops.cuda import column_sums, layernorm
+from handgrad.ops import reference, sizes
 from tests.kernels import memory_checks as checks
 from tests.kernels.memory_checks import Draw, both, case, check, kernels
 
@@ -27,8 +26,8 @@ def draw() -> Draw:
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every program walks several blocks of rows, as at real sizes."""
-    monkeypatch.setattr(layernorm, "BACKWARD_PROGRAMS", 3)
-    monkeypatch.setattr(column_sums, "LARGEST_SPLIT", 2)
+    monkeypatch.setattr(sizes, "NORM_PROGRAMS", 3)
+    monkeypatch.setattr(sizes, "LARGEST_SPLIT", 2)
 
 
 @pytest.mark.parametrize(("N", "C"), [(1, 24), (7, 48), (33, 100), (5, 768), (3, 1600), (1, 2500)])

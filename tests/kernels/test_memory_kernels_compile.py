@@ -29,7 +29,7 @@ ROWS_UNDER_WAY = {"classifier_forward_backward": 3, "classifier_forward": 3}  # 
 
 @pytest.fixture(scope="module")
 def compiled(launcher: Launcher) -> list[dict]:
-    return compiled_rows(launcher, "memory_kernel_table")
+    return compiled_rows(launcher, "memory")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

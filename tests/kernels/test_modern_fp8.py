@@ -12,7 +12,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.fp8.cuda import rmsnorm, rotary
+from handgrad.fp8.cuda import rotary
 from handgrad.fp8.formats import E4M3, E5M2
 from tests.kernels import fp8_stand_ins, modern_fp8_checks as checks
 from tests.kernels.fp8_checks import make
@@ -44,7 +44,7 @@ def test_rmsnorm_forward(draw: Draw, shape: tuple[int, int], kind: torch.dtype, 
 def test_rmsnorm_backward(
     draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rmsnorm, "PROGRAMS", 3)
+    monkeypatch.setattr("handgrad.ops.sizes.RMSNORM_PROGRAMS", 3)
     checks.rmsnorm_backward(draw, *shape, kind, counting=counting)
 
 

@@ -13,7 +13,7 @@ CONVERSIONS = {"fp8e4nv": ["cvt.rn.satfinite.e4m3x2.f32"], "fp8e5": ["cvt.rn.sat
 
 @pytest.fixture(scope="module")
 def compiled(launcher: Launcher) -> list[dict]:
-    return compiled_rows(launcher, "modern_fp8_kernel_table")
+    return compiled_rows(launcher, "modern_fp8")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

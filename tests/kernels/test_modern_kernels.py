@@ -12,7 +12,8 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.cuda import layernorm, rotary, row_products, value_embedding
+from handgrad.ops import sizes
+from handgrad.ops.cuda import row_products, value_embedding
 from tests.kernels import modern_checks as checks
 from tests.kernels.decode_checks import check as check_decode
 from tests.kernels.memory_checks import Draw, both, check, kernels, zipf_tokens
@@ -39,7 +40,7 @@ def test_qk_norm_and_rotary(draw: Draw, N: int, H: int, D: int, length: int) -> 
 
 
 def test_a_program_walks_several_rows(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotary, "PROGRAMS", 3)
+    monkeypatch.setattr(sizes, "ROTARY_PROGRAMS", 3)
     for each in checks.turns(draw, 11, 2, 24, 4):
         check(each)
 
@@ -57,7 +58,7 @@ def test_mixed_streams(draw: Draw, N: int, C: int, has: tuple[bool, bool]) -> No
 
 @pytest.mark.parametrize("has", [BOTH, RESIDUAL, INPUT])
 def test_the_scalars_sums_are_of_all_programs(draw: Draw, has: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layernorm, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr(sizes, "NORM_PROGRAMS", 3)
     checks.check_mix_backward(draw, 29, 48, *has)
 
 

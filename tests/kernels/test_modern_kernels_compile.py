@@ -11,7 +11,7 @@ from tests.kernels.tables import compiled_rows
 
 @pytest.fixture(scope="module")
 def compiled(launcher: Launcher) -> list[dict]:
-    return compiled_rows(launcher, "modern_kernel_table")
+    return compiled_rows(launcher, "modern")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

@@ -11,6 +11,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
+from handgrad.ops import sizes
 from handgrad.ops.cuda import muon
 from tests.distributed.runs import Launcher
 from tests.kernels import muon_checks as checks
@@ -30,7 +31,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product has several tiles, every sum several parts and turns, as at real sizes."""
     monkeypatch.setattr(muon, "SIDE", 32)
     monkeypatch.setattr(muon, "DEPTH", 32)
-    monkeypatch.setattr(muon, "SUM_ELEMENTS", 2048)
+    monkeypatch.setattr(sizes, "SUM_ELEMENTS", 2048)
     monkeypatch.setattr(muon, "FLAT_ELEMENTS", 1024)
     monkeypatch.setattr(muon, "MOMENT_COLUMNS", 32)
     monkeypatch.setattr(muon, "WEIGHT_COLUMNS", 32)
@@ -82,7 +83,7 @@ def test_the_whole_update(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def compiled(launcher: Launcher) -> list[dict]:
-    return compiled_rows(launcher, "muon_kernel_table")
+    return compiled_rows(launcher, "muon")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

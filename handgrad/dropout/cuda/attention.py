@@ -9,7 +9,6 @@ from torch import Tensor
 
 from handgrad.dropout.cuda.masks import RANDOM, head_key, kept, kernel_arguments, row_keys, sample_key
 from handgrad.dropout.masks import Dropout
-from handgrad.ops.cuda import attention_triton
 from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
 from handgrad.ops.cuda.attention_tiles import key_block, load_vector, query_block, store_tile, store_vector
 from handgrad.ops.cuda.attention_triton import checked, launch_blocks, sums_in
@@ -84,11 +83,6 @@ def dkdv_kernel(
     dk_tile = dqkv + row * row_stride + column
     store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
     store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
-
-
-def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, **_sizes: Any) -> int:
-    """The need of the Triton kernels, for heads of any width."""
-    return attention_triton.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 
 def more_arguments(dropout: Dropout, document_starts: Tensor | None, lse: Tensor) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from handgrad.dropout.cuda.masks import RANDOM, kept, kernel_arguments, row_keys, sample_key
 from handgrad.dropout.masks import Dropout
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import forward_tile
+from handgrad.ops.sizes import forward_tile
 
 
 def dropout_forward(out: Tensor, inp: Tensor, dropout: Dropout) -> None:

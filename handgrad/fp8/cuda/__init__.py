@@ -4,8 +4,7 @@ same pass, and cuBLASLt multiplies them."""
 # ruff: noqa: F401
 from typing import Any
 
-from handgrad.fp8.cuda import elementwise, gelu, layernorm, norms, quantizing, rmsnorm, rotary, swiglu
-from handgrad.fp8.cuda.attention import attention_backward, attention_forward, backward_parts, forward_parts
+from handgrad.fp8.cuda.attention import attention_backward, attention_forward
 from handgrad.fp8.cuda.classifier import classifier_forward, classifier_forward_backward
 from handgrad.fp8.cuda.column_sums import bias_backward
 from handgrad.fp8.cuda.gained_qk_norm import gained_qk_norm_rotary_backward
@@ -30,6 +29,7 @@ from handgrad.fp8.cuda.rotary import qk_norm_backward, qk_norm_rotary_backward, 
 from handgrad.fp8.formats import on_plain, plain_or_workspace
 from handgrad.ops import cuda
 from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
+from handgrad.ops.sizes import statistics_parts
 
 # Of a technique that is off by default: it reads 16 bits.
 value_embedding_forward = on_plain(cuda.value_embedding_forward)
@@ -42,36 +42,6 @@ rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forwa
 gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
 gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
-
-
-def statistics_parts(
-    *,
-    batch: int,
-    length: int,
-    num_heads: int,
-    head_width: int,
-    channels: int,
-    feed_forward: int,
-    widest: int,
-    padded_vocab_size: int,
-) -> int:
-    """One for each program of the kernel with the most of them."""
-    tokens, heads = batch * length, (batch, num_heads, length, head_width)
-    return max(
-        quantizing.quantize_parts(tokens, widest),
-        quantizing.quantize_parts(widest, channels),
-        quantizing.quantize_parts(channels, widest),
-        quantizing.quantize_parts(padded_vocab_size, channels),
-        norms.forward_parts(tokens, channels),
-        layernorm.backward_parts(tokens, channels),
-        forward_parts(*heads),
-        backward_parts(*heads),
-        gelu.forward_parts(tokens, feed_forward),
-        elementwise.backward_parts(tokens, feed_forward),
-        rmsnorm.backward_parts(tokens, channels),
-        rotary.backward_parts(tokens),
-        swiglu.forward_parts(tokens, feed_forward),
-    )
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,6 @@ from handgrad.fp8 import formats
 from handgrad.fp8.cuda.quantizing import UNALIGNED, at_own_scale, limits, quantize, rounded, store_statistics
 from handgrad.fp8.formats import Form, Quantized, plain
 from handgrad.ops.cuda import attention, attention_triton
-from handgrad.ops.cuda.attention_configs import rows_of, shipped
 from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
 from handgrad.ops.cuda.attention_tiles import (
     key_block,
@@ -112,21 +111,6 @@ def dkdv_kernel(
     forms = rows, columns, scaling, row_stride, N
     store_quantized(forms, dk, row, column, left, D, TAIL)
     store_quantized(forms, dv, row, column + C, left, D, TAIL)
-
-
-def forward_parts(batch: int, num_heads: int, length: int, width: int) -> int:
-    """Parts of the statistics that `attention_forward` may write for heads of `width` channels in 16 bits."""
-    return batch * num_heads * most_blocks("forward", length, width)
-
-
-def backward_parts(batch: int, num_heads: int, length: int, width: int) -> int:
-    """Parts of the statistics that `attention_backward` may write: first dq's, then dk's and dv's."""
-    return batch * num_heads * (most_blocks("dq", length, width) + most_blocks("dkdv", length, width))
-
-
-def most_blocks(kernel: str, length: int, width: int) -> int:
-    """Programs per head, with the smallest tiles that any GPU gets."""
-    return triton.cdiv(length, min(rows_of(kernel, shipped(kernel, width, narrow=True, newer=n)) for n in (True, False)))
 
 
 def launch_blocks(

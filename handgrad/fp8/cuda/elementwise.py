@@ -10,29 +10,22 @@ from torch import Tensor
 from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, rounded, store_part, target
 from handgrad.fp8.formats import Quantized
 from handgrad.ops.cuda.launch import launch
+from handgrad.ops.sizes import QUADS, QUADS_TILE, ROWS_OF_QUAD, tiles
 
-# The backward: a program's tile, in quads of rows. A lane has 8 columns of a quad, whose fp8 numbers are one word of the
-# transposed forms: 32 rows are 32 bytes of a column there, one sector. Small tiles are faster: 413 us at 124M, where 128
-# rows of 64 columns with 8 warps take 511 (benchmarks/results/h200-fp8-choices.json).
-QUAD = tl.constexpr(4)
-QUADS, COLUMNS, BACKWARD_WARPS = 8, 128, 4
-
-
-def backward_parts(N: int, F: int) -> int:
-    """Parts of the statistics that the backward writes."""
-    return triton.cdiv(N, QUADS * QUAD.value) * triton.cdiv(F, COLUMNS)
+QUAD = tl.constexpr(ROWS_OF_QUAD)
+BACKWARD_WARPS = 4
 
 
 def launch_backward(kernel: Any, dhidden: Quantized, inp: Quantized, dout: Tensor, hidden: Tensor) -> None:
     """dhidden is the gradient before a nonlinearity, from dout (N, F), the one after it; with `current`, first its scale.
     The columns of inp, the nonlinearity's output, are made at its scale as it stands."""
-    (N, F), rows = hidden.shape, QUADS * QUAD.value
+    (N, F), (rows, columns) = hidden.shape, QUADS_TILE
     assert N % QUAD.value == 0, f"the number of tokens must be a multiple of {QUAD.value}, found {N}"
-    scaling, *statistics = target(dhidden, backward_parts(N, F))
+    scaling, *statistics = target(dhidden, tiles(N, F, QUADS_TILE))
     tensors = dhidden.rows, dhidden.columns, inp.columns, scaling, inp.scaling, *statistics, dout, hidden
-    sizes, even = (N // QUAD.value, F, *limits(dhidden)), N % rows == 0 and F % COLUMNS == 0
-    grid = (triton.cdiv(F, COLUMNS), triton.cdiv(N, rows))
-    arguments = *tensors, *sizes, even, QUADS, COLUMNS
+    sizes, even = (N // QUAD.value, F, *limits(dhidden)), N % rows == 0 and F % columns == 0
+    grid = (triton.cdiv(F, columns), triton.cdiv(N, rows))
+    arguments = *tensors, *sizes, even, QUADS, columns
     at_own_scale(dhidden, lambda: launch(kernel, grid, *arguments, num_warps=BACKWARD_WARPS))
 
 

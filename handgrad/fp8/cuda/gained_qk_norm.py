@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.fp8.cuda.elementwise import QUAD, QUADS
+from handgrad.fp8.cuda.elementwise import QUAD
 from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, store_part, target
 from handgrad.fp8.cuda.rotary import (
-    backward_parts,
     check_tile,
     counted_quads,
     scaled_turn,
@@ -26,6 +25,7 @@ from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.gained_qk_norm import through_gained_norm
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.rotary import frequency_table, pairs_at, turned_back
+from handgrad.ops.sizes import QUADS, QUADS_TILE
 
 
 def gained_qk_norm_rotary_backward(
@@ -52,7 +52,7 @@ def gained_qk_norm_rotary_backward(
     assert dqkv.workspace is not None
     (N, columns), turned_heads, D = qkv.shape, rstd.shape[1], q_gain.shape[0]
     check_tile(N, D)
-    programs = backward_parts(N)
+    programs = triton.cdiv(N, QUADS_TILE[0])
     partials = float32_of(scratch, programs * 2 * D)
     forms = dqkv.plain, dqkv.rows, dqkv.columns, *target(dqkv, programs)
     inputs = dqkv.workspace, qkv, rstd, q_gain, k_gain, frequency_table(frequencies, qkv.device)

@@ -20,7 +20,8 @@ from handgrad.ops import cuda
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.gained_rmsnorm import backward_rows, normalised
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import backward_tile, forward_places
+from handgrad.ops.cuda.layernorm import forward_places
+from handgrad.ops.sizes import backward_tile
 
 
 def gained_rmsnorm_forward(out: Form, rstd: Tensor, inp: Tensor, gain: Tensor, *, epsilon: float) -> None:

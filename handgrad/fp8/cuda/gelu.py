@@ -13,20 +13,16 @@ from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, 
 from handgrad.fp8.formats import Quantized
 from handgrad.ops.cuda.gelu import CUBIC, CUBIC3, SATURATED, SLOPE, SLOPE_LN2
 from handgrad.ops.cuda.launch import launch
+from handgrad.ops.sizes import NONLINEARITY_ELEMENTS
 
-# Forward: a program's elements.
-BLOCK, WARPS = 8192, 8
-
-
-def forward_parts(N: int, F: int) -> int:
-    """Parts of the statistics that the forward writes."""
-    return triton.cdiv(N * F, BLOCK)
+WARPS = 8  # of the forward
 
 
 def gelu_forward_fp8(out: Quantized, hidden: Tensor) -> None:
     """The rows of out, and its statistics; hidden (N, F). With `current`, first the scale."""
-    elements, programs = hidden.numel(), forward_parts(*hidden.shape)
-    arguments = out.rows, *target(out, programs), hidden, elements, *limits(out), elements % BLOCK == 0, BLOCK
+    elements, block = hidden.numel(), NONLINEARITY_ELEMENTS
+    programs = triton.cdiv(elements, block)
+    arguments = out.rows, *target(out, programs), hidden, elements, *limits(out), elements % block == 0, block
     at_own_scale(out, lambda: launch(_forward, (programs,), *arguments, num_warps=WARPS))
 
 

@@ -22,16 +22,11 @@ from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.layernorm import (
     backward_begin,
     backward_rows,
-    backward_tile,
     forward_places,
     normalised,
     store_sums,
 )
-
-
-def backward_parts(N: int, C: int) -> int:
-    """Parts of the statistics that the backward writes, of 16-bit numbers."""
-    return backward_tile(N, C, 2)[0]
+from handgrad.ops.sizes import backward_tile
 
 
 def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:

@@ -20,9 +20,10 @@ from handgrad.fp8.formats import Form, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import backward_tile, forward_places
+from handgrad.ops.cuda.layernorm import forward_places
 from handgrad.ops.cuda.mix import backward_rows, mixture, store_sums
 from handgrad.ops.cuda.rmsnorm import rstd_of
+from handgrad.ops.sizes import backward_tile
 
 
 def mix_rmsnorm_forward(

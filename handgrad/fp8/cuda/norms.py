@@ -10,12 +10,7 @@ from torch import Tensor
 from handgrad.fp8.cuda.quantizing import at_own_scale, limits, quantize, target, transpose_rows
 from handgrad.fp8.formats import Form, Quantized, plain
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import forward_tile
-
-
-def forward_parts(N: int, C: int) -> int:
-    """Parts of the statistics that a forward writes."""
-    return triton.cdiv(N, forward_tile(C)[1])
+from handgrad.ops.sizes import forward_tile
 
 
 def norm_forward(
@@ -29,7 +24,7 @@ def norm_forward(
         return
     N, C = out.shape
     block, rows, warps = forward_tile(C)
-    forms = out.plain, out.rows, *target(out, forward_parts(N, C))
+    forms = out.plain, out.rows, *target(out, triton.cdiv(N, rows))
     arguments = *mixed, *forms, *tensors, N, C, block, rows, *limits(out)
     at_own_scale(out, lambda: launch(kernel, (triton.cdiv(N, rows),), *arguments, num_warps=warps))
     transpose_rows(out)

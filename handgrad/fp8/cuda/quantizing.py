@@ -10,6 +10,7 @@ from handgrad import ops
 from handgrad.fp8 import formats
 from handgrad.fp8.formats import Quantized
 from handgrad.ops.cuda.launch import launch
+from handgrad.ops.sizes import QUANTIZE_TILE, tiles
 
 STEP = tl.constexpr(ops.CONTROL_STEP)
 SCALE, INVERSE, COUNTING = tl.constexpr(formats.SCALE), tl.constexpr(formats.INVERSE), tl.constexpr(formats.COUNTING)
@@ -23,8 +24,7 @@ LARGEST_MANTISSA = tl.constexpr(formats.LARGEST_MANTISSA)
 LARGEST_SCALE_EXPONENT = tl.constexpr(formats.LARGEST_SCALE_EXPONENT)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)  # of float32
 
-# A tile of fp8 is 128 bytes of a row and 64 of a column.
-ROWS, COLUMNS, WARPS = 64, 128, 4
+WARPS = 4
 
 # Counting alone: as many programs as run at once, which mostly have nothing to do.
 COUNTERS, COUNT_BLOCK = 512, 2048
@@ -44,15 +44,9 @@ def limits(tensor: Quantized) -> tuple[float, float]:
     return formats.largest_number(tensor.format), formats.VANISHES_AT[tensor.format]
 
 
-def tiles(N: int, C: int) -> tuple[int, int]:
+def grid_of(N: int, C: int) -> tuple[int, int]:
     """Programs along both sides of a tensor."""
-    return triton.cdiv(N, ROWS), triton.cdiv(C, COLUMNS)
-
-
-def quantize_parts(N: int, C: int) -> int:
-    """Parts of the statistics that `quantize` writes."""
-    along, across = tiles(N, C)
-    return along * across
+    return triton.cdiv(N, QUANTIZE_TILE[0]), triton.cdiv(C, QUANTIZE_TILE[1])
 
 
 def target(out: Quantized, parts: int) -> tuple[Tensor, Tensor, int]:
@@ -63,7 +57,8 @@ def target(out: Quantized, parts: int) -> tuple[Tensor, Tensor, int]:
 
 
 def quantize(out: Quantized, inp: Tensor) -> None:
-    into = target(out, quantize_parts(*inp.shape))
+    N, C = inp.shape
+    into = target(out, tiles(N, C, QUANTIZE_TILE))
     if out.current:
         _launch_quantize(out, (None, None), into, inp)
         rescale(out)
@@ -76,8 +71,8 @@ def write_forms(out: Quantized, inp: Tensor) -> None:
 
 
 def _launch_quantize(out: Quantized, forms: Forms, into: tuple[Tensor, Tensor | None, int], inp: Tensor) -> None:
-    tile = *inp.shape, ROWS, COLUMNS
-    launch(_quantize, tiles(*inp.shape), *forms, *into, inp, *tile, *limits(out), num_warps=WARPS)
+    sizes = *inp.shape, *QUANTIZE_TILE
+    launch(_quantize, grid_of(*inp.shape), *forms, *into, inp, *sizes, *limits(out), num_warps=WARPS)
 
 
 def count_numbers(tensor: Quantized, inp: Tensor) -> None:
@@ -92,7 +87,7 @@ def transpose(columns: Tensor, rows: Tensor) -> None:
     """columns (C, N) = the transpose of rows (N, C), both fp8. Where they are the first N of a buffer's M columns, as in
     the last chunk of the head, all M are written, from M rows: nothing reads columns behind N."""
     M, C = columns.stride(0), rows.shape[1]
-    launch(_transpose, tiles(M, C), columns, rows, M, C, ROWS, COLUMNS, num_warps=WARPS)
+    launch(_transpose, grid_of(M, C), columns, rows, M, C, *QUANTIZE_TILE, num_warps=WARPS)
 
 
 def transpose_rows(tensor: Quantized) -> None:

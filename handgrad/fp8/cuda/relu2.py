@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.fp8.cuda.elementwise import backward_tile, counted, launch_backward, rounded_and_scaled, widened
-from handgrad.fp8.cuda.gelu import BLOCK, WARPS, forward_parts
+from handgrad.fp8.cuda.gelu import WARPS
 from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, limits, quantize, rounded, store_part, target
 from handgrad.fp8.formats import Quantized, plain
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.relu2 import relu2, relu2_forward
+from handgrad.ops.sizes import NONLINEARITY_ELEMENTS
 
 
 def relu2_forward_fp8(out: Quantized) -> None:
@@ -23,8 +24,9 @@ def relu2_forward_fp8(out: Quantized) -> None:
         relu2_forward(hidden)
         quantize(replace(out, columns=None), hidden)
         return
-    elements, programs = hidden.numel(), forward_parts(*hidden.shape)
-    arguments = out.rows, *target(out, programs), hidden, elements, *limits(out), elements % BLOCK == 0, BLOCK
+    elements, block = hidden.numel(), NONLINEARITY_ELEMENTS
+    programs = triton.cdiv(elements, block)
+    arguments = out.rows, *target(out, programs), hidden, elements, *limits(out), elements % block == 0, block
     launch(_forward, (programs,), *arguments, num_warps=WARPS)
 
 

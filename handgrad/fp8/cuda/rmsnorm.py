@@ -19,16 +19,8 @@ from handgrad.fp8.formats import Form, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.layernorm import forward_places
-from handgrad.ops.cuda.rmsnorm import backward_tile, normalised, updated_stream
-
-# Programs of the backward, which walk the rows with this stride: each leaves a part of the statistics, and a tensor's parts
-# are read whole in every micro-step. It is what 132 multiprocessors hold of the smallest programs.
-PROGRAMS = 4096
-
-
-def backward_parts(N: int, C: int) -> int:
-    """Parts of the statistics that the backward writes."""
-    return min(PROGRAMS, triton.cdiv(N, backward_tile(C)[1]))
+from handgrad.ops.cuda.rmsnorm import normalised, updated_stream
+from handgrad.ops.sizes import rmsnorm_backward_tile, rmsnorm_programs
 
 
 def rmsnorm_forward(out: Form, rstd: Tensor, inp: Tensor) -> None:
@@ -42,8 +34,8 @@ def rmsnorm_backward(dresidual_inout: Form, dout: Tensor, inp: Tensor, rstd: Ten
         quantize_plain(dresidual_inout)
         return
     N, C = inp.shape
-    block, rows, warps = backward_tile(C)
-    programs = backward_parts(N, C)
+    block, rows, warps = rmsnorm_backward_tile(C)
+    programs = rmsnorm_programs(N, C)
     form = dresidual, dresidual_inout.rows, *target(dresidual_inout, programs)
     launch(_backward, (programs,), *form, dout, inp, rstd, N, C, block, rows, num_warps=warps)
     count_numbers(dresidual_inout, dresidual)

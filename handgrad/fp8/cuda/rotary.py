@@ -9,21 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.fp8.cuda.elementwise import QUAD, QUADS, counted, rounded_and_scaled, widened, word
+from handgrad.fp8.cuda.elementwise import QUAD, counted, rounded_and_scaled, widened, word
 from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, rounded, store_part, target
 from handgrad.fp8.formats import Form
 from handgrad.ops.cuda import rotary as plain_rotary
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.rotary import frequencies_at, heads_of, through_norm, turned, turned_back
 from handgrad.ops.reference.rotary import Frequencies
+from handgrad.ops.sizes import QUADS, QUADS_TILE
 
 # A warp holds 16 pairs of every row: its loads are as wide then as 128 registers of a lane admit.
 PAIRS_PER_WARP, MOST_WARPS = 16, 4
-
-
-def backward_parts(N: int) -> int:
-    """Parts of the statistics that the backward writes."""
-    return triton.cdiv(N, QUADS * QUAD.value)
 
 
 def tile(width: int) -> tuple[int, int]:
@@ -69,7 +65,7 @@ def backward(
     N, columns = dqkv.workspace.shape
     table, turned_heads, width = heads_of(dqkv.workspace, num_heads, frequencies)
     check_tile(N, width)
-    programs = backward_parts(N)
+    programs = triton.cdiv(N, QUADS_TILE[0])
     tensors = dqkv.plain, dqkv.rows, dqkv.columns, *target(dqkv, programs), dqkv.workspace, qkv, rstd, table
     pairs, warps = tile(width)
     sizes = N // QUAD.value, length, columns, columns // width, turned_heads, width, QUADS, pairs

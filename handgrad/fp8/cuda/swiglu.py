@@ -7,10 +7,7 @@ from torch import Tensor
 
 from handgrad.fp8.cuda.elementwise import (
     BACKWARD_WARPS,
-    COLUMNS,
     QUAD,
-    QUADS,
-    backward_parts,
     counted,
     rounded_and_scaled,
     widened,
@@ -20,34 +17,29 @@ from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, 
 from handgrad.fp8.formats import Quantized
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.swiglu import gated
+from handgrad.ops.sizes import QUADS, QUADS_TILE, SWIGLU_TILE, tiles
 
-# Forward: a program's tile, 512 bytes of a row of gates and as many of what they let through. The backward has the tile
-# of every nonlinearity.
-ROWS, FORWARD_COLUMNS, WARPS = 32, 256, 8
-
-
-def forward_parts(N: int, F: int) -> int:
-    """Parts of the statistics that the forward writes."""
-    return triton.cdiv(N, ROWS) * triton.cdiv(F, FORWARD_COLUMNS)
+WARPS = 8  # of the forward; the backward has the tile of every nonlinearity
 
 
 def swiglu_forward_fp8(out: Quantized, hidden: Tensor) -> None:
     """The rows of out (N, F), and its statistics; hidden (N, 2F). With `current`, first the scale."""
     N, F = out.shape
-    grid, even = (triton.cdiv(F, FORWARD_COLUMNS), triton.cdiv(N, ROWS)), N % ROWS == 0 and F % FORWARD_COLUMNS == 0
-    arguments = out.rows, *target(out, forward_parts(N, F)), hidden, N, F, *limits(out), even, ROWS, FORWARD_COLUMNS
+    rows, columns = SWIGLU_TILE
+    grid, even = (triton.cdiv(F, columns), triton.cdiv(N, rows)), N % rows == 0 and F % columns == 0
+    arguments = out.rows, *target(out, tiles(N, F, SWIGLU_TILE)), hidden, N, F, *limits(out), even, rows, columns
     at_own_scale(out, lambda: launch(_forward, grid, *arguments, num_warps=WARPS))
 
 
 def swiglu_backward_fp8(dhidden: Quantized, inp: Quantized, dout: Tensor, hidden: Tensor) -> None:
     """dhidden (N, 2F) is the gradient before the SwiGLU, from dout (N, F), the one after it; with `current`, first its
     scale. The columns of inp, its output, are made at their scale as it stands."""
-    (N, F), rows = dout.shape, QUADS * QUAD.value
+    (N, F), (rows, columns) = dout.shape, QUADS_TILE
     assert N % QUAD.value == 0, f"the number of tokens must be a multiple of {QUAD.value}, found {N}"
-    scaling, *statistics = target(dhidden, backward_parts(N, F))
+    scaling, *statistics = target(dhidden, tiles(N, F, QUADS_TILE))
     tensors = dhidden.rows, dhidden.columns, inp.columns, scaling, inp.scaling, *statistics, dout, hidden
-    sizes, even = (N // QUAD.value, F, *limits(dhidden)), N % rows == 0 and F % COLUMNS == 0
-    grid, tile = (triton.cdiv(F, COLUMNS), triton.cdiv(N, rows)), (even, QUADS, COLUMNS)
+    sizes, even = (N // QUAD.value, F, *limits(dhidden)), N % rows == 0 and F % columns == 0
+    grid, tile = (triton.cdiv(F, columns), triton.cdiv(N, rows)), (even, QUADS, columns)
     at_own_scale(dhidden, lambda: launch(_backward, grid, *tensors, *sizes, *tile, num_warps=BACKWARD_WARPS))
 
 

@@ -40,7 +40,7 @@ from handgrad.ops.cuda.linear import (
     swiglu_linear_backward,
 )
 from handgrad.ops.cuda.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
-from handgrad.ops.cuda.muon import muon_momentum, muon_polar, muon_scratch_bytes, muon_update
+from handgrad.ops.cuda.muon import muon_momentum, muon_polar, muon_update
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.cuda.reduction import checksum, tree_sum
 from handgrad.ops.cuda.relu2 import relu2_backward, relu2_forward
@@ -53,10 +53,10 @@ from handgrad.ops.cuda.rotary import (
     rotary_backward,
     rotary_forward,
 )
-from handgrad.ops.cuda.scratch import scratch_bytes
 from handgrad.ops.cuda.swiglu import swiglu_backward, swiglu_forward
 from handgrad.ops.cuda.value_embedding import value_embedding_backward, value_embedding_forward
 from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
+from handgrad.ops.sizes import muon_scratch_bytes, scratch_bytes
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)

@@ -4,6 +4,7 @@ documents: cuDNN's graphs know no such mask."""
 import torch
 from torch import Tensor
 
+from handgrad.ops import sizes
 from handgrad.ops.cuda import attention_cudnn, attention_triton
 
 
@@ -20,7 +21,7 @@ def attention_scratch_bytes(
     if attention_cudnn.runs(dtype, head_width) and not documents:
         heads = num_heads, kv_heads or num_heads
         return attention_cudnn.backward_graph(batch, *heads, length, head_width, dtype).workspace_bytes
-    return attention_triton.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
+    return sizes.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 
 def attention_forward(

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from handgrad.ops.reference.attention import split_heads
+from handgrad.ops.sizes import CUDNN_HEADS
 
 HOPPER = (9, 0)  # the GPUs on which it was measured against the Triton kernels
-# Up to 64 channels per head the Triton kernels are faster (docs/operations/attention.md).
-SMALLEST_HEAD, LARGEST_HEAD = 72, 128
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -29,8 +28,7 @@ def installed() -> bool:
 
 def runs(dtype: torch.dtype, head_width: int) -> bool:
     """True if these kernels take the shape on this GPU."""
-    fitting = dtype in HALVES and head_width % 8 == 0 and SMALLEST_HEAD <= head_width <= LARGEST_HEAD
-    return fitting and installed() and torch.cuda.get_device_capability() == HOPPER
+    return dtype in HALVES and head_width in CUDNN_HEADS and installed() and torch.cuda.get_device_capability() == HOPPER
 
 
 def describe() -> str:
@@ -38,10 +36,10 @@ def describe() -> str:
     if torch.cuda.get_device_capability() != HOPPER:
         return "Triton"
     if not installed():
-        return f"Triton (from {SMALLEST_HEAD} channels per head cuDNN is faster: pip install nvidia-cudnn-frontend)"
+        return f"Triton (from {CUDNN_HEADS.start} channels per head cuDNN is faster: pip install nvidia-cudnn-frontend)"
     import cudnn
 
-    return f"Triton, cuDNN {cudnn.backend_version()} from {SMALLEST_HEAD} channels per head"
+    return f"Triton, cuDNN {cudnn.backend_version()} from {CUDNN_HEADS.start} channels per head"
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.ops.cuda.attention_configs import WIDEST_HEAD, choose_config, rows_of
+from handgrad.ops.cuda.attention_configs import choose_config
 from handgrad.ops.cuda.attention_loops import (
     LN_2,
     LOG2_E,
@@ -33,6 +33,7 @@ from handgrad.ops.cuda.attention_tiles import (
     store_vector,
 )
 from handgrad.ops.cuda.launch import launch
+from handgrad.ops.sizes import WIDEST_HEAD, attention_scratch_bytes, rows_of
 
 
 @triton.jit
@@ -163,14 +164,10 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, document_starts:
     launch_blocks("forward", forward_kernel, lse, out, lse, qkv, width=out.shape[1] // lse.shape[1], **options)
 
 
-def attention_scratch_bytes(*, batch: int, length: int, num_heads: int) -> int:
-    """lse log2(e) and delta, side by side, for (B, H, T) in float32."""
-    return 8 * batch * num_heads * length
-
-
 def sums_in(scratch: Tensor, lse: Tensor) -> Tensor:
     """The part of `scratch` where the backward's first kernel leaves lse log2(e) and delta."""
-    needed = 8 * lse.numel()
+    B, H, T = lse.shape
+    needed = attention_scratch_bytes(batch=B, length=T, num_heads=H)
     assert scratch.dtype == torch.uint8 and scratch.numel() >= needed, f"scratch holds {scratch.numel()} of {needed} bytes"
     return scratch[:needed].view(torch.float32)
 

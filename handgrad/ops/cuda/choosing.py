@@ -16,15 +16,9 @@ from handgrad.ops.cuda.hashing import WEYL, mixed
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.reference import decode as reference
 from handgrad.ops.reference.decode import DRAW_BITS
-
-CHOICES = 1024  # logits of a program
+from handgrad.ops.sizes import CHOICES, choosing_scratch_bytes
 
 SHIFT, UNIT = tl.constexpr(32 - DRAW_BITS), tl.constexpr(2.0**-DRAW_BITS)
-
-
-def choosing_scratch_bytes(*, batch: int, vocab_size: int) -> int:
-    """Four numbers of every part."""
-    return 16 * batch * triton.cdiv(vocab_size, CHOICES)
 
 
 def choose_tokens(

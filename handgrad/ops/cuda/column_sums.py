@@ -8,15 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.ops.cuda.launch import launch
+from handgrad.ops.sizes import BIAS_COLUMNS, BIAS_ROWS, row_split
 
 # Stage 1: a fixed number of programs sum rows of their own and write one row of partial sums each. Stage 2 adds the partial
 # rows and then the accumulator. The order of every sum follows from the shapes alone, so that no GPU and no scheduler
 # changes the bits.
 
-# Stage 1. 8 lanes read 128 bytes of a bf16 row; 64 rows at once keep four 16-byte loads per lane in flight. Narrow strips
-# and few programs along the rows (90 % of the copy bandwidth at 65,536 rows) beat wide and many (76 %).
-ROWS, COLUMNS, WARPS = 64, 64, 4
-LARGEST_SPLIT = 64  # programs along the rows: their float32 partial sums are 1/512 of 65,536 rows of bf16
+WARPS = 4  # of stage 1
 
 # Stage 2. A strip of 16 columns is 64 bytes, two sectors: 768 columns make 48 strips, and three sums 144 programs. One warp
 # that walked 512 rows would take longer than the kernel before it.
@@ -27,13 +25,9 @@ def bias_backward(dbias_acc: Tensor, dout: Tensor, *, scratch: Tensor) -> None:
     N, O = dout.shape
     split = row_split(N)
     partials = float32_of(scratch, split * O)
-    launch(_sum_columns, (triton.cdiv(O, COLUMNS), split), partials, dout, N, O, ROWS, COLUMNS, num_warps=WARPS)
+    grid, tile = (triton.cdiv(O, BIAS_COLUMNS), split), (BIAS_ROWS, BIAS_COLUMNS)
+    launch(_sum_columns, grid, partials, dout, N, O, *tile, num_warps=WARPS)
     add_partials((dbias_acc,), partials, split)
-
-
-def row_split(rows: int) -> int:
-    """Programs that share the rows of one strip of columns."""
-    return min(LARGEST_SPLIT, triton.cdiv(rows, ROWS))
 
 
 def float32_of(scratch: Tensor, elements: int) -> Tensor:

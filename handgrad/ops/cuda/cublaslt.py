@@ -22,6 +22,7 @@ from nvmath.bindings import cublasLt as lt
 from torch import Tensor
 
 from handgrad.errors import DataError, UsageError
+from handgrad.ops.sizes import WORKSPACE_BYTES
 
 # Enumerators of the library's C headers (library_types.h, cublasLt.h).
 DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
@@ -29,7 +30,6 @@ COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 PLAIN, BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 164, 192
 EPILOGUES = {PLAIN: "plain", BIAS: "bias", GELU_AUX_BIAS: "gelu", DGELU: "dgelu"}
 
-WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper
 ALIGNMENT_BYTES = 256  # what the heuristic may assume of a pointer, unless the pointer says otherwise
 
 InverseScales = tuple[Tensor, Tensor]  # what a 1 in the fp8 operands a and b stands for: float32, on the device

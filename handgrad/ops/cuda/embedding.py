@@ -6,7 +6,7 @@ from torch import Tensor
 
 from handgrad.ops.cuda.column_sums import float32_of
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import forward_tile
+from handgrad.ops.sizes import CHUNK, chunks_of, forward_tile
 
 # Backward: dwte in two stages over the positions sorted by token, where equal tokens form runs. Stage 1 cuts the sorted
 # positions into chunks and sums the runs of each chunk in order. A run that lies inside its chunk has no other owner and is
@@ -15,17 +15,13 @@ from handgrad.ops.cuda.layernorm import forward_tile
 # up 4 % of all tokens is 80 parts long; they are summed as tiles, not one after another.
 
 # Stage 1: a warp walks a chunk's entries in 256 columns, four rows ahead.
-CHUNK, RUN_COLUMNS, RUN_WARPS = 32, 256, 1
+RUN_COLUMNS, RUN_WARPS = 256, 1
 
 # Stage 2: 32 parts at a time.
 PARTS, PART_COLUMNS, PART_WARPS = 32, 128, 4
 
 # Positions: four samples at a time.
 SAMPLES, POSITION_ELEMENTS, POSITION_WARPS = 4, 1024, 4
-
-
-def chunks_of(tokens: int) -> int:
-    return triton.cdiv(tokens, CHUNK)
 
 
 def embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor | None) -> None:

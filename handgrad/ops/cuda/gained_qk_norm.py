@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from handgrad.ops import sizes
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.rmsnorm import rstd_of
 from handgrad.ops.cuda.rotary import (
     BACKWARD_BYTES_PER_WARP,
     FORWARD_BYTES_PER_WARP,
-    PROGRAMS,
     frequency_table,
     pairs_at,
     places,
@@ -22,8 +22,6 @@ from handgrad.ops.cuda.rotary import (
     tile,
     turned,
 )
-
-BACKWARD_PROGRAMS = 512  # each a row of partial sums
 
 
 def gained_qk_norm_rotary_forward(
@@ -60,8 +58,8 @@ def forward(
     *block, warps = tile(turned_heads, D, qkv.element_size(), FORWARD_BYTES_PER_WARP)
     values = triton.next_power_of_2((heads - turned_heads) * D)
     tensors = out, rstd, qkv, q_gain, k_gain, positions, frequency_table(frequencies, qkv.device)
-    sizes = N, length, columns, turned_heads, 2 * turned_heads - heads, D
-    launch(_forward, (min(N, PROGRAMS),), *tensors, epsilon, *sizes, *block, values, scale, num_warps=warps)
+    shape = N, length, columns, turned_heads, 2 * turned_heads - heads, D
+    launch(_forward, (min(N, sizes.ROTARY_PROGRAMS),), *tensors, epsilon, *shape, *block, values, scale, num_warps=warps)
 
 
 def gained_qk_norm_rotary_backward(
@@ -81,11 +79,11 @@ def gained_qk_norm_rotary_backward(
     """Rounded once, before all three."""
     (N, columns), turned_heads, D = qkv.shape, rstd.shape[1], q_gain.shape[0]
     *block, warps = tile(turned_heads, D, qkv.element_size(), BACKWARD_BYTES_PER_WARP)
-    programs = min(N, BACKWARD_PROGRAMS)
+    programs = min(N, sizes.QK_GAIN_PROGRAMS)
     partials = float32_of(scratch, programs * 2 * D)
     tensors = dqkv_inout, partials, qkv, rstd, q_gain, k_gain, frequency_table(frequencies, qkv.device)
-    sizes = N, length, columns, turned_heads, 2 * turned_heads - columns // D, D
-    launch(_backward, (programs,), *tensors, *sizes, *block, scale, num_warps=warps)
+    shape = N, length, columns, turned_heads, 2 * turned_heads - columns // D, D
+    launch(_backward, (programs,), *tensors, *shape, *block, scale, num_warps=warps)
     add_partials((dq_gain_acc, dk_gain_acc), partials, programs)
 
 

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import backward_tile, forward_places, forward_tile
+from handgrad.ops.cuda.layernorm import forward_places
 from handgrad.ops.cuda.rmsnorm import rstd_of
+from handgrad.ops.sizes import backward_tile, forward_tile
 
 
 def gained_rmsnorm_forward(out: Tensor, rstd: Tensor, inp: Tensor, gain: Tensor, *, epsilon: float) -> None:

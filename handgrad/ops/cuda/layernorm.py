@@ -7,37 +7,9 @@ from torch import Tensor
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
+from handgrad.ops.sizes import backward_tile, forward_tile
 
-# Forward: a warp holds whole rows, 64 elements per lane, so that no reduction leaves it; two short rows at a time halve the
-# number of programs, whose launches would otherwise be the limit.
-FORWARD_ELEMENTS_PER_WARP = 2048
 EPSILON = tl.constexpr(LAYERNORM_EPSILON)
-
-# Backward: a fixed number of programs of four warps that all fit on 132 multiprocessors at once, and whose rows of partial
-# sums are little beside 65,536 rows. Two rows at a time share the reductions' barriers. The three inputs of the next rows
-# are on their way while these are summed (three stages of asynchronous copies): 92 % of the copy bandwidth where one stage
-# reaches 68 %. In float32 the stages would not fit the shared memory of every GPU.
-BACKWARD_PROGRAMS = 512  # half of it where a row is padded to more than 1024 channels
-BACKWARD_ROWS = 2
-BACKWARD_WARPS = 4
-BACKWARD_STAGES = 3
-
-
-def forward_tile(channels: int, elements_per_warp: int = FORWARD_ELEMENTS_PER_WARP) -> tuple[int, int, int]:
-    """(padded channels, rows, warps) of a program that takes whole rows."""
-    block = triton.next_power_of_2(channels)
-    return block, min(16, max(1, elements_per_warp // block)), min(16, max(1, block // elements_per_warp))
-
-
-def backward_tile(tokens: int, channels: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """(programs, padded channels, rows, warps, stages) of the backward. No more warps than 16-byte loads cover of a row:
-    the sums over rows then stay in a lane."""
-    block = triton.next_power_of_2(channels)
-    programs = BACKWARD_PROGRAMS if block <= 1024 else -(-BACKWARD_PROGRAMS // 2)
-    rows = BACKWARD_ROWS if block <= 2048 else 1
-    warps = max(1, min(BACKWARD_WARPS, block // 256))
-    small = block <= 2048 and itemsize == 2
-    return min(programs, triton.cdiv(tokens, rows)), block, rows, warps, BACKWARD_STAGES if small else 1
 
 
 def layernorm_forward(out: Tensor, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:

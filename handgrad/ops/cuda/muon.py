@@ -11,28 +11,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from handgrad.ops import sizes
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.optimizer import LEARNING_RATE, SCALE, STEP, UPDATE, VERDICT
 from handgrad.ops.reference import muon as formula
+from handgrad.ops.sizes import polar_bytes
 
 ABOVE_LARGEST, LEAST_NORM = tl.constexpr(formula.ABOVE_LARGEST), tl.constexpr(formula.LEAST_NORM)
 FIRST_MOMENTUM, WARM_UP_STEPS = tl.constexpr(formula.FIRST_MOMENTUM), tl.constexpr(formula.WARM_UP_STEPS)
 
-# Elements of one program that goes over a flat matrix, and of one that sums its squares in tiles of so many.
+# Elements of one program that goes over a flat matrix; a program that sums squares takes them in tiles of so many.
 FLAT_ELEMENTS, FLAT_WARPS = 4096, 8
-SUM_ELEMENTS, SUM_WARPS = 65536, 8
+SUM_WARPS = 8
 
 # A product's tile. Two programs fit a multiprocessor of Hopper, 96 KB of operands under way each, so that one multiplies
 # while the other begins or ends; with four warps they spill on Ampere and Blackwell.
 SIDE, DEPTH, PRODUCT_WARPS, PRODUCT_STAGES = 128, 64, 8, 3
 HOPPER, HOPPER_REGISTERS = 9, 128  # of a lane: with more, two such programs do not fit; elsewhere so few would spill
 
-# Rows of one program, and columns of one turn.
-MOMENT_ROWS, MOMENT_COLUMNS, MOMENT_WARPS = 4, 1024, 4
+# Rows of one program (of the moments: `sizes`), and columns of one turn.
+MOMENT_COLUMNS, MOMENT_WARPS = 1024, 4
 WEIGHT_ROWS, WEIGHT_COLUMNS, WEIGHT_WARPS = 8, 1024, 8
 
 PARTIALS = 256  # partial sums of one turn
-ALIGN_BYTES = 512
 
 
 def muon_momentum(
@@ -64,31 +65,18 @@ def _momentum(
 # Polar factor. X and its successor take turns in two buffers; five polynomials bring the last one into the tensor.
 
 
-def muon_scratch_bytes(*, matrices: int, rows: int, columns: int) -> int:
-    """For `muon_polar` in 16 bits; `muon_update` needs less, except for tiny matrices."""
-    return max(sum(polar_bytes(matrices, rows, columns, 2)), 4 * (rows + triton.cdiv(rows, MOMENT_ROWS)))
-
-
-def polar_bytes(matrices: int, rows: int, columns: int, itemsize: int) -> tuple[int, ...]:
-    """Bytes of the partial sums of squares, of the other X, of A and of B. Each begins where any batch's would begin: how a
-    kernel sums may depend on the alignment."""
-    elements, square = rows * columns, min(rows, columns) ** 2
-    sizes = 4 * triton.cdiv(elements, SUM_ELEMENTS), *(itemsize * n for n in (elements, square, square))
-    return tuple(triton.cdiv(matrices * size, ALIGN_BYTES) * ALIGN_BYTES for size in sizes)
-
-
 def muon_polar(update_to_polar_inout: Tensor, *, scratch: Tensor) -> None:
     given = update_to_polar_inout
     matrices, rows, columns = given.shape
     short, long = min(rows, columns), max(rows, columns)
     strides = (1, columns) if rows > columns else (columns, 1)  # of X, whose shorter side comes first
-    sizes = polar_bytes(matrices, rows, columns, given.element_size())
-    raw_sums, *raw = scratch[: sum(sizes)].split(sizes)
+    pieces = polar_bytes(matrices, rows, columns, given.element_size())
+    raw_sums, *raw = scratch[: sum(pieces)].split(pieces)
     sums, (other, A, B) = raw_sums.view(torch.float32), (part.view(given.dtype) for part in raw)
 
-    size, parts = rows * columns, triton.cdiv(rows * columns, SUM_ELEMENTS)
+    size, parts = rows * columns, triton.cdiv(rows * columns, sizes.SUM_ELEMENTS)
     flat = triton.cdiv(size, FLAT_ELEMENTS), matrices
-    launch(_squares, (parts, matrices), sums, given, size, SUM_ELEMENTS, FLAT_ELEMENTS, num_warps=SUM_WARPS)
+    launch(_squares, (parts, matrices), sums, given, size, sizes.SUM_ELEMENTS, FLAT_ELEMENTS, num_warps=SUM_WARPS)
     launch(_normalize, flat, other, given, sums, size, parts, FLAT_ELEMENTS, PARTIALS, num_warps=FLAT_WARPS)
     tiles, options = triton.cdiv(short, SIDE), product_options(given.device)
     square, whole = (tiles, tiles, matrices), (tiles, triton.cdiv(long, SIDE), matrices)
@@ -228,10 +216,10 @@ def muon_update(
     scratch: Tensor,
 ) -> None:
     rows, columns = weight_inout.shape
-    parts = triton.cdiv(rows, MOMENT_ROWS)
+    parts = triton.cdiv(rows, sizes.MOMENT_ROWS)
     factors, sums = scratch[: 4 * (rows + parts)].view(torch.float32).split([rows, parts])
-    sizes = rows, columns, float(beta2), MOMENT_ROWS, MOMENT_COLUMNS
-    launch(_moments, (parts,), factors, sums, moments_inout, polar, results, *sizes, num_warps=MOMENT_WARPS)
+    constants = rows, columns, float(beta2), sizes.MOMENT_ROWS, MOMENT_COLUMNS
+    launch(_moments, (parts,), factors, sums, moments_inout, polar, results, *constants, num_warps=MOMENT_WARPS)
     tensors = published, weight_inout, polar, factors, sums, controls, results
     publishes = published.data_ptr() != weight_inout.data_ptr()
     settings = formula.UPDATE_RMS * (rows * columns) ** 0.5, float(rate), float(weight_decay), publishes

@@ -5,18 +5,11 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import forward_places, forward_tile
+from handgrad.ops.cuda.layernorm import forward_places
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
+from handgrad.ops.sizes import forward_tile, rmsnorm_backward_tile
 
-# No parameter has a gradient here, so no sum crosses rows: in both directions a program takes rows of its own. The backward
-# holds three rows where the forward holds one, so a warp takes half as many elements.
-BACKWARD_ELEMENTS_PER_WARP = 1024
 EPSILON = tl.constexpr(RMSNORM_EPSILON)
-
-
-def backward_tile(channels: int) -> tuple[int, int, int]:
-    """(padded channels, rows, warps) of a program of the backward."""
-    return forward_tile(channels, BACKWARD_ELEMENTS_PER_WARP)
 
 
 def rmsnorm_forward(out: Tensor, rstd: Tensor, inp: Tensor) -> None:
@@ -27,7 +20,7 @@ def rmsnorm_forward(out: Tensor, rstd: Tensor, inp: Tensor) -> None:
 
 def rmsnorm_backward(dresidual_inout: Tensor, dout: Tensor, inp: Tensor, rstd: Tensor) -> None:
     N, C = inp.shape
-    block, rows, warps = backward_tile(C)
+    block, rows, warps = rmsnorm_backward_tile(C)
     tensors = dresidual_inout, dout, inp, rstd
     launch(_backward, (triton.cdiv(N, rows),), *tensors, N, C, block, rows, num_warps=warps)
 

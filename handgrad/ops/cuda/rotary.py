@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from handgrad.ops import sizes
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.rmsnorm import rstd_of
 from handgrad.ops.reference.rotary import ROTARY_BASE, Frequencies
@@ -22,10 +23,6 @@ from handgrad.ops.reference.rotary import ROTARY_BASE, Frequencies
 # Bytes of the pairs' first channels that a warp holds: a lane loads 16 of each of several heads, whose angles are the same,
 # and computes these once. The backward holds two tensors where the forward holds one.
 FORWARD_BYTES_PER_WARP, BACKWARD_BYTES_PER_WARP = 2048, 1024
-
-# Programs walk the rows with this stride: the frequencies of the angles, each a power in float64, are made once for all
-# rows of a program. It is what 132 multiprocessors hold of the smallest programs.
-PROGRAMS = 4096
 
 LOG2_BASE, LOG2_TURN = tl.constexpr(math.log2(ROTARY_BASE)), tl.constexpr(math.log2(2 * math.pi))
 QUARTER = tl.constexpr(math.pi / 2)
@@ -90,9 +87,9 @@ def forward(
     table, turned_heads, width = heads_of(qkv_inout, num_heads, frequencies)
     N, columns = qkv_inout.shape
     *block, warps = tile(turned_heads, width, qkv_inout.element_size(), FORWARD_BYTES_PER_WARP)
-    tensors, sizes = (qkv_inout, rstd, positions, table), (N, length, columns, turned_heads, width)
+    tensors, shape = (qkv_inout, rstd, positions, table), (N, length, columns, turned_heads, width)
     options: dict[str, Any] = overlapping(qkv_inout, warps) if overlaps else {"OVERLAPS": False, "num_warps": warps}
-    launch(_forward, (min(N, PROGRAMS),), *tensors, *sizes, *block, rotary, scale, **options)
+    launch(_forward, (min(N, sizes.ROTARY_PROGRAMS),), *tensors, *shape, *block, rotary, scale, **options)
 
 
 def backward(
@@ -109,8 +106,8 @@ def backward(
     table, turned_heads, width = heads_of(dqkv_inout, num_heads, frequencies)
     N, columns = dqkv_inout.shape
     *block, warps = tile(turned_heads, width, dqkv_inout.element_size(), BACKWARD_BYTES_PER_WARP)
-    tensors, sizes = (dqkv_inout, qkv, rstd, table), (N, length, columns, turned_heads, width)
-    launch(_backward, (min(N, PROGRAMS),), *tensors, *sizes, *block, rotary, scale, num_warps=warps)
+    tensors, shape = (dqkv_inout, qkv, rstd, table), (N, length, columns, turned_heads, width)
+    launch(_backward, (min(N, sizes.ROTARY_PROGRAMS),), *tensors, *shape, *block, rotary, scale, num_warps=warps)
 
 
 def heads_of(qkv: Tensor, num_heads: int, frequencies: Frequencies) -> tuple[Tensor | None, int, int]:

@@ -1,0 +1,278 @@
+"""The sizes that the CUDA operations and their memory plan share: tiles, programs, scratch, parts of fp8 statistics.
+
+Without torch and Triton, so a run can be planned for a GPU that this machine lacks. The kernels cut their work by the same
+functions. A tile on which no buffer depends stands beside its kernel.
+"""
+
+from typing import NamedTuple
+
+WORKSPACE_BYTES = 32 << 20  # of cuBLASLt: what NVIDIA recommends for Hopper
+
+
+def cdiv(size: int, tile: int) -> int:
+    """Tiles that cover `size`."""
+    return -(-size // tile)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest one from `size` on."""
+    return 1 << (size - 1).bit_length()
+
+
+def scratch_bytes(*, tokens: int, channels: int, widest: int) -> int:
+    """The largest need of any operation but attention's backward: the workspace of cuBLASLt, or a Triton kernel's rows of
+    float32 partial sums."""
+    norm = NORM_PROGRAMS * 3 * channels
+    bias = row_split(tokens) * widest
+    embedding = chunks_of(tokens) * 2 * channels
+    return max(WORKSPACE_BYTES, 4 * max(norm, bias, embedding))
+
+
+# Norms. Forward: a warp holds whole rows, 64 elements per lane, so that no reduction leaves it; two short rows at a time
+# halve the number of programs, whose launches would otherwise be the limit.
+NORM_ELEMENTS_PER_WARP = 2048
+
+# Backward: a fixed number of programs of four warps that all fit on 132 multiprocessors at once, and whose rows of partial
+# sums are little beside 65,536 rows. Two rows at a time share the reductions' barriers. The three inputs of the next rows
+# are on their way while these are summed (three stages of asynchronous copies): 92 % of the copy bandwidth where one stage
+# reaches 68 %. In float32 the stages would not fit the shared memory of every GPU.
+NORM_PROGRAMS = 512  # half of it where a row is padded to more than 1024 channels
+NORM_ROWS = 2
+NORM_WARPS = 4
+NORM_STAGES = 3
+
+# An RMS norm without a gain. No parameter has a gradient there, so no sum crosses rows: in both directions a program takes
+# rows of its own. The backward holds three rows where the forward holds one, so a warp takes half as many elements.
+RMSNORM_ELEMENTS_PER_WARP = 1024
+
+
+def forward_tile(channels: int, elements_per_warp: int = NORM_ELEMENTS_PER_WARP) -> tuple[int, int, int]:
+    """(padded channels, rows, warps) of a program that takes whole rows."""
+    block = power_of_two(channels)
+    return block, min(16, max(1, elements_per_warp // block)), min(16, max(1, block // elements_per_warp))
+
+
+def backward_tile(tokens: int, channels: int, itemsize: int) -> tuple[int, int, int, int, int]:
+    """(programs, padded channels, rows, warps, stages) of the backward. No more warps than 16-byte loads cover of a row:
+    the sums over rows then stay in a lane."""
+    block = power_of_two(channels)
+    programs = NORM_PROGRAMS if block <= 1024 else cdiv(NORM_PROGRAMS, 2)
+    rows = NORM_ROWS if block <= 2048 else 1
+    warps = max(1, min(NORM_WARPS, block // 256))
+    small = block <= 2048 and itemsize == 2
+    return min(programs, cdiv(tokens, rows)), block, rows, warps, NORM_STAGES if small else 1
+
+
+def rmsnorm_backward_tile(channels: int) -> tuple[int, int, int]:
+    """(padded channels, rows, warps) of a program of the backward without a gain."""
+    return forward_tile(channels, RMSNORM_ELEMENTS_PER_WARP)
+
+
+# Heads. Programs walk the rows with this stride: the frequencies of the angles, each a power in float64, are made once for
+# all rows of a program. It is what 132 multiprocessors hold of the smallest programs.
+ROTARY_PROGRAMS = 4096
+QK_GAIN_PROGRAMS = 512  # of the backward of a norm with gains, each a row of partial sums
+
+# A bias gradient. 8 lanes read 128 bytes of a bf16 row; 64 rows at once keep four 16-byte loads per lane in flight.
+# Narrow strips and few programs along the rows (90 % of the copy bandwidth at 65,536 rows) beat wide and many (76 %).
+BIAS_ROWS, BIAS_COLUMNS = 64, 64
+LARGEST_SPLIT = 64  # programs along the rows: their float32 partial sums are 1/512 of 65,536 rows of bf16
+
+
+def row_split(rows: int) -> int:
+    """Programs that share the rows of one strip of columns."""
+    return min(LARGEST_SPLIT, cdiv(rows, BIAS_ROWS))
+
+
+CHUNK = 32  # sorted positions of the embedding's backward that a program walks
+
+
+def chunks_of(tokens: int) -> int:
+    return cdiv(tokens, CHUNK)
+
+
+CHOICES = 1024  # logits of a program that chooses tokens
+
+
+def choosing_scratch_bytes(*, batch: int, vocab_size: int) -> int:
+    """Four numbers of every part of the logits."""
+    return 16 * batch * cdiv(vocab_size, CHOICES)
+
+
+# Muon.
+SUM_ELEMENTS = 65536  # of a matrix, whose squares a program sums
+MOMENT_ROWS = 4  # of a program that makes the moments
+ALIGN_BYTES = 512
+
+
+def muon_scratch_bytes(*, matrices: int, rows: int, columns: int) -> int:
+    """For `muon_polar` in 16 bits; `muon_update` needs less, except for tiny matrices."""
+    return max(sum(polar_bytes(matrices, rows, columns, 2)), 4 * (rows + cdiv(rows, MOMENT_ROWS)))
+
+
+def polar_bytes(matrices: int, rows: int, columns: int, itemsize: int) -> tuple[int, ...]:
+    """Bytes of the partial sums of squares, of the other X, of A and of B. Each begins where any batch's would begin: how a
+    kernel sums may depend on the alignment."""
+    elements, square = rows * columns, min(rows, columns) ** 2
+    sizes = 4 * cdiv(elements, SUM_ELEMENTS), *(itemsize * n for n in (elements, square, square))
+    return tuple(cdiv(matrices * size, ALIGN_BYTES) * ALIGN_BYTES for size in sizes)
+
+
+class AttentionTile(NamedTuple):
+    """The cut of one kernel: queries and keys per tile, warps per program, depth of the load pipeline (3 loads one tile
+    ahead of the products), and a cap on the registers of a thread where it lets one more program run beside."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+# Fixed: choosing at run time would change the order of the sums, and so the bits. The key is (kernel, head width up to). Of
+# 16-bit inputs on a data-centre GPU, with the shared memory and the tensor cores of Hopper or Blackwell; on the others,
+# within the 99 KB of shared memory of sm_86, sm_89 and sm_120; and of float32 on any.
+AttentionTiles = dict[tuple[str, int], tuple[AttentionTile, AttentionTile, AttentionTile]]
+ATTENTION_TILES: AttentionTiles = {
+    ("forward", 64): (AttentionTile(64, 64, 4, 3, 128), AttentionTile(128, 64, 8, 2), AttentionTile(32, 32, 8, 2)),
+    ("forward", 128): (AttentionTile(64, 64, 4, 3), AttentionTile(128, 32, 8, 2), AttentionTile(32, 16, 8, 2)),
+    ("forward", 256): (AttentionTile(128, 64, 8, 2), AttentionTile(64, 32, 8, 2), AttentionTile(32, 16, 8, 2)),
+    ("dq", 64): (AttentionTile(64, 64, 4, 2, 128), AttentionTile(64, 64, 4, 2), AttentionTile(32, 32, 8, 2)),
+    ("dq", 128): (AttentionTile(128, 64, 8, 3), AttentionTile(64, 32, 4, 2), AttentionTile(32, 16, 8, 2)),
+    ("dq", 256): (AttentionTile(128, 32, 8, 2), AttentionTile(32, 32, 4, 2), AttentionTile(32, 16, 8, 2)),
+    ("dkdv", 64): (AttentionTile(64, 64, 4, 3), AttentionTile(32, 64, 8, 2), AttentionTile(32, 32, 8, 2)),
+    ("dkdv", 128): (AttentionTile(64, 64, 8, 3), AttentionTile(32, 32, 4, 2), AttentionTile(16, 16, 4, 2)),
+    # Sums of 64 keys and 256 channels, two of them, spill: so 32 keys, too few rows for Hopper's own instructions (wgmma).
+    ("dkdv", 256): (AttentionTile(64, 32, 8, 2), AttentionTile(32, 32, 8, 2), AttentionTile(16, 16, 8, 2)),
+}
+# Where queries' heads share keys, of 16-bit inputs on a data-centre GPU: with one stage or half of the queries less
+# nothing spills.
+GROUPED_TILES = {("dkdv", 128): AttentionTile(64, 64, 8, 2), ("dkdv", 256): AttentionTile(32, 32, 8, 2)}
+WIDEST_HEAD = max(width for _, width in ATTENTION_TILES)
+# With documents in a row. The tiles are the same, so that one document has the plain kernels' bits; without a cap on the
+# registers the tensor-core instructions overlap, and eight warps do not spill.
+DOCUMENT_TILES: AttentionTiles = {
+    ("dq", 64): (AttentionTile(64, 64, 4, 2), AttentionTile(64, 64, 4, 2), AttentionTile(32, 32, 8, 2)),
+    ("dkdv", 128): (AttentionTile(64, 64, 8, 3), AttentionTile(32, 32, 4, 2), AttentionTile(16, 16, 8, 2)),
+}
+
+# Before Ampere, of 16-bit inputs and of float32. Triton has no tensor-core instructions there
+# (https://github.com/triton-lang/triton/pull/5066): a product is unrolled into multiply-adds, so that larger tiles spill;
+# and shared memory ends at 64 KB, where float32 heads of 256 channels do not fit.
+TURING_TILES: dict[tuple[str, int], AttentionTile] = {
+    ("forward", 64): AttentionTile(32, 32, 8, 1),
+    ("forward", 128): AttentionTile(16, 16, 4, 1),
+    ("dq", 64): AttentionTile(32, 32, 8, 1),
+    ("dq", 128): AttentionTile(16, 16, 8, 1),
+    ("dkdv", 64): AttentionTile(32, 32, 8, 1),
+    ("dkdv", 128): AttentionTile(16, 16, 8, 1),
+}
+
+# Heads that cuDNN takes on Hopper, where it was measured against the Triton kernels: up to 64 channels these are faster
+# (docs/operations/attention.md).
+CUDNN_HEADS = range(72, 129, 8)
+CUDNN_SUMS = 8  # float32 partial sums of dq in its deterministic backward: as seen with heads of 64, only the library knows
+
+
+def attention_tile(
+    kernel: str,
+    D: int,
+    *,
+    narrow: bool,
+    newer: bool,
+    turing: bool = False,
+    grouped: bool = False,
+    documents: bool = False,
+) -> AttentionTile:
+    """`narrow`: inputs of 16 bits; `newer`: on a data-centre GPU; `turing`: on one before Ampere; `grouped`: heads of
+    queries share keys; `documents`: in a row."""
+    key = kernel, min(width for name, width in ATTENTION_TILES if name == kernel and width >= D)
+    if turing:
+        return TURING_TILES[key]
+    data_centre, others, float32 = (ATTENTION_TILES | DOCUMENT_TILES if documents else ATTENTION_TILES)[key]
+    if grouped:
+        data_centre = GROUPED_TILES.get(key, data_centre)
+    return (data_centre if newer else others) if narrow else float32
+
+
+def rows_of(kernel: str, tile: AttentionTile) -> int:
+    """Rows of the tile that a program writes."""
+    return tile.keys if kernel == "dkdv" else tile.queries
+
+
+def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, **_sizes: object) -> int:
+    """The need of the Triton kernels, for heads of any width: lse log2(e) and delta, side by side, for (B, H, T) in
+    float32."""
+    return 8 * batch * num_heads * length
+
+
+def cudnn_scratch_bytes(*, batch: int, length: int, num_heads: int, head_width: int) -> int:
+    """The workspace of cuDNN's backward, for a GPU that is not there to ask its library."""
+    return 4 * batch * num_heads * length * (CUDNN_SUMS * head_width + 1) + 256
+
+
+# fp8. Each program of a kernel that writes fp8 leaves a part of its tensor's statistics. Tiles are (rows, columns).
+
+QUANTIZE_TILE = 64, 128  # bytes of a column and of a row
+
+# A nonlinearity: elements of a program forward; of SwiGLU a tile, 512 bytes of a row of gates and as many of what they let
+# through.
+NONLINEARITY_ELEMENTS = 8192
+SWIGLU_TILE = 32, 256
+
+# Its backward: a program's tile, in quads of rows. A lane has 8 columns of a quad, whose fp8 numbers are one word of the
+# transposed forms: 32 rows are 32 bytes of a column there, one sector. Small tiles are faster: 413 us at 124M, where 128
+# rows of 64 columns with 8 warps take 511 (benchmarks/results/h200-fp8-choices.json). The gradient of queries and keys
+# before norm and rotation is cut into as many rows.
+ROWS_OF_QUAD, QUADS = 4, 8
+QUADS_TILE = QUADS * ROWS_OF_QUAD, 128
+
+# Programs of the backward of an RMS norm without a gain, which walk the rows with this stride: a tensor's parts are read
+# whole in every micro-step. It is what 132 multiprocessors hold of the smallest programs.
+RMSNORM_PROGRAMS = 4096
+
+
+def tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
+    """Tiles that cover a matrix."""
+    return cdiv(rows, tile[0]) * cdiv(columns, tile[1])
+
+
+def rmsnorm_programs(tokens: int, channels: int) -> int:
+    return min(RMSNORM_PROGRAMS, cdiv(tokens, rmsnorm_backward_tile(channels)[1]))
+
+
+def attention_parts(*kernels: str, batch: int, length: int, num_heads: int, head_width: int) -> int:
+    """Programs of these kernels together, with the smallest 16-bit tiles that any GPU gets."""
+    blocks = 0
+    for kernel in kernels:
+        choices = (attention_tile(kernel, head_width, narrow=True, newer=newer) for newer in (True, False))
+        blocks += cdiv(length, min(rows_of(kernel, tile) for tile in choices))
+    return batch * num_heads * blocks
+
+
+def statistics_parts(
+    *,
+    batch: int,
+    length: int,
+    num_heads: int,
+    head_width: int,
+    channels: int,
+    feed_forward: int,
+    widest: int,
+    padded_vocab_size: int,
+) -> int:
+    """Parts of a tensor's statistics, at most: programs of the kernel with the most of them."""
+    tokens = batch * length
+    heads = {"batch": batch, "length": length, "num_heads": num_heads, "head_width": head_width}
+    quantized = (tokens, widest), (widest, channels), (channels, widest), (padded_vocab_size, channels)
+    return max(
+        *(tiles(*shape, QUANTIZE_TILE) for shape in quantized),
+        cdiv(tokens, forward_tile(channels)[1]),
+        backward_tile(tokens, channels, 2)[0],
+        rmsnorm_programs(tokens, channels),
+        attention_parts("forward", **heads),
+        attention_parts("dq", "dkdv", **heads),
+        cdiv(tokens * feed_forward, NONLINEARITY_ELEMENTS),
+        tiles(tokens, feed_forward, QUADS_TILE),
+        tiles(tokens, feed_forward, SWIGLU_TILE),
+    )
