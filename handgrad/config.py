@@ -13,11 +13,12 @@ from typing import Any
 
 from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
-from handgrad.fp8_shape import HEAD_GEMMS, check_fp8
-from handgrad.llama_shape import check_llama
-from handgrad.lora_shape import check_lora
-from handgrad.model_shape import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
 from handgrad.names import STEPS_OF_AN_EPOCH, check_choice, is_epochs, nearest_name
+from handgrad.networks import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
+from handgrad.networks.fp8 import HEAD_GEMMS, check_fp8
+from handgrad.networks.llama import check_llama
+from handgrad.networks.lora import check_lora
+from handgrad.networks.modern import TECHNIQUES as TECHNIQUES, check_techniques, names_of, of_stored, resolve_techniques
 from handgrad.parsing import parse_toml
 from handgrad.rules import (
     ABOVE_0,
@@ -33,7 +34,6 @@ from handgrad.rules import (
     at_most,
     between,
 )
-from handgrad.techniques import TECHNIQUES as TECHNIQUES, check_techniques, names_of, of_stored, resolve_techniques
 
 GPT2_VOCABULARY = 50257
 

@@ -16,21 +16,17 @@ MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 # Which parts of the package a part may import, besides itself. `errors`, `files`, `names` and
 # `parsing` are for all.
 # The core, a training step:
-CORE = {"config", "model_shape", "llama_shape", "lora_shape", "fp8_shape", "batch_schedule", "arena"}
-CORE |= {"dtypes", "ops", "models", "layout", "optimizers", "graphs", "training"}
+CORE = {"config", "networks", "batch_schedule", "arena", "dtypes"}
+CORE |= {"ops", "models", "layout", "optimizers", "graphs", "training"}
 BESIDE = {*CORE, "fp8", "dropout", "lora", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
-MODEL_AT_WORK |= {"techniques"}
 RUN = {*MODEL_AT_WORK, "audit", "gpus", "interop", "manifest", "presets", "recipes", "rules", "format", "power"}
 RUN |= {"tensor_files", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
-    **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques", "llama_shape", "rules")},
+    **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "networks", "rules")},
     **{part: set() for part in ("processor", "dtypes")},
-    "lora_shape": set(),
-    "fp8_shape": {"model_shape"},
-    "config": {"batch_schedule", "model_shape", "rules", "techniques", "llama_shape", "lora_shape", "fp8_shape"},
-    "model_shape": {"llama_shape", "techniques"},
+    "config": {"batch_schedule", "networks", "rules"},
     "threads": {"limits", "processor"},
     "manifest": {"run_files", "tensor_files"},
     "gpus": set(),
@@ -39,7 +35,7 @@ LAW = {
     "devices": {"config", "run_files", "gpus", "limits", "processor"},
     "ops": {"dtypes", "processor"},
     "backend": {"config", "ops"},
-    "models": {"config", "arena", "dtypes"},
+    "models": {"config", "networks", "arena", "dtypes"},
     "layout": {"models"},
     "optimizers": {"models", "ops"},
     "training": CORE,

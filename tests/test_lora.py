@@ -17,8 +17,8 @@ from handgrad.generation.decode import prefill
 from handgrad.lora.bind import WithAdapters, bind
 from handgrad.lora.merge import merged
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank
-from handgrad.lora_shape import LoraShape, parse_lora
 from handgrad.models.rows import named
+from handgrad.networks.lora import LoraShape, parse_lora
 from handgrad.ops import cpu, reference
 from handgrad.run.resolve import resolve
 from tests import llama_twin

@@ -11,8 +11,8 @@ import handgrad
 from handgrad.cli import main
 from handgrad.commands.arguments import COMMANDS, Parser, parse
 from handgrad.errors import UsageError
-from handgrad.lora_shape import PRODUCTS, LoraShape, check_lora
 from handgrad.names import SYNONYMS, nearest_name, plain_name
+from handgrad.networks.lora import PRODUCTS, LoraShape, check_lora
 from tests.test_commands import refused
 
 TRAIN = {

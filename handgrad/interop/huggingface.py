@@ -38,8 +38,8 @@ from handgrad.evaluation.load import imported_config
 from handgrad.interop import huggingface_llama as llama, huggingface_modern as modern
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
+from handgrad.networks.modern import of_stored
 from handgrad.parsing import parse_json
-from handgrad.techniques import of_stored
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

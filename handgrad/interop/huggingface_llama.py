@@ -25,7 +25,7 @@ from typing import Any
 
 from handgrad.config import ModelShape
 from handgrad.errors import DataError, UsageError
-from handgrad.llama_shape import LlamaShape
+from handgrad.networks.llama import LlamaShape
 
 MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EMBEDDING = "model.embed_tokens.weight"

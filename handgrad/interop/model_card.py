@@ -15,9 +15,9 @@ from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from handgrad.data.vocabulary import vocabulary_files
 from handgrad.evaluation.load import LoadedModel
 from handgrad.jsonl import readable_records
-from handgrad.model_shape import NETWORKS
 from handgrad.models import parameter_table
 from handgrad.models.rows import count_parameters
+from handgrad.networks import NETWORKS
 from handgrad.run_files import METRICS_FILE
 
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"

@@ -29,8 +29,8 @@ from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop import huggingface
 from handgrad.interop.adapters import PLACE, merging, stored_adapters
 from handgrad.lora.tables import MATRICES, Adapter, Part, adapters_of
-from handgrad.lora_shape import MOST_SCALE, LoraShape, parse_lora
 from handgrad.models import parameter_table
+from handgrad.networks.lora import MOST_SCALE, LoraShape, parse_lora
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

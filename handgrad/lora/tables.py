@@ -15,9 +15,9 @@ from handgrad.arena import Buffer
 from handgrad.config import ModelShape
 from handgrad.dtypes import accumulation_dtype
 from handgrad.errors import UsageError
-from handgrad.lora_shape import LoraShape
 from handgrad.models import architecture
 from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, lay_out
+from handgrad.networks.lora import LoraShape
 from handgrad.training.state import BASE
 
 RANK_MULTIPLE = 8

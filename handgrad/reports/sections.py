@@ -11,7 +11,7 @@ from typing import Any
 
 from handgrad.config import FIELDS, TUNED, RunConfig, convert
 from handgrad.errors import DataError, UsageError
-from handgrad.model_shape import NETWORKS
+from handgrad.networks import NETWORKS
 from handgrad.reports import results
 from handgrad.reports.curves import thin
 from handgrad.reports.results import loss_text

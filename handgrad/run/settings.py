@@ -12,8 +12,8 @@ from handgrad.data.recommended import prepare_commands
 from handgrad.data.sources import holds_text
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
+from handgrad.networks.modern import changed, resolve_techniques
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE
-from handgrad.techniques import changed, resolve_techniques
 
 # Other trainers' words for where a run begins, given as weights.
 BEGINNINGS = {

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from handgrad.config import RunConfig
 from handgrad.fp8.dropout import more_passes
-from handgrad.fp8_shape import HEAD_GEMMS
 from handgrad.gpus import Gpu
 from handgrad.models.lifetimes import WHOLE_BLOCKS
 from handgrad.models.rows import count_parameters
+from handgrad.networks.fp8 import HEAD_GEMMS
 from handgrad.training.design import Design
 
 # Fitted to steps of 124M and 1558M on an H200 at its power limit; the other sizes and GPUs are predictions.

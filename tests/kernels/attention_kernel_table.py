@@ -8,7 +8,7 @@ import json
 import sys
 from itertools import product
 
-from handgrad.fp8_shape import WIDEST_HEAD_OF_FP8
+from handgrad.networks.fp8 import WIDEST_HEAD_OF_FP8
 from handgrad.ops.cuda.attention_configs import CONFIGS, TURING, Config, shipped
 from tests.kernels.compiling import SHARED_LIMIT, compile_all, compile_kernel
 

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from handgrad.errors import UsageError
-from handgrad.model_shape import VOCABULARY_MULTIPLE, ModelShape
+from handgrad.networks import VOCABULARY_MULTIPLE, ModelShape
 
 WIDEST_HEAD_OF_FP8 = 128  # attention that rounds to fp8 in the same pass spills at wider ones
 HEAD_GEMMS = ("forward", "dgrad", "wgrad")  # of the loss head: each is in fp8 or not

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from handgrad.llama_shape import LlamaShape, parse_llama, settled_llama
-from handgrad.techniques import difference, names_of, resolve_techniques
+from handgrad.networks.llama import LlamaShape, parse_llama, settled_llama
+from handgrad.networks.modern import difference, names_of, resolve_techniques
 
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this: GEMMs run on full tiles
 NETWORKS = {"gpt2": "GPT-2", "modern": "modern network", "llama": "Llama"}  # the name of each architecture in a sentence
