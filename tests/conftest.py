@@ -48,7 +48,7 @@ from handgrad.fp8.tables import (
     scaling_buffers,
     weight_buffers,
 )
-from handgrad.models import architecture, gpt2, named_weights, parameter_table
+from handgrad.models import architecture, named_weights, parameter_table
 from handgrad.models.documents import document_buffers, within_documents
 from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
@@ -269,7 +269,7 @@ def make_model(
         buffers = [row.buffer(recompute) for row in rows if not row.of]
     else:
         rows = with_workspace(rows) if dropout else rows
-        quantized = quantized_table(table, rows, fp8, gpt2.FP8_PARTS, gradients)
+        quantized = quantized_table(table, rows, fp8, shape.fp8_parts, gradients)
         heads = {"num_heads": shape.num_heads, "head_width": shape.head_width, "channels": shape.channels}
         sides = {"feed_forward": shape.feed_forward, "widest": longest_side(table)}
         sides |= {"padded_vocab_size": shape.padded_vocab_size}

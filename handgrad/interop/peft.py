@@ -28,7 +28,7 @@ from handgrad.evaluation.load import Weights, checkpoint_weights
 from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop import huggingface
 from handgrad.interop.adapters import PLACE, merging, stored_adapters
-from handgrad.lora.tables import MATRICES, Adapter, Part, adapters_of
+from handgrad.lora.tables import Adapter, Part, adapters_of
 from handgrad.models import parameter_table
 from handgrad.networks.lora import MOST_SCALE, LoraShape, parse_lora
 
@@ -60,8 +60,8 @@ OTHERS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 def modules(shape: ModelShape, weight: str) -> dict[str, str]:
     """The products of a matrix (a row's name) -> their modules there."""
     row = next(row for row in parameter_table(shape) if row.name == weight)
-    names = (huggingface.prefix(shape) + name for name in huggingface.their_tensors(shape, row))
-    products = MATRICES[shape.architecture][weight.rpartition(".")[2]]
+    names = (shape.network.prefix + name for name in huggingface.their_tensors(shape, row))
+    products = next(gemm.outputs for gemm in shape.gemms if gemm.weight == weight.rpartition(".")[2])
     return {product: name.removesuffix(".weight") for product, name in zip(products, names, strict=True)}
 
 
@@ -79,7 +79,8 @@ def their_tensors(
 def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ...], base: str) -> dict[str, Any]:
     """The content of adapter_config.json. `base`: the name or the path of the weights that are adapted."""
     found = (modules(shape, adapter.weight)[part.name] for adapter in adapters for part in adapter.parts)
-    words = 2 if shape.architecture == "gpt2" else 1  # GPT-2 has two modules of the name c_proj in a block
+    every = [name.rpartition(".")[2] for modules in shape.network.modules.values() for name in modules]
+    words = 1 if len({*every}) == len(every) else 2  # GPT-2 has two modules of the name c_proj in a block
     targets = sorted({".".join(name.split(".")[-words:]) for name in found})
     alpha = lora.alpha or 2.0 * lora.rank
     return {
@@ -91,7 +92,7 @@ def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ..
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "target_modules": targets,
-        "fan_in_fan_out": shape.architecture == "gpt2",
+        "fan_in_fan_out": shape.network.transposed,
         "init_lora_weights": True,
         "inference_mode": True,
     }

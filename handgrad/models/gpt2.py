@@ -35,7 +35,6 @@ from handgrad.models.rows import (
     Fp8,
     Init,
     ParameterRow,
-    count_parameters,
     parameter,
     parameter_rows,
     repeated,
@@ -43,7 +42,6 @@ from handgrad.models.rows import (
 )
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
-FP8_PARTS = ("qkv", "proj", "mlp")  # GEMMs of a block that go to fp8 together; fc and fcproj share the GELU kernels
 
 NORMAL, RESIDUAL = Init("normal", 0.02), Init("normal", 0.02, residual=True)
 
@@ -89,11 +87,6 @@ class Weights:
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
     return parameter_rows(Weights, dims(shape), shape.num_layers)
-
-
-def flops_per_token(shape: ModelShape) -> float:
-    """Forward and backward, as llm.c counts: 6 per parameter, and 6 L C T for attention's two causal products."""
-    return 6.0 * count_parameters(parameters(shape)) + 6.0 * shape.num_layers * shape.channels * shape.sequence_length
 
 
 # Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.

@@ -30,7 +30,6 @@ from handgrad.models.decoding import (
 )
 from handgrad.models.lifetimes import WHOLE_BLOCKS
 from handgrad.models.llama_tensors import (
-    FP8_PARTS as FP8_PARTS,
     Activations,
     BlockActivations,
     BlockGradients,
@@ -39,7 +38,6 @@ from handgrad.models.llama_tensors import (
     Weights,
     activations as activations,
     dims,
-    flops_per_token as flops_per_token,
     has,
     parameters as parameters,
 )

@@ -18,7 +18,6 @@ from handgrad.models.rows import (
     Fp8,
     Init,
     ParameterRow,
-    count_parameters,
     parameter,
     parameter_rows,
     repeated,
@@ -26,7 +25,6 @@ from handgrad.models.rows import (
 )
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
-FP8_PARTS = ("qkv", "proj", "mlp")  # GEMMs of a block that go to fp8 together; gate_up and down share the SwiGLU
 
 NORMAL = Init("normal", 0.02)
 RESIDUAL = Init("normal", 0.02, residual=True)
@@ -34,7 +32,7 @@ RESIDUAL = Init("normal", 0.02, residual=True)
 
 def dims(shape: ModelShape) -> dict[str, int]:
     """The sizes of the letters in the parameters' shapes; HD and such are the columns of so many heads."""
-    C, F, H, K, D = shape.channels, shape.feed_forward, shape.num_heads, shape.family.kv_heads, shape.head_width
+    C, F, H, K, D = shape.channels, shape.feed_forward, shape.num_heads, shape.kv_heads, shape.head_width
     sizes = {"C": C, "F": F, "2F": 2 * F, "H": H, "K": K, "D": D, "HD": H * D, "QKV": (H + 2 * K) * D, "H+K": H + K}
     sizes |= {"V": shape.vocab_size, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
     return sizes | {"maxT": shape.sequence_length}
@@ -82,13 +80,6 @@ def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
         if has(shape, row.name):
             # No GEMM reads an embedding that is not the head.
             yield row if row.name != "wte" or shape.family.tied else replace(row, fp8=None)
-
-
-def flops_per_token(shape: ModelShape) -> float:
-    """Forward and backward: 6 per parameter of a GEMM, and 6 L H D T for attention's two causal products."""
-    in_gemms = (row for row in parameters(shape) if len(row.shape) == 2 and (row.name != "wte" or shape.family.tied))
-    attention = shape.num_layers * shape.num_heads * shape.head_width * shape.sequence_length
-    return 6.0 * count_parameters(in_gemms) + 6.0 * attention
 
 
 # Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.

@@ -32,7 +32,6 @@ from handgrad.models.decoding import (
 )
 from handgrad.models.lifetimes import WHOLE_BLOCKS
 from handgrad.models.modern_tensors import (
-    FP8_PARTS as FP8_PARTS,
     Activations,
     BlockActivations,
     BlockGradients,
@@ -42,7 +41,6 @@ from handgrad.models.modern_tensors import (
     Weights,
     activations as activations,
     dims,
-    flops_per_token as flops_per_token,
     has,
     parameters as parameters,
 )

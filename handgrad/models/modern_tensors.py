@@ -18,7 +18,6 @@ from handgrad.models.rows import (
     Fp8,
     Init,
     ParameterRow,
-    count_parameters,
     parameter,
     parameter_rows,
     repeated,
@@ -26,7 +25,6 @@ from handgrad.models.rows import (
 )
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
-FP8_PARTS = ("qkv", "proj", "mlp")  # GEMMs of a block that go to fp8 together; fc and fcproj share the squared ReLU
 
 # The norm that follows makes the embedding's scale a matter of its learning rate alone; 0.5 is half the scale of an
 # orthogonal matrix's numbers.
@@ -104,14 +102,6 @@ def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
             if row.name == "wte" and shape.has("untied_head"):
                 row = replace(row, fp8=None)  # no GEMM reads it
             yield row
-
-
-def flops_per_token(shape: ModelShape) -> float:
-    """Forward and backward: 6 per parameter of a GEMM, and 6 L C T for attention's two causal products. Tables are looked
-    up, scalars and gates are next to nothing."""
-    head = "head" if shape.has("untied_head") else "wte"
-    in_gemms = (row for row in parameters(shape) if row.group == "matrix" or row.name == head)
-    return 6.0 * count_parameters(in_gemms) + 6.0 * shape.num_layers * shape.channels * shape.sequence_length
 
 
 # Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.

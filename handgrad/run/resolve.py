@@ -220,7 +220,7 @@ def resolve_fp8(
     rows: tuple[ActivationRow, ...],
     ops: ModuleType,
 ) -> Fp8Design:
-    parts = models.architecture(shape).FP8_PARTS
+    parts = shape.fp8_parts
     gemms = tables.fp8_gemms(config.fp8_keep_bf16.replace(TUNED, ""), config.fp8_head_gemms, shape.num_layers, parts)
     statistics_parts = ops.statistics_parts(
         batch=config.micro_batch,
