@@ -13,6 +13,7 @@ import pytest
 from handgrad.cli import main
 from handgrad.config import ARCHITECTURES, FIELDS, RunConfig
 from handgrad.models import gpt2
+from handgrad.networks import NETWORKS
 from handgrad.run.start import open_run, train
 
 NUMBERS = ("kind", "step", "loss", "norm", "lr", "nats", "text", "size_bytes")
@@ -29,6 +30,7 @@ def another(monkeypatch: pytest.MonkeyPatch) -> str:
     field = copy.copy(FIELDS["architecture"])
     field.metadata = MappingProxyType({**field.metadata, "choices": (*ARCHITECTURES, "another")})  # type: ignore[misc]
     monkeypatch.setitem(FIELDS, "architecture", field)
+    monkeypatch.setitem(NETWORKS, "another", NETWORKS["gpt2"])
     return "another"
 
 

@@ -102,9 +102,9 @@ class AdaptedInFp8(Adapted):
                 frozen.quantize_frozen(delayed, views, row.name, row.view(flat))
         layers = shape.num_layers
         weights = plain | {name: self.forms[name] for name in rounded}
-        model.weights = named(model.module.Weights, weights, layers)
-        model.act = named(model.module.Activations, views | self.forms, layers)
-        model.d = named(model.module.Gradients, views | self.forms, layers)
+        model.weights = named(model.module.Weights, weights, layers, forms=shape.forms)
+        model.act = named(model.module.Activations, views | self.forms, layers, forms=shape.forms)
+        model.d = named(model.module.Gradients, views | self.forms, layers, forms=shape.forms)
         bound = bind(self.adapters, model.weights, self.views, self.gradients)
         model.ops = WithFp8Adapters(WithFp8FrozenProducts(plain_ops, ops, views[WEIGHT_SCRATCH]), bound, views)
         self.text_ops = WithAdapters(WithDequantizedWeights(plain_ops, views[WEIGHT_SCRATCH]), bound, views)  # type: ignore[arg-type]

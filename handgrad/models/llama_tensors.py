@@ -15,7 +15,6 @@ from handgrad.models.lifetimes import NEVER, Clock, at_head, backward_of, from_e
 from handgrad.models.rows import (
     ONES,
     ZEROS,
-    Fp8,
     Init,
     ParameterRow,
     parameter,
@@ -53,11 +52,11 @@ def has(shape: ModelShape, name: str) -> bool:
 
 @dataclass
 class BlockWeights:
-    qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix", fp8=Fp8("qkv"))
-    proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix", fp8=Fp8("proj"))
+    qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix")
+    proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix")
     # The rows of the gates g, then of the numbers u.
-    gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix", fp8=Fp8("mlp"))
-    down_weight: Tensor = parameter("C F", RESIDUAL, "matrix", fp8=Fp8("mlp"))
+    gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix")
+    down_weight: Tensor = parameter("C F", RESIDUAL, "matrix")
     qkv_bias: Tensor = parameter("QKV", ZEROS, "vector", optional=True)
     norm1_gain: Tensor = parameter("C", ONES, "vector")
     norm2_gain: Tensor = parameter("C", ONES, "vector")
@@ -69,17 +68,16 @@ class BlockWeights:
 class Weights:
     """The weights, or their gradients."""
 
-    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V", fp8=Fp8("head"))
+    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V")
     blocks: list[BlockWeights] = repeated(BlockWeights)
-    head: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="head", stored_rows="V", fp8=Fp8("head"), fallback="wte")
+    head: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="head", stored_rows="V", fallback="wte")
     lnf_gain: Tensor = parameter("C", ONES, "vector", bucket="head")
 
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
-    for row in parameter_rows(Weights, dims(shape), shape.num_layers):
+    for row in parameter_rows(Weights, dims(shape), shape.num_layers, shape.forms):
         if has(shape, row.name):
-            # No GEMM reads an embedding that is not the head.
-            yield row if row.name != "wte" or shape.family.tied else replace(row, fp8=None)
+            yield row
 
 
 # Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
@@ -87,20 +85,20 @@ def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
 
 @dataclass
 class BlockActivations:
-    norm1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2, fp8=Fp8("qkv"))
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2)
     norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     heads: Tensor = activation("N QKV", lives=kept(ATTENTION), optional=True)  # before the norm of queries and keys
     heads_rstd: Tensor = activation("N H+K", "statistics", lives=kept(ATTENTION), optional=True)
     qkv: Tensor = activation(
         "N QKV", lives=kept(ATTENTION), recomputed_from=2
     )  # queries and keys rotated; see `activations`
-    atty: Tensor = activation("N HD", lives=kept(ATTENTION), fp8=Fp8("proj", keeps_16bit=True))  # attention's output
+    atty: Tensor = activation("N HD", lives=kept(ATTENTION))  # attention's output
     lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
     residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
-    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2, fp8=Fp8("mlp", rerun_from=1))
+    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2)
     norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
     hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), recomputed_from=1)  # gates g, then the numbers u
-    swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1, fp8=Fp8("mlp", late_columns=True))
+    swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)
     residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
 
 
@@ -108,13 +106,9 @@ class BlockActivations:
 class Activations(PassTensors):
     embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
-    lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
+    lnf: Tensor = activation("N C", lives=at_head)
     lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
-    logits: Tensor = activation("chunk Vp", lives=at_head, fp8=Fp8("head", gradient=True, keeps_16bit=True))
-
-
-DQKV = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # dturned: of attention's inputs, normalised and rotated
-STREAM_PROJ, STREAM_MLP = (Fp8(part, gradient=True, keeps_16bit=True) for part in ("proj", "mlp"))
+    logits: Tensor = activation("chunk Vp", lives=at_head)
 
 
 @dataclass
@@ -137,12 +131,12 @@ class Gradients:
     dresidual: Tensor = activation("N C", lives=in_backward)
     dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
     datty: Tensor = activation("N HD", lives=backward_of(ATTENTION))
-    dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION), fp8=DQKV)
-    dhidden: Tensor = activation("N 2F", lives=backward_of(FEED_FORWARD), fp8=Fp8("mlp", gradient=True))
+    dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION))
+    dhidden: Tensor = activation("N 2F", lives=backward_of(FEED_FORWARD))
     dswiglu: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
     # The stream's gradient is written a tick before the GEMM that reads it.
-    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), fp8=STREAM_PROJ, of="dresidual")
-    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), fp8=STREAM_MLP, of="dresidual")
+    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
+    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
     blocks: list[BlockGradients] = repeated(BlockGradients)
 
@@ -154,7 +148,7 @@ def activations(
     rotated in place, and is kept."""
     sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
     tables, widest = (Activations, Gradients), max(sizes["2F"], sizes["QKV"])
-    for row in rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=widest):
+    for row in rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=widest, forms=shape.forms):
         if has(shape, row.name):
             is_kept = row.name.endswith(".qkv") and not shape.family.qk_norm
             yield replace(row, recomputed_from=NEVER) if is_kept else row

@@ -15,7 +15,6 @@ from handgrad.models.lifetimes import Clock, at_head, backward_of, from_embeddin
 from handgrad.models.rows import (
     ONES,
     ZEROS,
-    Fp8,
     Init,
     ParameterRow,
     parameter,
@@ -73,10 +72,10 @@ def in_its_layer(shape: ModelShape, name: str) -> bool:
 class BlockWeights:
     value_embedding: Tensor = parameter("Vp C", MATRIX, "embedding", stored_rows="V", optional=True, rate=VALUE_TABLE_RATE)
     value_gate: Tensor = parameter("H G", ZEROS, "vector", optional=True)
-    qkv_weight: Tensor = parameter("3C C", MATRIX, "matrix", fp8=Fp8("qkv"))
-    proj_weight: Tensor = parameter("C C", ZEROS, "matrix", fp8=Fp8("proj"))
-    fc_weight: Tensor = parameter("F C", MATRIX, "matrix", fp8=Fp8("mlp"))
-    fcproj_weight: Tensor = parameter("C F", ZEROS, "matrix", fp8=Fp8("mlp"))
+    qkv_weight: Tensor = parameter("3C C", MATRIX, "matrix")
+    proj_weight: Tensor = parameter("C C", ZEROS, "matrix")
+    fc_weight: Tensor = parameter("F C", MATRIX, "matrix")
+    fcproj_weight: Tensor = parameter("C F", ZEROS, "matrix")
     residual_scalar: Tensor = parameter("1", ONES, "vector", optional=True)
     input_scalar: Tensor = parameter("1", INPUT_SHARE, "vector", optional=True, rate=INPUT_SCALAR_RATE)
 
@@ -85,13 +84,13 @@ class BlockWeights:
 class Weights:
     """The weights, or their gradients."""
 
-    wte: Tensor = parameter("Vp C", EMBEDDING, "embedding", bucket="embedding", stored_rows="V", fp8=Fp8("head"))
+    wte: Tensor = parameter("Vp C", EMBEDDING, "embedding", bucket="embedding", stored_rows="V")
     blocks: list[BlockWeights] = repeated(BlockWeights)
-    head: Tensor = parameter("Vp C", ZEROS, "embedding", bucket="head", stored_rows="V", fp8=Fp8("head"), fallback="wte")
+    head: Tensor = parameter("Vp C", ZEROS, "embedding", bucket="head", stored_rows="V", fallback="wte")
 
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
-    for row in parameter_rows(Weights, dims(shape), shape.num_layers):
+    for row in parameter_rows(Weights, dims(shape), shape.num_layers, shape.forms):
         if has(shape, row.name) and in_its_layer(shape, row.name):
             if row.name.endswith(VALUE_TENSORS):
                 # Buckets of their own: the blocks' stay equal, and a table arrives when its layer comes.
@@ -99,33 +98,27 @@ def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
             elif row.init == ZEROS and not shape.has("zero_init"):
                 init = EMBEDDING if row.name == "head" else RESIDUAL
                 row = replace(row, init=init, std=init.std_of(row.shape, shape.num_layers))
-            if row.name == "wte" and shape.has("untied_head"):
-                row = replace(row, fp8=None)  # no GEMM reads it
             yield row
 
 
 # Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
 
 
-NORM1 = Fp8("qkv")
-HIDDEN = Fp8("mlp", keeps_16bit=True, late_columns=True)  # the squared ReLU's backward reads its output
-
-
 @dataclass
 class BlockActivations:
     # The stream as the scalars change it: attention's product adds to it, the backward makes it again.
     mixed: Tensor = activation("N C", lives=lambda clock: ((clock.tick(ATTENTION), clock.tick(ATTENTION)),), optional=True)
-    norm1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2, fp8=NORM1)
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2)
     norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     qkv: Tensor = activation("N 3C", lives=kept(ATTENTION))  # queries and keys normalised and rotated
     qk_rstd: Tensor = activation("N 2H", "statistics", lives=kept(ATTENTION), optional=True)
     gate: Tensor = activation("N H", "statistics", lives=kept(ATTENTION), optional=True)  # of the value embeddings
-    atty: Tensor = activation("N C", lives=kept(ATTENTION), fp8=Fp8("proj", keeps_16bit=True))  # attention's output
+    atty: Tensor = activation("N C", lives=kept(ATTENTION))  # attention's output
     lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
     residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
-    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2, fp8=Fp8("mlp", rerun_from=1))
+    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2)
     norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
-    hidden: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1, fp8=HIDDEN)  # after the squared ReLU
+    hidden: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)  # after the squared ReLU
     residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
 
 
@@ -136,19 +129,14 @@ class Activations(PassTensors):
     normed_embedding: Tensor = activation("N C", lives=from_embedding(ATTENTION), optional=True)
     embedding_rstd: Tensor = activation("N", "statistics", lives=lambda clock: ((0, clock.mirrored(0)),), optional=True)
     blocks: list[BlockActivations] = repeated(BlockActivations)
-    lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
+    lnf: Tensor = activation("N C", lives=at_head)
     lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
-    logits: Tensor = activation("chunk Vp", lives=at_head, fp8=Fp8("head", gradient=True, keeps_16bit=True))
+    logits: Tensor = activation("chunk Vp", lives=at_head)
 
     @property
     def first(self) -> Tensor:
         """The stream that enters the first block."""
         return self.embedded if self.normed_embedding is None else self.normed_embedding
-
-
-DQKV = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # dturned: of attention's inputs, normalised and rotated
-DHIDDEN = Fp8("mlp", gradient=True, workspace="dsquare")  # after the squared ReLU
-STREAM_PROJ, STREAM_MLP = (Fp8(part, gradient=True, keeps_16bit=True) for part in ("proj", "mlp"))
 
 
 @dataclass
@@ -171,11 +159,11 @@ class Gradients:
     dresidual: Tensor = activation("N C", lives=in_backward)
     dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
     datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
-    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION), fp8=DQKV)
-    dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD), fp8=DHIDDEN)
+    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION))
+    dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
     # The stream's gradient is written a tick before the GEMM that reads it.
-    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), fp8=STREAM_PROJ, of="dresidual")
-    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), fp8=STREAM_MLP, of="dresidual")
+    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
+    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
     dfirst: Tensor = activation("N C", lives=in_backward, optional=True)  # of `first`
     dembedded: Tensor = activation("N C", lives=lambda clock: ((2 * clock.head, 2 * clock.head),), optional=True)
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
@@ -188,20 +176,14 @@ def activations(
     """The rows of a pass, as in `rows_of_pass`."""
     sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
     tables = Activations, Gradients
-    rows = rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=sizes["F"])
+    rows = rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=sizes["F"], forms=shape.forms)
     return (as_read(shape, clock, row) for row in rows if has(shape, row.name) and in_its_layer(shape, row.name))
 
 
 def as_read(shape: ModelShape, clock: Clock, row: ActivationRow) -> ActivationRow:
-    """The row as the model's techniques read it. The first block's input lives as long as a block reads it. Value
-    embeddings read norm1 and dqkv in 16 bits. Where nothing turns queries and keys, attention's backward makes dqkv."""
+    """The row as the model's techniques read it: the first block's input lives as long as a block reads it."""
     if shape.has("input_scalars") and row.name == ("normed_embedding" if shape.has("embedding_norm") else "embedded"):
         return replace(row, ticks=((0, max(clock.head, clock.mirrored(0))),))
-    values = shape.has("value_embeddings")
-    if row.fp8 is NORM1 and values:
-        return replace(row, fp8=replace(NORM1, keeps_16bit=True))
-    if row.fp8 is DQKV and not (shape.has("rotary") or shape.has("qk_norm")):
-        return replace(row, fp8=replace(DQKV, workspace="", keeps_16bit=values))
     return row
 
 

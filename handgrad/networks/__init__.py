@@ -94,7 +94,7 @@ class ModelShape:
         return tuple(dict.fromkeys(gemm.part for gemm in self.gemms))
 
     @property
-    def fp8(self) -> dict[str, Fp8]:
+    def forms(self) -> dict[str, Fp8]:
         """The fp8 forms of tensors, by their names in a block or beside it."""
         weights = {gemm.weight: Fp8(gemm.part) for gemm in self.gemms}
         head = "wte" if self.network.tied(self) else "head"  # no GEMM reads another embedding
