@@ -141,8 +141,12 @@ def test_a_librarys_gradients_have_a_room_of_their_own() -> None:
 
 @pytest.mark.parametrize("folder", ["handgrad", "tests", "benchmarks", "examples"])
 def test_files_stay_short(folder: str) -> None:
-    long = {str(p): n for p in (ROOT / folder).rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
-    assert not long, f"over 400 lines: {long}"
+    """A network's file has its tensors and all that is computed of them."""
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    long = {
+        str(path): count for path, count in lines.items() if count > (600 if path.parent == PACKAGE / "models" else 400)
+    }
+    assert not long, f"over 400 lines, or 600 of a network: {long}"
 
 
 # A block of text right below a block of Python is what that prints.

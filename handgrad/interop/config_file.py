@@ -1,4 +1,4 @@
-"""A config.json of transformers, whose values are checked as they are read."""
+"""A config.json of transformers or PEFT, whose values are checked as they are read."""
 
 import json
 import math
@@ -20,17 +20,17 @@ class Config:
 
     content: dict[str, Any]
     path: Path
+    remedy: str = "handgrad has no such model"
 
     def refused(self, key: str, wanted: str, found: Any) -> DataError:
-        remedy = QUANTISED if key == "quantization_config" else "handgrad has no such model"
+        remedy = QUANTISED if key == "quantization_config" else self.remedy
         return DataError(f"expected {key} {wanted} in {self.path}, found {found!r:.80}; {remedy}")
 
     def expect(self, known: Iterable[Known]) -> None:
         """Raises `DataError` for a key with another value."""
         for key, default, ours in known:
             if (value := self.content.get(key, default)) not in ours:
-                named = [json.dumps(other) for other in ours if other is not None] or ["null"]
-                raise self.refused(key, " or ".join(named), value)
+                raise self.refused(key, json.dumps(ours[0]), value)
 
     def whole(self, key: str, default: int | None = None) -> int:
         """A number of 1 or more; the default for null and none. Raises `DataError`."""

@@ -11,7 +11,6 @@ Source: peft, tuners/lora/config.py and utils/save_and_load.py; https://huggingf
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from handgrad.evaluation.load import Weights, checkpoint_weights
 from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop import huggingface
 from handgrad.interop.adapters import PLACE, merging, stored_adapters
+from handgrad.interop.config_file import Config, Known
 from handgrad.lora.tables import Adapter, Part, adapters_of
 from handgrad.models import parameter_table
 from handgrad.networks.lora import MOST_SCALE, LoraShape, parse_lora
@@ -36,7 +36,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 # The keys of adapter_config.json that decide the mathematics: the default there, and the values that mean our adapters.
-KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+KNOWN: tuple[Known, ...] = (
     ("peft_type", None, ("LORA",)),
     ("bias", "none", ("none",)),
     ("lora_bias", False, (False,)),
@@ -50,7 +50,7 @@ KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("target_parameters", None, (None, [])),
 )
 # The same, of files that are read. Other values of the first subtract from the base at the start (PiSSA, OLoRA, CorDA).
-OTHERS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+OTHERS: tuple[Known, ...] = (
     ("init_lora_weights", True, (True, False, None, "gaussian", "eva", "orthogonal", "mica")),
     ("alora_invocation_tokens", None, (None, [])),
     ("arrow_config", None, (None,)),
@@ -136,21 +136,15 @@ def is_peft(path: Path) -> bool:
 def read_config(folder: Path) -> tuple[LoraShape, str]:
     """(rank and alpha, the name of the base); `DataError` for adapters that ours are not."""
     path = folder / CONFIG_FILE
-    content = read_object(path)
-    for key, default, ours in KNOWN + OTHERS:
-        if (value := content.get(key, default)) not in ours:
-            wanted = json.dumps(ours[0])
-            raise DataError(f"expected {key} {wanted} in {path}, found {value!r:.80}; handgrad has no such adapters")
-    rank, alpha, base = (content.get(key) for key in ("r", "lora_alpha", "base_model_name_or_path"))
-    if type(rank) is not int or rank < 1:
-        raise DataError(f"expected r of 1 or more in {path}, found {rank!r:.80}; handgrad has no such adapters")
-    if type(alpha) not in (int, float) or not 0 < float(str(alpha)) < math.inf:
-        raise DataError(f"expected lora_alpha above 0 in {path}, found {alpha!r:.80}; handgrad has no such adapters")
-    if float(str(alpha)) / rank > MOST_SCALE:
+    config = Config(read_object(path), path, "handgrad has no such adapters")
+    config.expect(KNOWN + OTHERS)
+    rank, alpha = config.whole("r"), config.number("lora_alpha", None, config.content)
+    base = config.content.get("base_model_name_or_path")
+    if alpha / rank > MOST_SCALE:
         raise DataError(f"expected lora_alpha / r of at most {MOST_SCALE}, a float32, in {path}, found {alpha} / {rank}")
     if not isinstance(base, str) or not base:
         raise DataError(f"expected base_model_name_or_path in {path}, found {base!r:.80}; name the weights that it adapts")
-    return LoraShape(rank, float(str(alpha))), base
+    return LoraShape(rank, alpha), base
 
 
 def base_source(folder: Path) -> str:

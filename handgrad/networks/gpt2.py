@@ -1,20 +1,11 @@
-"""GPT-2 (Radford et al. 2019). models/gpt2.py computes it; its tensors in transformers:
+"""GPT-2 (Radford et al. 2019). models/gpt2.py computes it.
 
-    ours                     theirs (after "transformer.")     shape there
-    wte, wpe                 wte.weight, wpe.weight            (V, C), (maxT, C): V without padding
-    blocks.l.qkv_weight      h.l.attn.c_attn.weight            (C, 3C)
-    blocks.l.proj_weight     h.l.attn.c_proj.weight            (C, C)
-    blocks.l.fc_weight       h.l.mlp.c_fc.weight               (C, 4C)
-    blocks.l.fcproj_weight   h.l.mlp.c_proj.weight             (4C, C)
-    blocks.l.ln1_*, ln2_*    h.l.ln_1.*, h.l.ln_2.*            (C)
-    lnf_*                    ln_f.*                            (C)
-
-Their Conv1D keeps a matrix as (in, out), ours is (out, in). The head is the token embedding and is not stored.
+Their Conv1D, in transformers, keeps a matrix as (in, out), ours is (out, in). The head is the token embedding.
 """
 
 from typing import TYPE_CHECKING
 
-from handgrad.networks.network import Fp8, Gemm, Network
+from handgrad.networks.network import COMMON_FORMS, Fp8, Gemm, Network
 
 if TYPE_CHECKING:
     from handgrad.networks import ModelShape
@@ -32,16 +23,12 @@ MODELS = {
     "gpt3-1300m": (24, 32, 2048),
 }
 FP8 = {
+    **COMMON_FORMS,
     "ln1": Fp8("qkv"),
-    "atty": Fp8("proj", keeps_16bit=True),
     "ln2": Fp8("mlp", rerun_from=1),
     "gelu": Fp8("mlp", late_columns=True),
-    "lnf": Fp8("head", keeps_16bit=True),
-    "logits": Fp8("head", gradient=True, keeps_16bit=True),
     "dqkv": Fp8("qkv", gradient=True, wide=True),
     "dhidden": Fp8("mlp", gradient=True, workspace="dgelu"),
-    "dresidual_mid": Fp8("proj", gradient=True, keeps_16bit=True),
-    "dresidual_out": Fp8("mlp", gradient=True, keeps_16bit=True),
 }
 
 

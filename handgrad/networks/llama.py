@@ -1,17 +1,7 @@
 """The Llama family: Llama, Qwen2, Qwen3 and their relatives. models/llama.py computes them.
 
 The numbers that a member has beside the sizes of every model have a text in a configuration:
-`kv_heads=2,rotary_base=500000.0,tied`. What is not named has its default; a switch is named alone. In transformers:
-
-    ours                        theirs                                                           shape there
-    wte                         model.embed_tokens.weight                                        (V, C)
-    blocks.l.qkv_weight, _bias  model.layers.l.self_attn.q_proj, k_proj, v_proj .weight, .bias   (H D, C), (K D, C) twice
-    blocks.l.q_gain, k_gain     model.layers.l.self_attn.q_norm, k_norm .weight                  (D)
-    blocks.l.proj_weight        model.layers.l.self_attn.o_proj.weight                           (C, H D)
-    blocks.l.gate_up_weight     model.layers.l.mlp.gate_proj, up_proj .weight                    (F, C) twice
-    blocks.l.down_weight        model.layers.l.mlp.down_proj.weight                              (C, F)
-    blocks.l.norm1_gain, norm2  model.layers.l.input_layernorm, post_attention_layernorm .weight (C)
-    lnf_gain, head              model.norm.weight, lm_head.weight                                (C), (V, C)
+`kv_heads=2,rotary_base=500000.0,tied`. What is not named has its default; a switch is named alone.
 """
 
 import dataclasses
@@ -22,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from handgrad.errors import UsageError
 from handgrad.names import check_choice, named_values
-from handgrad.networks.network import Fp8, Gemm, Network
+from handgrad.networks.network import COMMON_FORMS, Fp8, Gemm, Network
 
 if TYPE_CHECKING:
     from handgrad.networks import ModelShape
@@ -33,16 +23,12 @@ ROPES = {"plain": (), "linear": ("rope_factor",), "llama3": STRETCHED, "yarn": (
 FEED_FORWARD_MULTIPLE = 64
 WIDEST_HEAD = 1024
 FP8 = {
+    **COMMON_FORMS,
     "norm1": Fp8("qkv"),
-    "atty": Fp8("proj", keeps_16bit=True),
     "norm2": Fp8("mlp", rerun_from=1),
     "swiglu": Fp8("mlp", late_columns=True),
-    "lnf": Fp8("head", keeps_16bit=True),
-    "logits": Fp8("head", gradient=True, keeps_16bit=True),
     "dqkv": Fp8("qkv", gradient=True, wide=True, workspace="dturned"),  # of attention's inputs, normalised and rotated
     "dhidden": Fp8("mlp", gradient=True),
-    "dresidual_mid": Fp8("proj", gradient=True, keeps_16bit=True),
-    "dresidual_out": Fp8("mlp", gradient=True, keeps_16bit=True),
 }
 
 

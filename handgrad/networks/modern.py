@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from handgrad.errors import UsageError
 from handgrad.names import check_choice
 from handgrad.networks.gpt2 import gemms
-from handgrad.networks.network import Fp8, Network
+from handgrad.networks.network import COMMON_FORMS, Fp8, Network
 
 if TYPE_CHECKING:
     from handgrad.networks import ModelShape
@@ -125,16 +125,12 @@ def fp8(shape: "ModelShape") -> dict[str, Fp8]:
     values, turns = shape.has("value_embeddings"), shape.has("rotary") or shape.has("qk_norm")
     dqkv = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # of attention's inputs, normalised and rotated
     return {
+        **COMMON_FORMS,
         "norm1": Fp8("qkv", keeps_16bit=values),
-        "atty": Fp8("proj", keeps_16bit=True),
         "norm2": Fp8("mlp", rerun_from=1),
         "hidden": Fp8("mlp", keeps_16bit=True, late_columns=True),  # the squared ReLU's backward reads its output
-        "lnf": Fp8("head", keeps_16bit=True),
-        "logits": Fp8("head", gradient=True, keeps_16bit=True),
         "dqkv": dqkv if turns else replace(dqkv, workspace="", keeps_16bit=values),
         "dhidden": Fp8("mlp", gradient=True, workspace="dsquare"),  # after the squared ReLU
-        "dresidual_mid": Fp8("proj", gradient=True, keeps_16bit=True),
-        "dresidual_out": Fp8("mlp", gradient=True, keeps_16bit=True),
     }
 
 

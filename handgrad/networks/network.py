@@ -33,6 +33,16 @@ class Fp8:
     workspace: str = ""  # a 16-bit tensor that its producer passes through
 
 
+# Of tensors that every network here has: attention's output, the head's input, the gradient of the stream.
+COMMON_FORMS = {
+    "atty": Fp8("proj", keeps_16bit=True),
+    "lnf": Fp8("head", keeps_16bit=True),
+    "logits": Fp8("head", gradient=True, keeps_16bit=True),
+    "dresidual_mid": Fp8("proj", gradient=True, keeps_16bit=True),
+    "dresidual_out": Fp8("mlp", gradient=True, keeps_16bit=True),
+}
+
+
 @dataclass(frozen=True)
 class Network:
     """A network, as all that does not compute it needs to know it. A function takes the model's shape."""
@@ -50,7 +60,7 @@ class Network:
     settle: Callable[["ModelShape"], str] = lambda shape: ""  # its text, with every default in it
     check: Callable[[Any], None] = lambda config: None  # raises `UsageError` for a configuration that makes no model
     # Texts.
-    variant: Callable[["ModelShape"], str] = lambda shape: f"{shape.architecture}, "  # before the sizes, in a line about it
+    variant: Callable[["ModelShape"], str] = lambda shape: f"{shape.architecture}, "  # begins a line about a model
     # What runs can do with it.
     dropout: bool = False
     adapters: bool = True

@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "sliding window": ({"use_sliding_window": True}, "expected use_sliding_window false in"),
     "layers with windows": ({"layer_types": ["full_attention", "sliding_attention"]}, "expected layer_types of full_atten"),
-    "activation": ({"hidden_act": "gelu"}, 'expected hidden_act "silu" or "swish" in'),
+    "activation": ({"hidden_act": "gelu"}, 'expected hidden_act "silu" in'),
     "bias of o": ({"attention_bias": True}, "expected attention_bias false in"),
     "bias of the MLP": ({"mlp_bias": True}, "expected mlp_bias false in"),
     "rope": (
