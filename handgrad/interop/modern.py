@@ -47,7 +47,7 @@ def code_files() -> dict[str, bytes]:
 
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     """The model of a config.json; `DataError` for one that asks for anything that ours does not compute. An older file has
-    `without` in the place of `techniques`."""
+    `without` instead of `techniques`."""
     config = Config(content, path)
     config.expect(KNOWN)
     V, T, L, H, C = (config.whole(key) for key in SIZES)

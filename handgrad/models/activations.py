@@ -87,7 +87,7 @@ def activation_rows(
     prefix: str = "",
     forms: Mapping[str, Fp8] | None = None,
 ) -> Iterator[ActivationRow]:
-    """The rows of a dataclass of activations in the order of its fields; `forms`: of those that GEMMs may read in fp8."""
+    """The rows of a dataclass of activations in the order of its fields; `forms`: what GEMMs may read in fp8."""
     forms = forms or {}
     for f in fields(tensors):
         row = f.metadata

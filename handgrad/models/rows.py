@@ -134,7 +134,7 @@ Table = tuple[ParameterRow, ...]
 def parameter_rows(
     tensors: type, dims: Dims, layers: int, forms: Mapping[str, Fp8], prefix: str = ""
 ) -> Iterator[ParameterRow]:
-    """The rows of a dataclass of parameters in the order of its fields; `forms`: of those that GEMMs may read in fp8."""
+    """The rows of a dataclass of parameters in the order of its fields; `forms`: what GEMMs may read in fp8."""
     for f in fields(tensors):
         if "block" in f.metadata:
             for layer in range(layers):

@@ -85,7 +85,7 @@ class ModelShape:
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:
-        """Of a block."""
+        """The GEMMs of a block."""
         return self.network.gemms(self)
 
     @property

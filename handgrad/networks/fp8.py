@@ -14,6 +14,8 @@ FP8_MULTIPLE = 16  # of every side of a GEMM in fp8: cuBLASLt reads 16 bytes at 
 def check_fp8(config: Any) -> None:
     """Raises `UsageError` for settings that fp8 does not go with, and for shapes that its GEMMs cannot take."""
     shape: ModelShape = config.shape(VOCABULARY_MULTIPLE)
+    if not shape.network.fp8(shape):
+        raise UsageError(f"architecture {config.architecture} has no forms in fp8; --precision bf16 trains it")
     if (width := shape.head_width) > WIDEST_HEAD_OF_FP8:
         more = f", --num-heads {fitting_heads(config.channels)} fits" if shape.network.head_width is None else ""
         raise UsageError(

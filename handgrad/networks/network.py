@@ -1,4 +1,4 @@
-"""What a network is beside its equations: the record that each file of this folder makes of one."""
+"""A network without its equations: the record that each file of this folder makes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ COMMON_FORMS = {
 
 @dataclass(frozen=True)
 class Network:
-    """A network, as all that does not compute it needs to know it. A function takes the model's shape."""
+    """A network, for all code that does not compute it. Functions take the model's shape."""
 
     title: str  # in a sentence
     gemms: Callable[["ModelShape"], tuple[Gemm, ...]]  # of a block, in the order of its forward
