@@ -27,12 +27,6 @@ NORMAL, RESIDUAL = Init("normal", 0.02), Init("normal", 0.02, residual=True)
 EPSILON, ROTARY_BASE = 1e-6, 10000.0
 
 
-def dims(shape: ModelShape) -> dict[str, int]:
-    C, F, H, K, D = shape.channels, shape.feed_forward, shape.num_heads, shape.kv_heads, shape.head_width
-    sizes = {"C": C, "F": F, "2F": 2 * F, "H": H, "K": K, "D": D, "HD": H * D, "QKV": (H + 2 * K) * D}
-    return sizes | {"V": shape.vocab_size, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
-
-
 @dataclass
 class BlockWeights:
     qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix")
@@ -54,7 +48,7 @@ class Weights:
 
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
-    return parameter_rows(Weights, dims(shape), shape.num_layers, shape.forms)
+    return parameter_rows(Weights, shape)
 
 
 @dataclass
@@ -101,9 +95,8 @@ class Gradients:
 def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
-    sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
-    tables, widest = (Activations, Gradients), max(sizes["2F"], sizes["QKV"])
-    return rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=widest, forms=shape.forms)
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    return rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
 
 
 def rotation(shape: ModelShape, length: int) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from handgrad.parsing import parse_json
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-TENSOR = re.compile(r"(\w+?)(_weight|_bias|_gain)?")  # a name of ours
 # Buffers of old versions: the causal mask, and the angles of positions.
 BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 DTYPES = ("F32", "BF16", "F16")
@@ -50,13 +49,13 @@ def their_tensors(shape: ModelShape, row: ParameterRow) -> dict[str, tuple[int, 
     """A row of the parameter table -> its tensors in their file, without the prefix, and their shapes. Several stand one
     above the other in ours."""
     block, _, name = row.name.rpartition(".")
-    ours, kind = TENSOR.fullmatch(name).groups()  # type: ignore[union-attr]
+    ours, kind = name.rsplit("_", 1) if name.endswith(("_weight", "_bias", "_gain")) else (name, "")
     modules = shape.network.modules.get(ours, (ours,))
     at = block.replace("blocks", shape.network.blocks) + "." if block else ""
     rows = [row.stored_rows]
     if len(modules) > 1:
         rows = next([*gemm.outputs.values()] for gemm in shape.gemms if gemm.weight == f"{ours}_weight")
-    end = "bias" if kind == "_bias" else "weight"
+    end = "bias" if kind == "bias" else "weight"
     dims = [(size, *row.shape[1:]) for size in rows]
     return {
         f"{at}{module}.{end}": size[::-1] if transposed(shape, row) else size

@@ -17,6 +17,7 @@ from handgrad.arena import ALWAYS, Buffer, Interval
 from handgrad.dtypes import accumulation_dtype
 from handgrad.models.lifetimes import NEVER, WHOLE_BLOCKS, Clock, Lives, recomputed_lifetimes
 from handgrad.models.rows import KIND, Dims, sizes
+from handgrad.networks import ModelShape
 from handgrad.networks.network import Fp8
 
 
@@ -110,7 +111,7 @@ def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 def rows_of_pass(
     tables: tuple[type, type],
-    dims: Dims,
+    shape: ModelShape,
     batch: int,
     length: int,
     dtype: torch.dtype,
@@ -118,16 +119,14 @@ def rows_of_pass(
     clock: Clock,
     *,
     chunk: int,
-    widest: int,
-    forms: Mapping[str, Fp8],
 ) -> Iterator[ActivationRow]:
     """The rows of an architecture's `Activations`, and in training of its `Gradients`, for `batch` samples of `length`
-    tokens. `dims`: sizes of the letters in its parameters' shapes; `chunk`: tokens that go through the loss head at a
-    time; `widest`: columns of the widest GEMM in a block; `forms`: as in `activation_rows`."""
-    N, attention = batch * length, {"num_heads": dims["H"], "kv_heads": dims["K"], "head_width": dims["D"]}
-    sizes = {**dims, "B": batch, "T": length, "N": N, "chunk": chunk}
-    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=dims["C"], widest=widest)
+    tokens. `chunk`: tokens that go through the loss head at a time."""
+    N = batch * length
+    attention = {"num_heads": shape.num_heads, "kv_heads": shape.kv_heads, "head_width": shape.head_width}
+    sizes = {**shape.letters, "B": batch, "T": length, "N": N, "chunk": chunk}
+    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=shape.channels, widest=shape.widest)
     if clock.training:
         sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **attention)
     for table in tables if clock.training else tables[:1]:
-        yield from activation_rows(table, sizes, dtypes_of(dtype), clock, forms=forms)
+        yield from activation_rows(table, sizes, dtypes_of(dtype), clock, forms=shape.forms)

@@ -29,28 +29,11 @@ from handgrad.models.decoding import (
 )
 from handgrad.models.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.models.passes import Attention, Stage, head_backward, training_attention
-from handgrad.models.rows import (
-    ONES,
-    ZEROS,
-    Init,
-    ParameterRow,
-    parameter,
-    parameter_rows,
-    repeated,
-    shared,
-)
+from handgrad.models.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
 
 NORMAL, RESIDUAL = Init("normal", 0.02), Init("normal", 0.02, residual=True)
-
-
-def dims(shape: ModelShape) -> dict[str, int]:
-    """The sizes of the letters in the parameters' shapes."""
-    C, F = shape.channels, shape.feed_forward
-    H, V = shape.num_heads, shape.vocab_size
-    sizes = {"C": C, "3C": 3 * C, "F": F, "H": H, "K": H, "D": C // H, "maxT": shape.sequence_length}
-    return sizes | {"V": V, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
 
 
 # Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
@@ -85,7 +68,7 @@ class Weights:
 
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
-    return parameter_rows(Weights, dims(shape), shape.num_layers, shape.forms)
+    return parameter_rows(Weights, shape)
 
 
 # Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
@@ -152,9 +135,8 @@ def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
     """The rows of a pass, as in `rows_of_pass`."""
-    sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
-    tables = Activations, Gradients
-    return rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=sizes["F"], forms=shape.forms)
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    return rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
 
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
@@ -278,7 +260,7 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
-    return decoding_rows(BlockActivations, dims(shape), shape, batch, prompt_tokens, dtype, ops)
+    return decoding_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:

@@ -38,14 +38,6 @@ NORMAL = Init("normal", 0.02)
 RESIDUAL = Init("normal", 0.02, residual=True)
 
 
-def dims(shape: ModelShape) -> dict[str, int]:
-    """The sizes of the letters in the parameters' shapes; HD and such are the columns of so many heads."""
-    C, F, H, K, D = shape.channels, shape.feed_forward, shape.num_heads, shape.kv_heads, shape.head_width
-    sizes = {"C": C, "F": F, "2F": 2 * F, "H": H, "K": K, "D": D, "HD": H * D, "QKV": (H + 2 * K) * D, "H+K": H + K}
-    sizes |= {"V": shape.vocab_size, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
-    return sizes | {"maxT": shape.sequence_length}
-
-
 def has(shape: ModelShape, name: str) -> bool:
     """True if the model has the tensor of this name."""
     family, last = shape.family, name.rpartition(".")[2]
@@ -84,7 +76,7 @@ class Weights:
 
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
-    for row in parameter_rows(Weights, dims(shape), shape.num_layers, shape.forms):
+    for row in parameter_rows(Weights, shape):
         if has(shape, row.name):
             yield row
 
@@ -155,9 +147,8 @@ def activations(
 ) -> Iterator[ActivationRow]:
     """The rows of a pass, as in `rows_of_pass`. Without a norm of queries and keys, qkv is the output of their product,
     rotated in place, and is kept."""
-    sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
-    tables, widest = (Activations, Gradients), max(sizes["2F"], sizes["QKV"])
-    for row in rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=widest, forms=shape.forms):
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    for row in rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk):
         if has(shape, row.name):
             is_kept = row.name.endswith(".qkv") and not shape.family.qk_norm
             yield replace(row, recomputed_from=NEVER) if is_kept else row
@@ -321,9 +312,7 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
-    sizes = dims(shape)
-    widest = max(sizes["2F"], sizes["QKV"])
-    rows = decoding_rows(BlockActivations, sizes, shape, batch, prompt_tokens, dtype, ops, widest=widest)
+    rows = decoding_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
     return (row for row in rows if has(shape, row.name))
 
 

@@ -44,7 +44,6 @@ INPUT_SHARE = Init("constant", value=0.1)  # of the first stream in every block'
 
 # Learning rates over the step's, at which the head learns: docs/modern.md has their sources.
 INPUT_SCALAR_RATE, VALUE_TABLE_RATE = 100.0, 75.0
-GATE_CHANNELS = 32  # of the stream: the gates of the value embeddings read these
 
 # The tensors that a model has with one of these techniques alone.
 OF_TECHNIQUE: dict[str, tuple[str, ...]] = {"head": ("untied_head",), "qk_rstd": ("qk_norm",)}
@@ -53,14 +52,6 @@ OF_TECHNIQUE |= {"residual_scalar": ("residual_scalars",), "mixed": ("residual_s
 OF_TECHNIQUE |= dict.fromkeys(("input_scalar", "first", "dfirst"), ("input_scalars",))
 VALUE_TENSORS = ("value_embedding", "value_gate", "gate")  # in every second layer
 OF_TECHNIQUE |= dict.fromkeys(VALUE_TENSORS, ("value_embeddings",))
-
-
-def dims(shape: ModelShape) -> dict[str, int]:
-    """The sizes of the letters in the parameters' shapes."""
-    C, F, H = shape.channels, shape.feed_forward, shape.num_heads
-    sizes = {"C": C, "3C": 3 * C, "F": F, "H": H, "K": H, "2H": 2 * H, "D": C // H, "maxT": shape.sequence_length}
-    sizes |= {"1": 1, "G": min(GATE_CHANNELS, C)}
-    return sizes | {"V": shape.vocab_size, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
 
 
 def has(shape: ModelShape, name: str) -> bool:
@@ -101,7 +92,7 @@ class Weights:
 
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
-    for row in parameter_rows(Weights, dims(shape), shape.num_layers, shape.forms):
+    for row in parameter_rows(Weights, shape):
         if has(shape, row.name) and in_its_layer(shape, row.name):
             if row.name.endswith(VALUE_TENSORS):
                 # Buckets of their own: the blocks' stay equal, and a table arrives when its layer comes.
@@ -185,9 +176,8 @@ def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
     """The rows of a pass, as in `rows_of_pass`."""
-    sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
-    tables = Activations, Gradients
-    rows = rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=sizes["F"], forms=shape.forms)
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    rows = rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
     return (as_read(shape, clock, row) for row in rows if has(shape, row.name) and in_its_layer(shape, row.name))
 
 
@@ -440,7 +430,7 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
-    rows = decoding_rows(DecodingBlock, dims(shape), shape, batch, prompt_tokens, dtype, ops)
+    rows = decoding_rows(DecodingBlock, shape, batch, prompt_tokens, dtype, ops)
     return (row for row in rows if has(shape, row.name))
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from handgrad.networks import ModelShape
 from handgrad.networks.network import Fp8
 
 ALIGN_ELEMENTS = 128  # a parameter starts at a multiple: 512 bytes of float32, 256 of bf16
@@ -131,21 +132,20 @@ class ParameterRow:
 Table = tuple[ParameterRow, ...]
 
 
-def parameter_rows(
-    tensors: type, dims: Dims, layers: int, forms: Mapping[str, Fp8], prefix: str = ""
-) -> Iterator[ParameterRow]:
-    """The rows of a dataclass of parameters in the order of its fields; `forms`: what GEMMs may read in fp8."""
+def parameter_rows(tensors: type, shape: ModelShape, prefix: str = "") -> Iterator[ParameterRow]:
+    """The rows of a dataclass of parameters in the order of its fields."""
+    dims, forms = shape.letters, shape.forms
     for f in fields(tensors):
         if "block" in f.metadata:
-            for layer in range(layers):
-                yield from parameter_rows(f.metadata["block"], dims, layers, forms, f"{f.name}.{layer}")
+            for layer in range(shape.num_layers):
+                yield from parameter_rows(f.metadata["block"], shape, f"{f.name}.{layer}")
         elif "init" in f.metadata:
-            row, shape = f.metadata, sizes(f.metadata["shape"], dims)
-            std = row["init"].std_of(shape, layers)
-            stored = dims[row["stored"]] if row["stored"] else shape[0]
+            row, allocated = f.metadata, sizes(f.metadata["shape"], dims)
+            std = row["init"].std_of(allocated, shape.num_layers)
+            stored = dims[row["stored"]] if row["stored"] else allocated[0]
             name = f"{prefix}.{f.name}" if prefix else f.name
-            bucket, more = row["bucket"] or prefix, {"rate": row["rate"]}
-            yield ParameterRow(name, shape, stored, row["init"], std, row["group"], bucket, forms.get(f.name), **more)
+            bucket, form, rate = row["bucket"] or prefix, forms.get(f.name), row["rate"]
+            yield ParameterRow(name, allocated, stored, row["init"], std, row["group"], bucket, form, rate=rate)
 
 
 def lay_out(

@@ -84,6 +84,19 @@ class ModelShape:
         return self.network.kv_heads(self)
 
     @property
+    def letters(self) -> dict[str, int]:
+        """The sizes of the letters in the shapes of tensors; HD and such are the columns of so many heads."""
+        C, F, H, K, D = self.channels, self.feed_forward, self.num_heads, self.kv_heads, self.head_width
+        heads = {"H": H, "2H": 2 * H, "K": K, "H+K": H + K, "D": D, "HD": H * D, "QKV": (H + 2 * K) * D}
+        ends = {"V": self.vocab_size, "Vp": self.padded_vocab_size, "L": self.num_layers, "maxT": self.sequence_length}
+        return {"1": 1, "C": C, "3C": 3 * C, "F": F, "2F": 2 * F, **heads, **ends, **self.network.letters(self)}
+
+    @property
+    def widest(self) -> int:
+        """Columns of the widest GEMM in a block."""
+        return max(sum(gemm.outputs.values()) for gemm in self.gemms)
+
+    @property
     def gemms(self) -> tuple[Gemm, ...]:
         """The GEMMs of a block."""
         return self.network.gemms(self)

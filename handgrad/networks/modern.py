@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CHANNELS_PER_LAYER, HEAD_WIDTH = 64, 128
 DEPTHS = {f"m{depth}": depth for depth in range(4, 49, 2)}
 SOFTCAP = 15.0  # bound of the logits
+GATE_CHANNELS = 32  # of the stream: the gates of the value embeddings read these
 
 # The name: true if a model has it unless its configuration says otherwise. The one place of the defaults.
 TECHNIQUES = {
@@ -141,6 +142,7 @@ MODERN = Network(
         name: (depth, CHANNELS_PER_LAYER * depth // HEAD_WIDTH, CHANNELS_PER_LAYER * depth)
         for name, depth in DEPTHS.items()
     },
+    letters=lambda shape: {"G": min(GATE_CHANNELS, shape.channels)},
     softcap=lambda shape: SOFTCAP if shape.has("softcap") else 0.0,
     setting="techniques",
     settle=lambda shape: resolve_techniques(shape.architecture, shape.techniques),

@@ -55,6 +55,7 @@ class Network:
     kv_heads: Callable[["ModelShape"], int] = lambda shape: shape.num_heads  # K
     feed_forward: Callable[["ModelShape"], int] = lambda shape: 4 * shape.channels  # F
     softcap: Callable[["ModelShape"], float] = lambda shape: 0.0  # the bound c of logits c tanh(x / c), or 0 for none
+    letters: Callable[["ModelShape"], dict[str, int]] = lambda shape: {}  # sizes by letters that it alone has
     # A setting that it alone has.
     setting: str = ""  # its name in a configuration
     settle: Callable[["ModelShape"], str] = lambda shape: ""  # its text, with every default in it

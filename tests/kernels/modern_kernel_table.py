@@ -10,7 +10,7 @@ import json
 
 import triton
 
-from handgrad.models.modern import GATE_CHANNELS
+from handgrad.networks.modern import GATE_CHANNELS
 from handgrad.ops.cuda import (
     classifier,
     embedding,
