@@ -70,7 +70,7 @@ HEAD = {"lnf", "dlnf", "logits"}
 def block_buffers(shape: ModelShape, batch: int, *, fp8: bool) -> dict[str, Buffer]:
     """The activations of a model's first block and the shared ones, of (N, C) elements or more."""
     model = architecture(shape)
-    every = frozenset((layer, part) for layer in range(shape.num_layers) for part in model.FP8_PARTS)
+    every = frozenset((layer, part) for layer in range(shape.num_layers) for part in shape.fp8_parts)
     N, gemms = batch * shape.sequence_length, Fp8Gemms(every if fp8 else frozenset())
     rows = model.activations(shape, batch, shape.sequence_length, torch.bfloat16, reference, chunk=N, training=True)
     rows = activation_buffers(rows, gemms, (E5M2, E5M2), recompute=0)

@@ -24,7 +24,6 @@ from benchmarks.twin_switches import ATTENTIONS, OPTIONS, check_libraries, switc
 from handgrad import devices
 from handgrad.config import PRECISIONS, check
 from handgrad.errors import UsageError
-from handgrad.models import architecture
 from handgrad.names import nearest_name
 
 # "handgrad" computes in --precision, "handgrad-PRECISION" in another. Also with a precision behind it: "handgrad-gpt2" is
@@ -271,7 +270,7 @@ def compare(
     config, tokens = settings.config(), tokens_of(settings)
     raw = measure({name: command(name, settings) for name in names}, seconds, turn_seconds, device, twice=starts > 1)
     shape = config.shape(tokens.vocab_size)
-    flops, peak = architecture(shape).flops_per_token(shape), devices.peak_flops(device)
+    flops, peak = shape.flops_per_token, devices.peak_flops(device)
     rows = {
         name: {"precision": precision_of(name, settings), **figures(row, config.tokens_per_step, flops, peak)}
         for name, row in raw.items()

@@ -21,7 +21,6 @@ from benchmarks.llama_twin import SHAPES
 from benchmarks.record import free_memory, keep_commit, rounded, run_main, write_record
 from handgrad import devices
 from handgrad.errors import UsageError
-from handgrad.models import architecture
 
 WARM_UP_STEPS = 4  # one eager, one captured, two replayed; their losses are compared
 GIB = 1 << 30
@@ -44,7 +43,7 @@ def measure(settings: Settings, seconds: float, peak: float | None) -> dict[str,
     elapsed = time.perf_counter() - begun
     rate = (run.completed - first) * config.tokens_per_step / elapsed
     shape = config.shape(tokens.vocab_size)
-    flops = architecture(shape).flops_per_token(shape)
+    flops = shape.flops_per_token
     return {
         **row,
         "tokens_per_second": rate,

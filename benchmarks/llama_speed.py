@@ -29,7 +29,6 @@ from benchmarks.twin_switches import check_libraries, switches_of
 from handgrad import devices
 from handgrad.errors import UsageError
 from handgrad.gpus import short_name
-from handgrad.models import architecture
 
 TRAINERS = (
     "transformers",
@@ -122,7 +121,7 @@ def compare(
     commands = {name: [sys.executable, "-m", "benchmarks.llama_speed", name, settings.to_json()] for name in names}
     raw = measure(commands, alone, seconds, turn_seconds, device)
     shape = config.shape(tokens.vocab_size)
-    flops, peak = architecture(shape).flops_per_token(shape), devices.peak_flops(device)
+    flops, peak = shape.flops_per_token, devices.peak_flops(device)
     rows = {name: gpu_step.figures(row, config.tokens_per_step, flops, peak) for name, row in raw.items()}
     add_comparisons(rows)
     batch = f"steps of {settings.micro_steps} x {settings.micro_batch} x {settings.sequence_length} tokens"

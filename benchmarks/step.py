@@ -23,7 +23,6 @@ from benchmarks.same_batch import assemble_on_one_batch
 from benchmarks.turns import Peer, alternate, answers, excuses, say
 from handgrad import devices, presets
 from handgrad.config import RunConfig
-from handgrad.models import architecture
 from handgrad.run.resolve import resolve
 
 VOCABULARY = 50257
@@ -165,7 +164,7 @@ def compare(model: str, micro_batch: int, sequence_length: int, rounds: int, out
     """Alternates between the contenders of each precision and prints the table; writes it to `out` if that is not empty."""
     setting = [model, str(micro_batch), str(sequence_length)]
     shape = config_of(model, micro_batch, sequence_length, "fp32").shape(VOCABULARY)
-    flops = architecture(shape).flops_per_token(shape)
+    flops = shape.flops_per_token
     figures = {}
     for precision in dict.fromkeys(contender.precision for contender in CONTENDERS.values()):
         names = [name for name, contender in CONTENDERS.items() if contender.precision == precision]

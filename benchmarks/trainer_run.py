@@ -20,7 +20,7 @@ from benchmarks.gpu_twin import use_attention
 from handgrad import devices
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
-from handgrad.interop import huggingface, huggingface_llama
+from handgrad.interop import huggingface, llama
 from handgrad.models import parameter_table
 from handgrad.models.rows import flat_elements, initialize
 
@@ -64,7 +64,7 @@ def their_config(shape: ModelShape, **more: Any) -> Any:
     """transformers' configuration of this shape."""
     import transformers
 
-    content = huggingface_llama.their_config(shape)
+    content = llama.their_config(shape, 0.0)
     return transformers.AutoConfig.for_model(content.pop("model_type"), **content, **more)
 
 

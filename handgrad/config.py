@@ -13,11 +13,11 @@ from typing import Any
 
 from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
-from handgrad.fp8_shape import HEAD_GEMMS, check_fp8
-from handgrad.llama_shape import check_llama
-from handgrad.lora_shape import check_lora
-from handgrad.model_shape import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
 from handgrad.names import STEPS_OF_AN_EPOCH, check_choice, is_epochs, nearest_name
+from handgrad.networks import NETWORKS, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape, check_network
+from handgrad.networks.fp8 import HEAD_GEMMS, check_fp8
+from handgrad.networks.lora import check_lora
+from handgrad.networks.modern import SOFTCAP as SOFTCAP, TECHNIQUES as TECHNIQUES, of_stored, resolve_techniques
 from handgrad.parsing import parse_toml
 from handgrad.rules import (
     ABOVE_0,
@@ -33,7 +33,6 @@ from handgrad.rules import (
     at_most,
     between,
 )
-from handgrad.techniques import TECHNIQUES as TECHNIQUES, check_techniques, names_of, of_stored, resolve_techniques
 
 GPT2_VOCABULARY = 50257
 
@@ -51,7 +50,7 @@ MOMENTS = ("fp32", "bf16")
 BACKENDS = ("auto", "kernels", "reference")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "trapezoid")
-ARCHITECTURES = ("gpt2", "modern", "llama")
+ARCHITECTURES = tuple(NETWORKS)
 STREAM, MASKED, WHOLE = "stream", "masked", "whole"
 PACKINGS = (AUTO, STREAM, MASKED, WHOLE)  # auto: WHOLE for chats, else STREAM
 
@@ -242,22 +241,17 @@ def check(config: RunConfig) -> RunConfig:
             rule.check(name, value)
         if choices:
             check_choice(name, value, choices)
-    if config.architecture != "llama" and config.channels % config.num_heads:
-        raise UsageError(
-            f"channels must be a multiple of num_heads, found {config.channels} and {config.num_heads};"
-            f" heads of 64 would need num_heads {max(1, config.channels // 64)}"
-        )
+    check_network(config)
     if not config.master_weights and config.precision not in (AUTO, "bf16", "fp8"):
         raise UsageError(f"master_weights false needs precision bf16 or fp8, found {config.precision}")
     check_optimizer(config)
-    check_architecture(config)
     if config.precision == "fp8":
         check_fp8(config)
     if config.lora:
         needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""), ("offload", False))
         refused = [(name, getattr(config, name), needed) for name, needed in needs]
         refused.append(("fp8_head", config.fp8_head_gemms or "none", "none"))
-        check_lora(config.lora, config.architecture, config.init_from, refused)
+        check_lora(config.lora, config.shape(VOCABULARY_MULTIPLE), config.init_from, refused)
     check_stride(config.eval_stride, config.sequence_length)
     if config.packing == WHOLE and config.eval_stride:
         remedy = f"set it to 0, or --packing {STREAM}"
@@ -304,20 +298,6 @@ def check_batch(config: RunConfig) -> None:
                 f"{name} must be a multiple of {' * '.join(factors)} = {' * '.join(map(str, factors.values()))} ="
                 f" {least}, found {found}; try {remedy}"
             )
-
-
-def check_architecture(config: RunConfig) -> None:
-    """Raises `UsageError` for a network that does not exist or that these settings do not train."""
-    check_llama(config.architecture, config.llama, config.num_heads, config.channels)
-    if config.architecture == "modern":
-        check_techniques(config.techniques)
-        width = config.channels // config.num_heads
-        if "rotary" in names_of(config.techniques) and width % 2:
-            raise UsageError(f"rotary positions turn pairs of channels, found heads of {width}; try another --num-heads")
-    if config.architecture != "gpt2" and config.dropout:
-        raise UsageError(
-            f"architecture {config.architecture} has no dropout, found dropout {config.dropout:g}; leave it at 0"
-        )
 
 
 def check_stride(eval_stride: int, length: int, setting: str = "sequence_length") -> None:

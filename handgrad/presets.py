@@ -1,7 +1,7 @@
 """Named starting points: a preset is a function that returns a `RunConfig`; flags and TOML keys change single fields.
 
-Sizes: the GPT-2 report (Radford et al. 2019) and Table 2.1 of the GPT-3 paper (Brown et al. 2020), whose learning
-rates the larger presets follow. The 124M and 1558M recipes are llm.c's published ones.
+The larger presets follow the learning rates of Table 2.1 in the GPT-3 paper (Brown et al. 2020). The 124M and 1558M recipes
+are llm.c's published ones.
 """
 
 import math
@@ -12,33 +12,22 @@ from typing import Any
 from handgrad.config import GPT2_VOCABULARY, RunConfig
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
+from handgrad.networks import NETWORKS
+from handgrad.networks.modern import CHANNELS_PER_LAYER, DEPTHS
 
 # The modern network by one number, its depth. A row of rules, each with its source; docs/modern.md derives them.
-CHANNELS_PER_LAYER, MODERN_HEAD = 64, 128  # so the width grows with the depth (Karpathy 2025, nanochat)
 TOKENS_PER_PARAMETER = 20  # of a GEMM (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556)
 M12_TOKENS_PER_STEP, M12_MICRO_BATCH = 1 << 19, 64  # at GPT-2's width
 MODERN_RATE = 3e-3  # at 768 channels
-MODERN = {f"m{depth}": depth for depth in range(4, 49, 2)}
 
 # name: (num_layers, num_heads, channels)
-MODELS = {
-    "tiny": (2, 4, 64),
-    "d12": (12, 12, 768),  # 124M
-    "d24": (24, 16, 1024),  # 350M
-    "d36": (36, 20, 1280),  # 774M
-    "d48": (48, 25, 1600),  # 1558M
-    "gpt3-125m": (12, 12, 768),
-    "gpt3-350m": (24, 16, 1024),
-    "gpt3-760m": (24, 16, 1536),
-    "gpt3-1300m": (24, 32, 2048),
-    **{name: (d, CHANNELS_PER_LAYER * d // MODERN_HEAD, CHANNELS_PER_LAYER * d) for name, d in MODERN.items()},
-}
+MODELS = {name: sizes for network in NETWORKS.values() for name, sizes in network.models.items()}
 
 
 def listed(names: Iterable[str]) -> str:
     """The names for a message, with modern networks as a series."""
-    first, second, *_, last = MODERN
-    return ", ".join([*(name for name in names if name not in MODERN), first, second, f"... {last}"])
+    first, second, *_, last = DEPTHS
+    return ", ".join([*(name for name in names if name not in DEPTHS), first, second, f"... {last}"])
 
 
 def model(name: str) -> dict[str, Any]:
@@ -46,7 +35,8 @@ def model(name: str) -> dict[str, Any]:
     if name not in MODELS:
         raise UsageError(f"unknown model {name!r}{nearest_name(name, MODELS)}; known: {listed(MODELS)}")
     sizes = dict(zip(("num_layers", "num_heads", "channels"), MODELS[name], strict=True))
-    return sizes | {"architecture": "modern" if name in MODERN else "gpt2", "techniques": ""}
+    architecture = next(key for key, network in NETWORKS.items() if name in network.models)
+    return sizes | {"architecture": architecture, "techniques": ""}
 
 
 def sized(name: str, **settings: Any) -> RunConfig:
@@ -161,7 +151,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "gpt3-350m": lambda: gpt3("gpt3-350m", 3e-4),
     "gpt3-760m": lambda: gpt3("gpt3-760m", 2.5e-4),
     "gpt3-1300m": lambda: gpt3("gpt3-1300m", 2e-4),
-    **{name: partial(modern, depth) for name, depth in MODERN.items()},
+    **{name: partial(modern, depth) for name, depth in DEPTHS.items()},
 }
 
 

@@ -48,7 +48,7 @@ from handgrad.fp8.tables import (
     scaling_buffers,
     weight_buffers,
 )
-from handgrad.models import architecture, gpt2, named_weights, parameter_table
+from handgrad.models import architecture, named_weights, parameter_table
 from handgrad.models.documents import document_buffers, within_documents
 from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
@@ -269,7 +269,7 @@ def make_model(
         buffers = [row.buffer(recompute) for row in rows if not row.of]
     else:
         rows = with_workspace(rows) if dropout else rows
-        quantized = quantized_table(table, rows, fp8, gpt2.FP8_PARTS, gradients)
+        quantized = quantized_table(table, rows, fp8, shape.fp8_parts, gradients)
         heads = {"num_heads": shape.num_heads, "head_width": shape.head_width, "channels": shape.channels}
         sides = {"feed_forward": shape.feed_forward, "widest": longest_side(table)}
         sides |= {"padded_vocab_size": shape.padded_vocab_size}
@@ -291,11 +291,11 @@ def make_model(
         set_scales(views["fp8.scaling"])
         forms = quantized_tensors(quantized, views, plain, current=True)
     layers = shape.num_layers
-    act = named(module.Activations, views | forms, layers)
-    d = named(module.Gradients, views | forms, layers)
+    act = named(module.Activations, views | forms, layers, forms=shape.forms)
+    d = named(module.Gradients, views | forms, layers, forms=shape.forms)
     act.tokens.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     act.targets.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
-    weights = named(module.Weights, plain | forms, layers)
+    weights = named(module.Weights, plain | forms, layers, forms=shape.forms)
     gradients = named_weights(shape, flat_gradients, table)
     within = within_documents(ops, act)
     model = Model(shape, table, flat, flat_gradients, weights, gradients, act, d, plan, views, within)

@@ -1,6 +1,6 @@
 """Lists of techniques for tests."""
 
-from handgrad.techniques import EARLIER, TECHNIQUES, changed, listed
+from handgrad.networks.modern import EARLIER, TECHNIQUES, changed, listed
 
 USUAL = EARLIER  # a list that does not follow the defaults
 

@@ -40,7 +40,7 @@ def lower_bound(plan: Plan, kind: str) -> int:
 
 
 def gemms_of(shape: ModelShape, keep_bf16: str = "", head: str = "") -> Fp8Gemms:
-    return fp8_gemms(keep_bf16, head, shape.num_layers, gpt2.FP8_PARTS)
+    return fp8_gemms(keep_bf16, head, shape.num_layers, shape.fp8_parts)
 
 
 def planned(shape: ModelShape, recompute: int, *, training: bool = True, fp8: bool = False) -> Plan:

@@ -21,7 +21,6 @@ from benchmarks.fp8_kernels import Making, Size
 from handgrad.config import ModelShape
 from handgrad.fp8.cuda import gelu as gelu_fp8, linear
 from handgrad.fp8.tables import fp8_gemms
-from handgrad.models import gpt2
 from handgrad.ops import cuda as kernels
 from handgrad.ops.cuda import linear as plain_linear
 from handgrad.ops.sizes import forward_tile
@@ -71,7 +70,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_bytes_are_those_of_a_models_tensors(fp8: bool) -> None:
-    gemms = fp8_gemms("", "", SHAPE.num_layers, gpt2.FP8_PARTS)
+    gemms = fp8_gemms("", "", SHAPE.num_layers, SHAPE.fp8_parts)
     model = make_model(SHAPE, 2, 32, torch.bfloat16, fp8=gemms if fp8 else None)
     for row in fp8_bytes.ROWS:
         operands, units = (row.fp8, row.fp8_units) if fp8 else (row.bf16, row.bf16_units)

@@ -21,7 +21,6 @@ from handgrad.generation.decode import prefill
 from handgrad.gpus import GPUS
 from handgrad.lora.bind import WithAdapters, bind
 from handgrad.lora.tables import adapter_buffers
-from handgrad.models import gpt2
 from handgrad.models.rows import named
 from handgrad.ops import cpu, reference
 from handgrad.run.resolve import resolve
@@ -43,7 +42,7 @@ E4M3_GRADIENTS = GRADIENT_FORMATS["e4m3"]
 
 
 def gemms_of(keep_bf16: str = "") -> Fp8Gemms:
-    return fp8_gemms(keep_bf16, "", LAYERS, gpt2.FP8_PARTS)
+    return fp8_gemms(keep_bf16, "", LAYERS, ("qkv", "proj", "mlp"))
 
 
 class AdaptedInFp8(Adapted):
@@ -69,7 +68,7 @@ class AdaptedInFp8(Adapted):
         flat = model.flat.to(device)
         rows = model.module.activations(shape, 3, LENGTH, dtype, plain_ops, chunk=20, training=True)
         rows = frozen.with_16_bits(rows)
-        table = tables.quantized_table(model.table, rows, gemms, gpt2.FP8_PARTS, E4M3_GRADIENTS)
+        table = tables.quantized_table(model.table, rows, gemms, ("qkv", "proj", "mlp"), E4M3_GRADIENTS)
         rounded = frozenset(row.name for row in table if row.kind == tables.WEIGHT)
         sizes = {"num_heads": shape.num_heads, "head_width": shape.head_width, "channels": shape.channels}
         widest = max(max(row.shape) for row in model.table if row.group == "matrix")
@@ -103,9 +102,9 @@ class AdaptedInFp8(Adapted):
                 frozen.quantize_frozen(delayed, views, row.name, row.view(flat))
         layers = shape.num_layers
         weights = plain | {name: self.forms[name] for name in rounded}
-        model.weights = named(model.module.Weights, weights, layers)
-        model.act = named(model.module.Activations, views | self.forms, layers)
-        model.d = named(model.module.Gradients, views | self.forms, layers)
+        model.weights = named(model.module.Weights, weights, layers, forms=shape.forms)
+        model.act = named(model.module.Activations, views | self.forms, layers, forms=shape.forms)
+        model.d = named(model.module.Gradients, views | self.forms, layers, forms=shape.forms)
         bound = bind(self.adapters, model.weights, self.views, self.gradients)
         model.ops = WithFp8Adapters(WithFp8FrozenProducts(plain_ops, ops, views[WEIGHT_SCRATCH]), bound, views)
         self.text_ops = WithAdapters(WithDequantizedWeights(plain_ops, views[WEIGHT_SCRATCH]), bound, views)  # type: ignore[arg-type]

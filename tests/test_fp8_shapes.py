@@ -44,9 +44,9 @@ MODELS: dict[str, tuple[ModuleType, type[RoundedProducts]]] = {
 def test_every_product_rounds_its_operands(name: str, architecture: str) -> None:
     """In chunks of the head that no 16 divides."""
     B, T, H, C, V = SHAPES[name]
-    model, rounding = MODELS[architecture]
+    _, rounding = MODELS[architecture]
     shape = ModelShape(V, max(T, 2), 2, H, C, architecture, toggled("") if architecture == "modern" else "")
-    gemms = fp8_gemms("", BOTH_OF_THE_HEAD, shape.num_layers, model.FP8_PARTS)
+    gemms = fp8_gemms("", BOTH_OF_THE_HEAD, shape.num_layers, shape.fp8_parts)
     settings = {"chunk": 7, "gradients": GRADIENT_FORMATS["mixed"]}
     plain = make_model(shape, B, T, torch.bfloat16, **settings)
     plain.ops = rounding(plain, gemms, "mixed")

@@ -106,11 +106,11 @@ def test_parameters(shape: ModelShape, parameters: int) -> None:
     assert count_parameters(table) == parameters
     vectors = sum(row.elements for row in table if len(row.shape) == 1)
     attention = shape.num_layers * shape.num_heads * shape.head_width * shape.sequence_length
-    assert llama.flops_per_token(shape) == 6 * (parameters - vectors + attention)
+    assert shape.flops_per_token == 6 * (parameters - vectors + attention)
 
 
 def test_flops_count_what_is_multiplied() -> None:
     """An embedding that is not the head is read, not multiplied."""
     tied, untied = (ModelShape(300, 16, 2, 4, 32, "llama", llama=text) for text in ("tied", ""))
-    assert llama.flops_per_token(tied) == llama.flops_per_token(untied)
+    assert tied.flops_per_token == untied.flops_per_token
     assert count_parameters(parameter_table(untied)) == count_parameters(parameter_table(tied)) + 300 * 32

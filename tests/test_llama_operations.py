@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from handgrad.llama_shape import LlamaShape
+from handgrad.networks.llama import LlamaShape
 from handgrad.ops import cpu, reference
 from tests.test_operations import close, equal_autograd, gradients, nan, randn
 

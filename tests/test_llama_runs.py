@@ -13,7 +13,7 @@ from handgrad.checkpoint import find
 from handgrad.config import RunConfig, check, convert, parse_toml, to_toml
 from handgrad.errors import UsageError
 from handgrad.interop.export import export_llmc
-from handgrad.llama_shape import LlamaShape, parse_llama
+from handgrad.networks.llama import LlamaShape, parse_llama
 from handgrad.run.settings import run_config
 from handgrad.run.start import train
 from tests.distributed.runs import Launcher, arguments, same_run

@@ -17,8 +17,8 @@ from handgrad.generation.decode import prefill
 from handgrad.lora.bind import WithAdapters, bind
 from handgrad.lora.merge import merged
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank
-from handgrad.lora_shape import LoraShape, parse_lora
 from handgrad.models.rows import named
+from handgrad.networks.lora import LoraShape, parse_lora
 from handgrad.ops import cpu, reference
 from handgrad.run.resolve import resolve
 from tests import llama_twin
@@ -223,7 +223,7 @@ def test_memory_is_the_bases_weights_and_the_adapters(precision: str, weight_byt
 
 def test_work_is_without_the_gradients_of_the_base() -> None:
     design = resolve(replace(SMOLLM, lora="rank=8", init_from="x", device="cpu", precision="fp32"), 49152)
-    full = design.model.flops_per_token(design.shape)
+    full = design.shape.flops_per_token
     matrices = sum(row.elements for row in design.base if row.group == "matrix") + 49152 * 576
     a, b = (sum(row.elements for row in design.parameters if row.name.endswith(end)) for end in ("_A", "_B"))
     assert design.flops_per_token == full - 2 * matrices + 8 * a + 6 * b
@@ -235,8 +235,8 @@ def test_work_is_without_the_gradients_of_the_base() -> None:
 
 def test_the_text_has_the_numbers() -> None:
     assert parse_lora("rank=8, alpha=4,on=q+v") == LoraShape(8, 4.0, "q+v") and parse_lora("rank=8,alpha=4").scale == 0.5
-    assert LoraShape().scale == 2.0 and parse_lora("on=v+q").products("llama") == ("q", "v")
-    assert LoraShape().products("gpt2") == ("qkv", "o", "up", "down")
+    assert LoraShape().scale == 2.0 and parse_lora("on=v+q").products(SMOLLM.shape(49152)) == ("q", "v")
+    assert LoraShape().products(RunConfig().shape(49152)) == ("qkv", "o", "up", "down")
 
 
 @pytest.mark.parametrize(

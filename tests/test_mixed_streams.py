@@ -13,7 +13,6 @@ from benchmarks.modern_twin import ModernTwin, modern_optimizer
 from handgrad.config import ModelShape, RunConfig
 from handgrad.layout import buckets_of, gradient_ring
 from handgrad.models import parameter_table
-from handgrad.models.modern import flops_per_token
 from handgrad.ops import UPDATE, cpu, reference
 from handgrad.ops.reference.mix import mix_forward
 from tests.techniques import toggled
@@ -122,7 +121,7 @@ def test_who_learns_how_fast() -> None:
 
 def test_no_more_flops() -> None:
     """Tables are looked up."""
-    assert flops_per_token(shape_without(NEW)) == flops_per_token(shape_without(""))
+    assert shape_without(NEW).flops_per_token == shape_without("").flops_per_token
 
 
 @pytest.mark.parametrize("lanes", [2, 4])

@@ -11,7 +11,7 @@ import transformers
 from handgrad import devices
 from handgrad.config import ModelShape
 from handgrad.format import speed
-from handgrad.models import compute_losses, gpt2, parameter_table
+from handgrad.models import compute_losses, parameter_table
 from handgrad.models.rows import count_parameters
 from handgrad.ops.reference import gelu
 from tests.conftest import Model, make_model
@@ -151,7 +151,7 @@ def test_parameter_counts_are_those_of_gpt2(shape: ModelShape, millions: float) 
 
 def test_operations_are_counted_as_llm_c_counts_them() -> None:
     """6 N + 6 L C T: 6 * 124,439,808 + 6 * 12 * 768 * 1024 for GPT-2 124M."""
-    assert gpt2.flops_per_token(ModelShape(50257, 1024, 12, 12, 768)) == 6 * 124_439_808 + 56_623_104
+    assert ModelShape(50257, 1024, 12, 12, 768).flops_per_token == 6 * 124_439_808 + 56_623_104
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from handgrad.checkpoint import find
 from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.interop.export import export_llmc
-from handgrad.presets import MODERN, preset
+from handgrad.networks.modern import DEPTHS as MODERN
+from handgrad.presets import preset
 from handgrad.run.settings import run_config
 from handgrad.run.start import train
 from tests.techniques import toggled

@@ -10,9 +10,11 @@ import pytest
 import handgrad
 from handgrad.cli import main
 from handgrad.commands.arguments import COMMANDS, Parser, parse
+from handgrad.config import RunConfig
 from handgrad.errors import UsageError
-from handgrad.lora_shape import PRODUCTS, LoraShape, check_lora
 from handgrad.names import SYNONYMS, nearest_name, plain_name
+from handgrad.networks import NETWORKS
+from handgrad.networks.lora import LoraShape, check_lora, products
 from tests.test_commands import refused
 
 TRAIN = {
@@ -183,7 +185,7 @@ def test_the_first_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 )
 def test_adapters_in_the_words_of_peft(text: str, meant: str) -> None:
     with pytest.raises(UsageError, match=rf"\(did you mean {meant}\?\)"):
-        check_lora(text, "llama", "weights", [])
+        check_lora(text, RunConfig(architecture="llama").shape(1), "weights", [])
 
 
 def test_words_in_python() -> None:
@@ -243,7 +245,8 @@ def test_every_synonym_leads_to_a_name() -> None:
             known |= {str(choice) for choice in action.choices or ()} | set(str(action.metavar).split("|"))
     from handgrad.presets import MODELS
 
-    in_lora = {field.name for field in fields(LoraShape)} | {name for names in PRODUCTS.values() for name in names}
+    in_lora = {field.name for field in fields(LoraShape)}
+    in_lora |= {name for network in NETWORKS for name in products(RunConfig(architecture=network).shape(1))}
     assert set(SYNONYMS) <= known | set(MODELS) | in_lora
     assert nearest_name("--Learning_Rate", ["--learning-rate", "--zero"]) == " (did you mean --learning-rate?)"
     assert nearest_name("zzz", ["--learning-rate"]) == ""

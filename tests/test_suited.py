@@ -81,7 +81,7 @@ def test_a_cpus_run_takes_minutes() -> None:
     for vocab_size in (256, 1024, 50257):
         run = chosen(1e8, cpu, vocab_size)
         shape = run.shape(vocab_size)
-        flops.append(run.steps * run.tokens_per_step * suited.architecture(shape).flops_per_token(shape))
+        flops.append(run.steps * run.tokens_per_step * shape.flops_per_token)
     assert flops == pytest.approx([suited.CPU_FLOPS] * 3, rel=0.01)
     run = chosen(2e4, cpu, 256)
     assert run.steps * run.tokens_per_step <= 40.5 * 2e4

@@ -12,7 +12,6 @@ from handgrad.backend import choose_backend
 from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.files import check_replaceable
-from handgrad.models import architecture
 from handgrad.run.assemble import allocate, bind
 from handgrad.run.resolve import with_precision
 from handgrad.tools.plan import as_it_runs
@@ -83,7 +82,7 @@ def slower_in_fp8(config: RunConfig, vocab_size: int, kept: list[str]) -> Iterat
     """Appends to `kept` the parts of a block whose GEMMs make a whole step slower in fp8 than in bf16."""
     all_fp8 = micro_step_milliseconds(config, vocab_size)
     yield f"{'a step with all GEMMs in fp8':<52} {all_fp8:9.2f} ms"
-    for part in architecture(config.shape(vocab_size)).FP8_PARTS:
+    for part in config.shape(vocab_size).fp8_parts:
         without = micro_step_milliseconds(replace(config, fp8_keep_bf16=part), vocab_size)
         if without < all_fp8 * (1 - NOISE):
             kept.append(part)

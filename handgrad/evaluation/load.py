@@ -20,7 +20,7 @@ from handgrad.errors import DataError, UsageError
 from handgrad.generation.fp8_weights import rounded
 from handgrad.models import named_weights, parameter_table
 from handgrad.models.rows import ParameterRow, flat_elements
-from handgrad.techniques import of_stored
+from handgrad.networks.modern import of_stored
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
 CHAT = "chat"  # in a manifest: true if the shards that a run trained on are conversations

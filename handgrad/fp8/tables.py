@@ -15,10 +15,11 @@ from torch import Tensor
 from handgrad.arena import Buffer, Interval
 from handgrad.errors import UsageError
 from handgrad.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, GradientFormats, Quantized
-from handgrad.fp8_shape import HEAD_GEMMS
 from handgrad.models.activations import ActivationRow
 from handgrad.models.lifetimes import WHOLE_BLOCKS
-from handgrad.models.rows import KIND, Fp8, ParameterRow, Table
+from handgrad.models.rows import KIND, ParameterRow, Table
+from handgrad.networks.fp8 import HEAD_GEMMS
+from handgrad.networks.network import Fp8
 
 Intervals = tuple[Interval, ...]  # lifetimes of a buffer
 

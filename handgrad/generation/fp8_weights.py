@@ -80,9 +80,7 @@ def buffers_of(shape: ModelShape) -> list[Buffer]:
 
 def fp8_rows(shape: ModelShape) -> list[ParameterRow]:
     """The matrices of the blocks, and the loss head, or the embedding that it shares."""
-    table = list(parameter_table(shape))
-    head = "head" if any(row.name == "head" for row in table) else "wte"
-    return [row for row in table if row.name == head or (row.group == "matrix" and row.name.endswith("_weight"))]
+    return [row for row in parameter_table(shape) if row.fp8 is not None]
 
 
 class WithFp8Weights(Overlay):

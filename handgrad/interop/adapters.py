@@ -11,9 +11,9 @@ from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import Weights
 from handgrad.lora.merge import merged
 from handgrad.lora.tables import Adapter, adapters_of
-from handgrad.lora_shape import parse_lora
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
+from handgrad.networks.lora import parse_lora
 
 PLACE = "path"  # of the weights, in a manifest's word on where they came from
 

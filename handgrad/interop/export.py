@@ -53,7 +53,7 @@ from handgrad.evaluation.load import (
 from handgrad.files import check_free, whole
 from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.interop import huggingface, huggingface_modern, peft
+from handgrad.interop import huggingface, modern, peft
 from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_model
 from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import tokenizer_bytes
@@ -99,8 +99,8 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
             CARD_FILE: model_card(checkpoint, model, dtype, config, talks=talks).encode(),
             CURVE_FILE: curve_png(checkpoint),
         }
-        if model.shape.architecture == "modern":
-            files |= huggingface_modern.code_files()
+        if model.shape.network.brings_code:
+            files |= modern.code_files()
         for name, content in files.items():
             if content is not None:
                 write_file(partial / name, [content])
@@ -140,7 +140,7 @@ def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtyp
     def theirs(row: ParameterRow) -> Iterator[Stored]:
         for name, part in huggingface.parts(shape, row, row.stored(flat)):
             values = part.t() if huggingface.transposed(shape, row) else part
-            yield Stored(huggingface.prefix(shape) + name, dtype, tuple(values.shape), functools.partial(values.to, dtype))
+            yield Stored(shape.network.prefix + name, dtype, tuple(values.shape), functools.partial(values.to, dtype))
 
     every = [part for row in parameter_table(shape) for part in theirs(row)]
     write_file(path, safetensors_bytes(every, {"format": "pt"}))

@@ -37,13 +37,11 @@ from handgrad.files import check_free, whole
 from handgrad.interop import huggingface
 from handgrad.interop.export import Exported, added_template, load_to_check, logits
 from handgrad.interop.gguf_tokens import add_tokenizer
-from handgrad.interop.huggingface_llama import model_type
 from handgrad.interop.sources import weights_of
 from handgrad.models import parameter_table
 
 GGUF_TYPES = ("f16", "bf16", "q8_0")
 FLOAT32 = ("position_embd.weight", "rope_freqs.weight")  # beside vectors
-YARN_BETAS = (32.0, 1.0)  # fast and slow
 INSTALL = "--to gguf needs the package gguf; install it with `pip install gguf`"
 
 
@@ -89,7 +87,7 @@ def export_gguf(checkpoint: Checkpoint, file: Path, kind: str = "f16") -> Export
     if file.is_dir():
         raise UsageError(f"--to gguf writes one file, found the folder {file}; name a file, like {file / 'model.gguf'}")
     source = weights_of(checkpoint)
-    name = network(source.shape)
+    name = huggingface.format_of(source.shape.architecture).gguf_name(source.shape)
     model = load_to_check(source)
     shape, before = model.shape, logits(model)
     parts = list(tensors(shape, model.views["parameters"], name))
@@ -105,28 +103,6 @@ def export_gguf(checkpoint: Checkpoint, file: Path, kind: str = "f16") -> Export
     return Exported(file, file.stat().st_size, len(before), float((before - logits(model)).abs().max()))
 
 
-def network(shape: ModelShape) -> str:
-    """llama.cpp's name of the architecture; `UsageError` if it has none that computes the same."""
-    if shape.architecture == "modern":
-        raise UsageError("llama.cpp has no network like the modern one, only GPT-2's and the Llama family's; use --to hf")
-    if shape.architecture == "gpt2":
-        return "gpt2"
-    family, kind = shape.family, model_type(shape)
-    if family.rope == "yarn" and (family.rope_fast, family.rope_slow) != YARN_BETAS:  # it reads none from the file
-        found = f"rope_fast {family.rope_fast} and rope_slow {family.rope_slow}"
-        raise UsageError(
-            f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1 alone, found {found}; use --to hf"
-        )
-    if family.rope == "llama3" and kind != "llama":
-        raise UsageError(f"llama.cpp has rope=llama3 in the network llama alone, found it in a {kind}; use --to hf")
-    if kind == "qwen2" and shape.num_heads * family.head_width != shape.channels:
-        raise UsageError(
-            f"llama.cpp has heads of channels / heads alone in a qwen2, found head_width {family.head_width} of"
-            f" {shape.num_heads} heads in {shape.channels} channels; use --to hf"
-        )
-    return kind
-
-
 def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
     """The tensors of the file, over the model's weights."""
     import gguf
@@ -135,11 +111,11 @@ def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
     names = gguf.get_tensor_name_map(architecture, shape.num_layers)
     for row in parameter_table(shape):
         for name, part in huggingface.parts(shape, row, row.stored(flat)):
-            found = names.get_name(huggingface.prefix(shape) + name, try_suffixes=(".weight", ".bias"))
+            found = names.get_name(shape.network.prefix + name, try_suffixes=(".weight", ".bias"))
             assert found, name
             turned = network == "llama" and ("q_proj" in name or "k_proj" in name)
             yield Part(found, part, len(part) // shape.head_width if turned else 0)
-    if shape.architecture == "llama" and shape.family.rope == "llama3":
+    if network == "llama" and shape.family.rope == "llama3":
         family = shape.family
         plain = (family.rotary_base ** (-2 * pair / family.head_width) for pair in family.pairs)
         factors = [frequency / ours for frequency, ours in zip(plain, family.frequencies, strict=True)]
@@ -148,33 +124,13 @@ def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
 
 def add_shape(writer: Any, shape: ModelShape) -> None:
     """Adds the sizes, and the numbers that decide the mathematics."""
-    import gguf
-
     writer.add_block_count(shape.num_layers)
     writer.add_context_length(shape.sequence_length)
     writer.add_embedding_length(shape.channels)
     writer.add_feed_forward_length(shape.feed_forward)
     writer.add_head_count(shape.num_heads)
     writer.add_vocab_size(shape.vocab_size)
-    if shape.architecture == "gpt2":
-        writer.add_layer_norm_eps(1e-5)
-        return
-    family = shape.family
-    writer.add_head_count_kv(family.kv_heads)
-    writer.add_key_length(family.head_width)
-    writer.add_value_length(family.head_width)
-    writer.add_layer_norm_rms_eps(family.norm_epsilon)
-    writer.add_rope_dimension_count(family.head_width)
-    writer.add_rope_freq_base(family.rotary_base)
-    if family.rope in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType[family.rope.upper()])
-        writer.add_rope_scaling_factor(family.rope_factor)
-    if family.rope == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(family.rope_length)
-        writer.add_rope_scaling_yarn_beta_fast(family.rope_fast)
-        writer.add_rope_scaling_yarn_beta_slow(family.rope_slow)
-        # llama.cpp multiplies it by the scale that follows from the factor.
-        writer.add_rope_scaling_attn_factors(family.rope_scale / (1 + 0.1 * math.log(family.rope_factor)))
+    huggingface.format_of(shape.architecture).gguf_numbers(writer, shape)
 
 
 def type_of(part: Part, kind: str) -> Any:

@@ -1,19 +1,7 @@
-"""GPT-2 as transformers' `GPT2LMHeadModel` keeps it: a folder with config.json, safetensors and a tokenizer.
+"""A model as transformers keeps it: a folder with config.json, safetensors and a tokenizer.
 
-    ours                     theirs (after "transformer.")     shape there
-    wte, wpe                 wte.weight, wpe.weight            (V, C), (maxT, C): V without padding
-    blocks.l.qkv_weight      h.l.attn.c_attn.weight            (C, 3C)
-    blocks.l.proj_weight     h.l.attn.c_proj.weight            (C, C)
-    blocks.l.fc_weight       h.l.mlp.c_fc.weight               (C, 4C)
-    blocks.l.fcproj_weight   h.l.mlp.c_proj.weight             (4C, C)
-    blocks.l.ln1_*, ln2_*    h.l.ln_1.*, h.l.ln_2.*            (C)
-    lnf_*                    ln_f.*                            (C)
-
-Their Conv1D keeps a matrix as (in, out), ours is (out, in). The head is the token embedding and is not stored. Folders of
-the Llama family (`huggingface_llama`) and of the modern network (`huggingface_modern`) are read and written by the same
-functions.
-
-Source: transformers, models/gpt2/modeling_gpt2.py and configuration_gpt2.py.
+`handgrad.networks` has the names of a network's tensors there; `gpt2`, `modern` and `llama`, beside this file, read and
+write what config.json says of it.
 """
 
 import contextlib
@@ -21,7 +9,9 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import safetensors
@@ -33,58 +23,44 @@ from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import GENERATION_FILE, MODEL_FILE, of_transformers, read_object
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
-from handgrad.errors import DataError, UsageError
+from handgrad.errors import DataError
 from handgrad.evaluation.load import imported_config
-from handgrad.interop import huggingface_llama as llama, huggingface_modern as modern
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
+from handgrad.networks import NETWORKS
 from handgrad.parsing import parse_json
-from handgrad.techniques import of_stored
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-PREFIX = "transformer."
 HEAD = "lm_head.weight"
-MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers of old versions: the causal mask
+# Buffers of old versions: the causal mask, and the angles of positions.
+BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 DTYPES = ("F32", "BF16", "F16")
 SMALL_FILES = ("*.json", "merges.txt", "*.jinja")  # without the weights
 MODEL_FILES = (*SMALL_FILES, "model*.safetensors")
 
-BLOCK_NAMES = {
-    "qkv": "attn.c_attn",
-    "proj": "attn.c_proj",
-    "fc": "mlp.c_fc",
-    "fcproj": "mlp.c_proj",
-    "ln1": "ln_1",
-    "ln2": "ln_2",
-}
-# The keys of config.json that decide the mathematics: the default there, and the values that mean our GPT-2.
-KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
-    ("model_type", None, ("gpt2",)),
-    ("activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh")),  # two names of one formula
-    ("layer_norm_epsilon", 1e-5, (1e-5,)),
-    ("scale_attn_weights", True, (True,)),
-    ("scale_attn_by_inverse_layer_idx", False, (False,)),
-    ("reorder_and_upcast_attn", False, (False,)),
-    ("add_cross_attention", False, (False,)),
-    ("tie_word_embeddings", True, (True,)),
-    ("quantization_config", None, (None,)),
-)
-SIZES = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
 
-
-def prefix(shape: ModelShape) -> str:
-    """The beginning of every name in their file, which a file may leave out."""
-    return PREFIX if shape.architecture == "gpt2" else ""
+def format_of(architecture: str) -> ModuleType:
+    """The file of a network's `read_shape`, `their_config`, `gguf_name` and `gguf_numbers`."""
+    return import_module(f"handgrad.interop.{architecture}")
 
 
 def their_tensors(shape: ModelShape, row: ParameterRow) -> dict[str, tuple[int, ...]]:
     """A row of the parameter table -> its tensors in their file, without the prefix, and their shapes. Several stand one
     above the other in ours."""
-    if shape.architecture != "llama":
-        return {their_name(shape, row.name): row.stored_shape[::-1] if transposed(shape, row) else row.stored_shape}
-    names = llama.their_names(shape, row.name)
-    return {name: (rows or row.stored_rows, *row.shape[1:]) for name, rows in names.items()}
+    block, _, name = row.name.rpartition(".")
+    ours, kind = name.rsplit("_", 1) if name.endswith(("_weight", "_bias", "_gain")) else (name, "")
+    modules = shape.network.modules.get(ours, (ours,))
+    at = block.replace("blocks", shape.network.blocks) + "." if block else ""
+    rows = [row.stored_rows]
+    if len(modules) > 1:
+        rows = next([*gemm.outputs.values()] for gemm in shape.gemms if gemm.weight == f"{ours}_weight")
+    end = "bias" if kind == "bias" else "weight"
+    dims = [(size, *row.shape[1:]) for size in rows]
+    return {
+        f"{at}{module}.{end}": size[::-1] if transposed(shape, row) else size
+        for module, size in zip(modules, dims, strict=True)
+    }
 
 
 def parts(shape: ModelShape, row: ParameterRow, stored: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -94,22 +70,9 @@ def parts(shape: ModelShape, row: ParameterRow, stored: Tensor) -> Iterator[tupl
     return zip(theirs, stored.split(sizes), strict=True)
 
 
-def their_name(shape: ModelShape, name: str) -> str:
-    """A row of the parameter table -> its one name in their file, without the prefix."""
-    if shape.architecture == "modern":
-        return modern.their_name(name)
-    if name in ("wte", "wpe"):
-        return f"{name}.weight"
-    if name.startswith("lnf_"):
-        return f"ln_f.{name.removeprefix('lnf_')}"
-    _, layer, rest = name.split(".")
-    module, kind = rest.rsplit("_", 1)
-    return f"h.{layer}.{BLOCK_NAMES[module]}.{kind}"
-
-
 def transposed(shape: ModelShape, row: ParameterRow) -> bool:
-    """True for a matrix that they store transposed: GPT-2's, except its embeddings."""
-    return shape.architecture == "gpt2" and len(row.shape) == 2 and row.name not in ("wte", "wpe")
+    """True for a matrix that they store transposed: a block's, never an embedding."""
+    return shape.network.transposed and row.group == "matrix"
 
 
 def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dropout: float) -> dict[str, Any]:
@@ -117,7 +80,7 @@ def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dr
     kind = str(dtype).removeprefix("torch.")
     pad = own_token(tokenizer, MODEL_FILE, "pad_token_id")
     return {
-        **own_config(shape, dropout),
+        **format_of(shape.architecture).their_config(shape, dropout),
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": begin_token(tokenizer),
@@ -141,31 +104,6 @@ def own_token(tokenizer: Tokenizer, file: str, key: str) -> int | None:
     except (ValueError, AttributeError):
         return None
     return found if type(found) is int and 0 <= found < tokenizer.vocab_size else None
-
-
-def own_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
-    """The part of config.json that is the architecture's."""
-    if shape.architecture == "gpt2":
-        return gpt2_config(shape, dropout)
-    return (llama if shape.architecture == "llama" else modern).their_config(shape)
-
-
-def gpt2_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
-    """The part of config.json that is GPT-2's."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": shape.vocab_size,
-        "n_positions": shape.sequence_length,
-        "n_ctx": shape.sequence_length,
-        "n_layer": shape.num_layers,
-        "n_head": shape.num_heads,
-        "n_embd": shape.channels,
-        "n_inner": None,
-        **{key: default for key, default, _ in KNOWN[1:6]},
-        "tie_word_embeddings": True,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),  # a fine-tuner may want other values
-    }
 
 
 @dataclass(frozen=True)
@@ -218,48 +156,14 @@ def read_shape(path: Path) -> ModelShape:
     """Reads the model's sizes from config.json. Raises `DataError` if it asks for anything that handgrad does not
     compute."""
     content = read_object(path)
-    if content.get("model_type") in tuple(llama.MODEL_TYPES):
-        shape = llama.read_shape(content, path)
-        imported_config(shape, str(path))
-        return shape
-    is_modern = content.get("model_type") == modern.MODEL_TYPE
-    if not is_modern and content.get("model_type") != "gpt2":
-        types = ", ".join(map(json.dumps, ("gpt2", *llama.MODEL_TYPES)))
-        raise DataError(
-            f"expected model_type {types} in {path}, found {content.get('model_type')!r:.80}; handgrad has no such model"
-        )
-    known, names = (modern.KNOWN, modern.SIZES) if is_modern else (KNOWN, SIZES)
-    for key, default, ours in known:
-        value = content.get(key, default)
-        if value not in ours:
-            wanted = " or ".join(map(json.dumps, ours))
-            raise DataError(f"expected {key} {wanted} in {path}, found {value!r:.80}; handgrad has no such model")
-    sizes = {key: content.get(key, content.get("n_ctx") if key == "n_positions" else None) for key in names}
-    for key, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise DataError(f"expected {key} of 1 or more in {path}, found {value!r:.80}; handgrad has no such model")
-    techniques = read_techniques(content, path) if is_modern else ""
-    if not is_modern and content.get("n_inner") not in (None, 4 * sizes["n_embd"]):
-        raise DataError(
-            f"expected n_inner null or {4 * sizes['n_embd']} (4 n_embd) in {path}, found {content['n_inner']!r:.80};"
-            " handgrad has no such model"
-        )
-    V, T, L, H, C = sizes.values()
-    shape = ModelShape(V, T, L, H, C, "modern" if is_modern else "gpt2", techniques)
-    imported_config(shape, str(path))
-    return shape
-
-
-def read_techniques(content: dict[str, Any], path: Path) -> str:
-    """The list of techniques in a modern network's config.json; an older one has `without` in its place."""
-    for key in ("techniques", "without"):
-        if not isinstance(value := content.get(key, ""), str):
-            raise DataError(f"expected {key} as text in {path}, found {value!r:.80}; handgrad has no such model")
-    try:
-        found = of_stored({"architecture": "modern", "without": "", **content})["techniques"]
-    except UsageError as error:
-        raise DataError(f"{path}: {error}") from None
-    return found
+    kind = content.get("model_type")
+    for name, network in NETWORKS.items():
+        if kind in network.model_types:
+            shape = format_of(name).read_shape(content, path)
+            imported_config(shape, str(path))
+            return shape
+    types = ", ".join(json.dumps(known) for network in NETWORKS.values() for known in network.model_types)
+    raise DataError(f"expected model_type {types} in {path}, found {kind!r:.80}; handgrad has no such model")
 
 
 @contextlib.contextmanager
@@ -280,23 +184,24 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
     Raises `DataError` for a tensor that is missing, foreign, twice there, or of another shape or type, and for an untied
     head.
     """
-    network = {"gpt2": "a GPT-2 with its head", "modern": "a modern network"}.get(shape.architecture, "this model")
     wanted: dict[str, tuple[int, ...]] = {}
+    prefix, embedding = shape.network.prefix, ""
     for row in parameter_table(shape):
-        wanted |= their_tensors(shape, row)
-    embedding = llama.EMBEDDING if shape.architecture == "llama" else "wte.weight"
+        theirs = their_tensors(shape, row)
+        wanted |= theirs
+        embedding = next(iter(theirs)) if row.name == "wte" else embedding
     tensors: dict[str, tuple[Path, str]] = {}
     for path in weight_files(folder):
         with opened(path) as stored:
             for name in stored.keys():  # noqa: SIM118
-                plain = name.removeprefix(PREFIX)
-                if MASKS.fullmatch(plain) or llama.BUFFERS.fullmatch(plain):
+                plain = name.removeprefix(prefix)
+                if BUFFERS.fullmatch(plain):
                     continue
                 if plain in tensors:
                     raise DataError(f"expected {plain} once, found it in {tensors[plain][0]} and, as {name}, in {path}")
                 dims = wanted[embedding] if plain == HEAD else wanted.get(plain)
                 if dims is None:
-                    raise DataError(f"expected the tensors of {network} in {path}, found also {name!r:.120}")
+                    raise DataError(f"expected the tensors of a {shape.network.title} in {path}, found also {name!r:.120}")
                 entry = stored.get_slice(name)
                 if tuple(entry.get_shape()) != dims:
                     raise DataError(
@@ -309,7 +214,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
     if missing := next((name for name in wanted if name not in tensors), None):
         path = folder / (WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else INDEX_FILE)
         raise DataError(
-            f"expected a tensor {prefix(shape)}{missing} of shape {wanted[missing]} in {path}, found none;"
+            f"expected a tensor {prefix}{missing} of shape {wanted[missing]} in {path}, found none;"
             " the file is not this config's"
         )
     tied = HEAD in tensors and HEAD not in wanted

@@ -15,7 +15,6 @@ from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from handgrad.data.vocabulary import vocabulary_files
 from handgrad.evaluation.load import LoadedModel
 from handgrad.jsonl import readable_records
-from handgrad.model_shape import NETWORKS
 from handgrad.models import parameter_table
 from handgrad.models.rows import count_parameters
 from handgrad.run_files import METRICS_FILE
@@ -120,11 +119,11 @@ def model_card(
     """The card as Markdown under the Hub's YAML header. `config`: the content of config.json; `talks`: the folder has a
     chat template."""
     shape, kind = model.shape, str(dtype).removeprefix("torch.")
-    modern = shape.architecture == "modern"
-    trust = ", trust_remote_code=True" if modern else ""  # in the network's code, which lies in the folder
+    network = shape.network
+    trust = ", trust_remote_code=True" if network.brings_code else ""  # in the network's code, which lies in the folder
     lines = [
-        HUB_HEADER.format(tag="custom_code" if modern else config["model_type"]),
-        f"# A {NETWORKS[shape.architecture]} of {count_parameters(parameter_table(shape)):,} parameters",
+        HUB_HEADER.format(tag="custom_code" if network.brings_code else config["model_type"]),
+        f"# A {network.title} of {count_parameters(parameter_table(shape)):,} parameters",
         "",
         f"Exported by handgrad {handgrad.__version__} from a checkpoint of step {checkpoint.step}.",
         "",
@@ -135,8 +134,7 @@ def model_card(
         row("vocabulary, tokens", shape.vocab_size),
         row("tokenizer", f"{TOKENIZERS[model.tokenizer.kind]} (SHA-256 `{model.tokenizer.sha256}`)"),
         row("numbers", kind),
-        *([row("techniques", shape.techniques.replace(",", ", "))] if modern else []),
-        *([row("family", shape.llama.replace(",", ", "))] if shape.llama else []),
+        *([row(network.setting, getattr(shape, network.setting).replace(",", ", "))] if network.setting else []),
         "",
         *training_lines(checkpoint),
         *evaluation_lines(checkpoint),

@@ -11,7 +11,6 @@ Source: peft, tuners/lora/config.py and utils/save_and_load.py; https://huggingf
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,15 +27,16 @@ from handgrad.evaluation.load import Weights, checkpoint_weights
 from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop import huggingface
 from handgrad.interop.adapters import PLACE, merging, stored_adapters
-from handgrad.lora.tables import MATRICES, Adapter, Part, adapters_of
-from handgrad.lora_shape import MOST_SCALE, LoraShape, parse_lora
+from handgrad.interop.config_file import Config, Known
+from handgrad.lora.tables import Adapter, Part, adapters_of
 from handgrad.models import parameter_table
+from handgrad.networks.lora import MOST_SCALE, LoraShape, parse_lora
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 # The keys of adapter_config.json that decide the mathematics: the default there, and the values that mean our adapters.
-KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+KNOWN: tuple[Known, ...] = (
     ("peft_type", None, ("LORA",)),
     ("bias", "none", ("none",)),
     ("lora_bias", False, (False,)),
@@ -50,7 +50,7 @@ KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("target_parameters", None, (None, [])),
 )
 # The same, of files that are read. Other values of the first subtract from the base at the start (PiSSA, OLoRA, CorDA).
-OTHERS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+OTHERS: tuple[Known, ...] = (
     ("init_lora_weights", True, (True, False, None, "gaussian", "eva", "orthogonal", "mica")),
     ("alora_invocation_tokens", None, (None, [])),
     ("arrow_config", None, (None,)),
@@ -60,8 +60,8 @@ OTHERS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 def modules(shape: ModelShape, weight: str) -> dict[str, str]:
     """The products of a matrix (a row's name) -> their modules there."""
     row = next(row for row in parameter_table(shape) if row.name == weight)
-    names = (huggingface.prefix(shape) + name for name in huggingface.their_tensors(shape, row))
-    products = MATRICES[shape.architecture][weight.rpartition(".")[2]]
+    names = (shape.network.prefix + name for name in huggingface.their_tensors(shape, row))
+    products = next(gemm.outputs for gemm in shape.gemms if gemm.weight == weight.rpartition(".")[2])
     return {product: name.removesuffix(".weight") for product, name in zip(products, names, strict=True)}
 
 
@@ -79,7 +79,8 @@ def their_tensors(
 def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ...], base: str) -> dict[str, Any]:
     """The content of adapter_config.json. `base`: the name or the path of the weights that are adapted."""
     found = (modules(shape, adapter.weight)[part.name] for adapter in adapters for part in adapter.parts)
-    words = 2 if shape.architecture == "gpt2" else 1  # GPT-2 has two modules of the name c_proj in a block
+    every = [name.rpartition(".")[2] for modules in shape.network.modules.values() for name in modules]
+    words = 1 if len({*every}) == len(every) else 2  # GPT-2 has two modules of the name c_proj in a block
     targets = sorted({".".join(name.split(".")[-words:]) for name in found})
     alpha = lora.alpha or 2.0 * lora.rank
     return {
@@ -91,7 +92,7 @@ def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ..
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "target_modules": targets,
-        "fan_in_fan_out": shape.architecture == "gpt2",
+        "fan_in_fan_out": shape.network.transposed,
         "init_lora_weights": True,
         "inference_mode": True,
     }
@@ -135,21 +136,15 @@ def is_peft(path: Path) -> bool:
 def read_config(folder: Path) -> tuple[LoraShape, str]:
     """(rank and alpha, the name of the base); `DataError` for adapters that ours are not."""
     path = folder / CONFIG_FILE
-    content = read_object(path)
-    for key, default, ours in KNOWN + OTHERS:
-        if (value := content.get(key, default)) not in ours:
-            wanted = json.dumps(ours[0])
-            raise DataError(f"expected {key} {wanted} in {path}, found {value!r:.80}; handgrad has no such adapters")
-    rank, alpha, base = (content.get(key) for key in ("r", "lora_alpha", "base_model_name_or_path"))
-    if type(rank) is not int or rank < 1:
-        raise DataError(f"expected r of 1 or more in {path}, found {rank!r:.80}; handgrad has no such adapters")
-    if type(alpha) not in (int, float) or not 0 < float(str(alpha)) < math.inf:
-        raise DataError(f"expected lora_alpha above 0 in {path}, found {alpha!r:.80}; handgrad has no such adapters")
-    if float(str(alpha)) / rank > MOST_SCALE:
+    config = Config(read_object(path), path, "handgrad has no such adapters")
+    config.expect(KNOWN + OTHERS)
+    rank, alpha = config.whole("r"), config.number("lora_alpha", None, config.content)
+    base = config.content.get("base_model_name_or_path")
+    if alpha / rank > MOST_SCALE:
         raise DataError(f"expected lora_alpha / r of at most {MOST_SCALE}, a float32, in {path}, found {alpha} / {rank}")
     if not isinstance(base, str) or not base:
         raise DataError(f"expected base_model_name_or_path in {path}, found {base!r:.80}; name the weights that it adapts")
-    return LoraShape(rank, float(str(alpha))), base
+    return LoraShape(rank, alpha), base
 
 
 def base_source(folder: Path) -> str:

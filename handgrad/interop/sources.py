@@ -44,8 +44,8 @@ from handgrad.interop.llmc_model import LlmcModel, read_model
 from handgrad.interop.llmc_state import OptimizerState, read_state
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
+from handgrad.networks.modern import of_stored
 from handgrad.run_files import CHECKPOINTS, LOCK_FILE, named_run
-from handgrad.techniques import of_stored
 
 
 def open_weights(

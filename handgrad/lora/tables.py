@@ -15,24 +15,14 @@ from handgrad.arena import Buffer
 from handgrad.config import ModelShape
 from handgrad.dtypes import accumulation_dtype
 from handgrad.errors import UsageError
-from handgrad.lora_shape import LoraShape
 from handgrad.models import architecture
 from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, lay_out
+from handgrad.networks.lora import LoraShape
 from handgrad.training.state import BASE
 
 RANK_MULTIPLE = 8
 KIND = "adapters at work"  # the arena's allocation of their activations
 
-# The products that a matrix holds, by architecture.
-MATRICES = {
-    "gpt2": {"qkv_weight": ("qkv",), "proj_weight": ("o",), "fc_weight": ("up",), "fcproj_weight": ("down",)},
-    "llama": {
-        "qkv_weight": ("q", "k", "v"),
-        "proj_weight": ("o",),
-        "gate_up_weight": ("gate", "up"),
-        "down_weight": ("down",),
-    },
-}
 DRAWN = Init("normal", 3**-0.5, by_inputs=True)  # the variance of PEFT's uniform distribution up to 1 / sqrt(I)
 
 
@@ -113,21 +103,13 @@ def check_rank(lora: LoraShape, backend: str) -> None:
         )
 
 
-def product_rows(shape: ModelShape, name: str) -> tuple[int, ...]:
-    """The outputs of each product that a matrix of a block holds, if it holds several."""
-    if shape.architecture == "llama" and name == "qkv_weight":
-        keys = shape.family.kv_heads * shape.head_width
-        return shape.num_heads * shape.head_width, keys, keys
-    return (shape.feed_forward, shape.feed_forward) if name == "gate_up_weight" else ()
-
-
 def adapters_of(shape: ModelShape, lora: LoraShape) -> Iterator[Adapter]:
     """The adapters of a model."""
-    chosen, matrices = lora.products(shape.architecture), MATRICES[shape.architecture]
+    chosen, gemms = lora.products(shape), {gemm.weight: gemm for gemm in shape.gemms}
     for row in architecture(shape).parameters(shape):
-        name = row.name.rpartition(".")[2]
+        gemm = gemms.get(row.name.rpartition(".")[2])
         parts, first = list[Part](), 0
-        for product, size in zip(matrices.get(name, ()), product_rows(shape, name) or row.shape[:1], strict=False):
+        for product, size in gemm.outputs.items() if gemm else ():
             if product in chosen:
                 parts.append(Part(product, slice(first, first + size)))
             first += size

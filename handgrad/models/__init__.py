@@ -4,8 +4,8 @@ rows         parameters as rows: their places in the flat buffers, initial weigh
 activations  activations as rows; `lifetimes` has the clock on which they live
 passes       a pass as a list of stages, attention with its output projection, the loss head
 gpt2         GPT-2
-modern       the network of docs/modern.md; `modern_tensors` has its rows
-llama        Llama, Qwen2, Qwen3 and their relatives; `llama_tensors` has their rows
+modern       the network of docs/modern.md
+llama        Llama, Qwen2, Qwen3 and their relatives
 decoding     the buffers of generation
 overlay      operations with some of them replaced
 documents    an overlay for rows that hold several documents
@@ -13,7 +13,7 @@ untrained    an overlay for targets that are not trained
 freezing     parameters that a run leaves as they are
 
 An architecture computes with the operations and tensors that it is given. It knows no memory, no optimizer and no other
-process. Adding one takes a file here and its name in `config.ARCHITECTURES`.
+process. Adding one takes a file here and one in `handgrad.networks`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +46,9 @@ def parameter_table(shape: ModelShape, lanes: int = 1, whole: Callable[[Paramete
 
 def named_weights(shape: ModelShape, flat: Tensor, table: Table) -> Any:
     """The architecture's `Weights` over a flat buffer."""
-    return named(architecture(shape).Weights, {row.name: row.view(flat) for row in table}, shape.num_layers)
+    return named(
+        architecture(shape).Weights, {row.name: row.view(flat) for row in table}, shape.num_layers, forms=shape.forms
+    )
 
 
 def forward_buffers(

@@ -16,7 +16,9 @@ from torch import Tensor
 from handgrad.arena import ALWAYS, Buffer, Interval
 from handgrad.dtypes import accumulation_dtype
 from handgrad.models.lifetimes import NEVER, WHOLE_BLOCKS, Clock, Lives, recomputed_lifetimes
-from handgrad.models.rows import KIND, Dims, Fp8, sizes
+from handgrad.models.rows import KIND, Dims, sizes
+from handgrad.networks import ModelShape
+from handgrad.networks.network import Fp8
 
 
 def activation(
@@ -25,7 +27,6 @@ def activation(
     *,
     lives: Lives | None = None,
     recomputed_from: int = NEVER,
-    fp8: Fp8 | None = None,
     of: str = "",
     optional: bool = False,
 ) -> Any:
@@ -33,7 +34,7 @@ def activation(
     the ticks it lives through (all by default); `recomputed_from`: the recompute level from which it lives at the first and
     the last of them only (but see `recomputed_lifetimes`). `of`: it is another name of that tensor; only its fp8 forms have
     memory of their own. `optional`: a model may be without it."""
-    row = {"shape": shape, "dtype": dtype, "lives": lives, "recomputed_from": recomputed_from, "fp8": fp8, "of": of}
+    row = {"shape": shape, "dtype": dtype, "lives": lives, "recomputed_from": recomputed_from, "of": of}
     return field(metadata=row | {"optional": optional})
 
 
@@ -80,20 +81,27 @@ class ActivationRow:
 
 
 def activation_rows(
-    tensors: type, dims: Dims, dtypes: Mapping[str, torch.dtype], clock: Clock, prefix: str = ""
+    tensors: type,
+    dims: Dims,
+    dtypes: Mapping[str, torch.dtype],
+    clock: Clock,
+    prefix: str = "",
+    forms: Mapping[str, Fp8] | None = None,
 ) -> Iterator[ActivationRow]:
-    """The rows of a dataclass of activations in the order of its fields."""
+    """The rows of a dataclass of activations in the order of its fields; `forms`: what GEMMs may read in fp8."""
+    forms = forms or {}
     for f in fields(tensors):
         row = f.metadata
         if "block" in row:
             for layer in clock.every_layer():
-                yield from activation_rows(row["block"], dims, dtypes, layer, f"{prefix}{f.name}.{layer.layer}.")
+                yield from activation_rows(row["block"], dims, dtypes, layer, f"{prefix}{f.name}.{layer.layer}.", forms)
         elif "shape" in row:
             ticks = row["lives"](clock) if row["lives"] else ALWAYS
             dtype = dtypes.get(row["dtype"], row["dtype"])
             shape = sizes(row["shape"], dims)
             whole = recomputed_lifetimes(clock, ticks) if prefix and clock.training else ()
-            yield ActivationRow(prefix + f.name, shape, dtype, ticks, row["recomputed_from"], row["fp8"], row["of"], whole)
+            recomputed_from, form = row["recomputed_from"], forms.get(f.name)
+            yield ActivationRow(prefix + f.name, shape, dtype, ticks, recomputed_from, form, row["of"], whole)
 
 
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -103,7 +111,7 @@ def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 def rows_of_pass(
     tables: tuple[type, type],
-    dims: Dims,
+    shape: ModelShape,
     batch: int,
     length: int,
     dtype: torch.dtype,
@@ -111,15 +119,14 @@ def rows_of_pass(
     clock: Clock,
     *,
     chunk: int,
-    widest: int,
 ) -> Iterator[ActivationRow]:
     """The rows of an architecture's `Activations`, and in training of its `Gradients`, for `batch` samples of `length`
-    tokens. `dims`: sizes of the letters in its parameters' shapes; `chunk`: tokens that go through the loss head at a
-    time; `widest`: columns of the widest GEMM in a block."""
-    N, attention = batch * length, {"num_heads": dims["H"], "kv_heads": dims["K"], "head_width": dims["D"]}
-    sizes = {**dims, "B": batch, "T": length, "N": N, "chunk": chunk}
-    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=dims["C"], widest=widest)
+    tokens. `chunk`: tokens that go through the loss head at a time."""
+    N = batch * length
+    attention = {"num_heads": shape.num_heads, "kv_heads": shape.kv_heads, "head_width": shape.head_width}
+    sizes = {**shape.letters, "B": batch, "T": length, "N": N, "chunk": chunk}
+    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=shape.channels, widest=shape.widest)
     if clock.training:
         sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **attention)
     for table in tables if clock.training else tables[:1]:
-        yield from activation_rows(table, sizes, dtypes_of(dtype), clock)
+        yield from activation_rows(table, sizes, dtypes_of(dtype), clock, forms=shape.forms)

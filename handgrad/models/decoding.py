@@ -17,7 +17,6 @@ from handgrad.config import ModelShape
 from handgrad.models.activations import ActivationRow, activation, activation_rows, dtypes_of
 from handgrad.models.lifetimes import Clock
 from handgrad.models.passes import Attention, with_projection
-from handgrad.models.rows import Dims
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
 Block = TypeVar("Block")
@@ -44,22 +43,14 @@ class Sequences:
 
 
 def decoding_rows(
-    block: type,
-    dims: Dims,
-    shape: ModelShape,
-    batch: int,
-    prompt_tokens: int,
-    dtype: torch.dtype,
-    ops: ModuleType,
-    *,
-    widest: int = 0,
+    block: type, shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Sequences` and of two of `block`, the prefill's and the step's, for `batch` sequences, and for prompts
-    that are prefilled by `prompt_tokens` at a time. `widest`: columns of the widest product, by default of F."""
+    that are prefilled by `prompt_tokens` at a time."""
     tokens, C = max(batch, prompt_tokens), shape.channels
-    sizes = {**dims, "B": batch, "R": prompt_tokens}
+    sizes = {**shape.letters, "B": batch, "R": prompt_tokens}
     choosing = ops.decode.choosing_scratch_bytes(batch=batch, vocab_size=shape.vocab_size)
-    sizes["scratch"] = max(choosing, ops.scratch_bytes(tokens=tokens, channels=C, widest=widest or shape.feed_forward))
+    sizes["scratch"] = max(choosing, ops.scratch_bytes(tokens=tokens, channels=C, widest=shape.widest))
     clock, dtypes = Clock(layers=2, stages=2, training=False), dtypes_of(dtype)
     yield from activation_rows(Sequences, sizes, dtypes, clock)
     turns = [sizes | {"B": 1, "T": prompt_tokens, "N": prompt_tokens}, sizes | {"T": 1, "N": batch}]

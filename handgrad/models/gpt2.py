@@ -29,31 +29,11 @@ from handgrad.models.decoding import (
 )
 from handgrad.models.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.models.passes import Attention, Stage, head_backward, training_attention
-from handgrad.models.rows import (
-    ONES,
-    ZEROS,
-    Fp8,
-    Init,
-    ParameterRow,
-    count_parameters,
-    parameter,
-    parameter_rows,
-    repeated,
-    shared,
-)
+from handgrad.models.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
-FP8_PARTS = ("qkv", "proj", "mlp")  # GEMMs of a block that go to fp8 together; fc and fcproj share the GELU kernels
 
 NORMAL, RESIDUAL = Init("normal", 0.02), Init("normal", 0.02, residual=True)
-
-
-def dims(shape: ModelShape) -> dict[str, int]:
-    """The sizes of the letters in the parameters' shapes."""
-    C, F = shape.channels, shape.feed_forward
-    H, V = shape.num_heads, shape.vocab_size
-    sizes = {"C": C, "3C": 3 * C, "F": F, "H": H, "K": H, "D": C // H, "maxT": shape.sequence_length}
-    return sizes | {"V": V, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
 
 
 # Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
@@ -61,10 +41,10 @@ def dims(shape: ModelShape) -> dict[str, int]:
 
 @dataclass
 class BlockWeights:
-    qkv_weight: Tensor = parameter("3C C", NORMAL, "matrix", fp8=Fp8("qkv"))
-    proj_weight: Tensor = parameter("C C", RESIDUAL, "matrix", fp8=Fp8("proj"))
-    fc_weight: Tensor = parameter("F C", NORMAL, "matrix", fp8=Fp8("mlp"))
-    fcproj_weight: Tensor = parameter("C F", RESIDUAL, "matrix", fp8=Fp8("mlp"))
+    qkv_weight: Tensor = parameter("3C C", NORMAL, "matrix")
+    proj_weight: Tensor = parameter("C C", RESIDUAL, "matrix")
+    fc_weight: Tensor = parameter("F C", NORMAL, "matrix")
+    fcproj_weight: Tensor = parameter("C F", RESIDUAL, "matrix")
     ln1_weight: Tensor = parameter("C", ONES, "vector")
     ln1_bias: Tensor = parameter("C", ZEROS, "vector")
     qkv_bias: Tensor = parameter("3C", ZEROS, "vector")
@@ -79,7 +59,7 @@ class BlockWeights:
 class Weights:
     """The weights, or their gradients."""
 
-    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V", fp8=Fp8("head"))
+    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V")
     head: Tensor = shared(of="wte")  # the same, as the loss head reads it
     wpe: Tensor = parameter("maxT C", NORMAL, "embedding", bucket="embedding")
     blocks: list[BlockWeights] = repeated(BlockWeights)
@@ -88,12 +68,7 @@ class Weights:
 
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
-    return parameter_rows(Weights, dims(shape), shape.num_layers)
-
-
-def flops_per_token(shape: ModelShape) -> float:
-    """Forward and backward, as llm.c counts: 6 per parameter, and 6 L C T for attention's two causal products."""
-    return 6.0 * count_parameters(parameters(shape)) + 6.0 * shape.num_layers * shape.channels * shape.sequence_length
+    return parameter_rows(Weights, shape)
 
 
 # Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
@@ -101,18 +76,18 @@ def flops_per_token(shape: ModelShape) -> float:
 
 @dataclass
 class BlockActivations:
-    ln1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2, fp8=Fp8("qkv"))
+    ln1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2)
     ln1_mean: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     ln1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     qkv: Tensor = activation("N 3C", lives=kept(ATTENTION))
-    atty: Tensor = activation("N C", lives=kept(ATTENTION), fp8=Fp8("proj", keeps_16bit=True))  # attention's output
+    atty: Tensor = activation("N C", lives=kept(ATTENTION))  # attention's output
     lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
     residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
-    ln2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2, fp8=Fp8("mlp", rerun_from=1))
+    ln2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2)
     ln2_mean: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
     ln2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
     fc: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)  # before GELU
-    gelu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1, fp8=Fp8("mlp", late_columns=True))
+    gelu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)
     residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
 
 
@@ -122,13 +97,10 @@ class Activations(PassTensors):
     sorted_by_position: Tensor | None = optional_input()
     embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
-    lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
+    lnf: Tensor = activation("N C", lives=at_head)
     lnf_mean: Tensor = activation("N", "statistics", lives=at_head)
     lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
-    logits: Tensor = activation("chunk Vp", lives=at_head, fp8=Fp8("head", gradient=True, keeps_16bit=True))
-
-
-STREAM_PROJ, STREAM_MLP = (Fp8(part, gradient=True, keeps_16bit=True) for part in ("proj", "mlp"))
+    logits: Tensor = activation("chunk Vp", lives=at_head)
 
 
 @dataclass
@@ -150,11 +122,11 @@ class Gradients:
     dresidual: Tensor = activation("N C", lives=in_backward)
     dln: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a layer norm's output
     datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
-    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION), fp8=Fp8("qkv", gradient=True, wide=True))
-    dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD), fp8=Fp8("mlp", gradient=True, workspace="dgelu"))
+    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION))
+    dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
     # The stream's gradient is written a tick before the GEMM that reads it.
-    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), fp8=STREAM_PROJ, of="dresidual")
-    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), fp8=STREAM_MLP, of="dresidual")
+    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
+    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
     blocks: list[BlockGradients] = repeated(BlockGradients)
 
@@ -163,9 +135,8 @@ def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
     """The rows of a pass, as in `rows_of_pass`."""
-    sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
-    tables = Activations, Gradients
-    return rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=sizes["F"])
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    return rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
 
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
@@ -289,7 +260,7 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
-    return decoding_rows(BlockActivations, dims(shape), shape, batch, prompt_tokens, dtype, ops)
+    return decoding_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from handgrad.arena import Interval
+from handgrad.networks.network import NEVER as NEVER
 
 WHOLE_BLOCKS = 3  # the recompute level at which a block keeps its input alone
-NEVER = 4  # above every recompute level
 
 
 @dataclass(frozen=True)

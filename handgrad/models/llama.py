@@ -1,4 +1,4 @@
-"""The Llama family (docs/llama.md): forward, backward, generation. `models/llama_tensors.py` has its tensors as rows.
+"""The Llama family (docs/llama.md): its tensors as rows, forward, backward, generation.
 
 The stream begins with x = wte[token]. A block is two halves, each `x + f(RMS(x))`, the norms with gains:
 
@@ -10,7 +10,7 @@ of each head of q and k before the rotation; the head may be the embedding. Tens
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.activations import ActivationRow
+from handgrad.models.activations import ActivationRow, PassTensors, activation, rows_of_pass
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
@@ -28,23 +28,130 @@ from handgrad.models.decoding import (
     step_attention,
     store_prompts,
 )
-from handgrad.models.lifetimes import WHOLE_BLOCKS
-from handgrad.models.llama_tensors import (
-    FP8_PARTS as FP8_PARTS,
-    Activations,
-    BlockActivations,
-    BlockGradients,
-    BlockWeights,
-    Gradients,
-    Weights,
-    activations as activations,
-    dims,
-    flops_per_token as flops_per_token,
-    has,
-    parameters as parameters,
-)
+from handgrad.models.lifetimes import NEVER, WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.models.passes import Attention, Launch, Stage, head_backward, training_attention
-from handgrad.models.rows import repeated
+from handgrad.models.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
+
+ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
+
+NORMAL = Init("normal", 0.02)
+RESIDUAL = Init("normal", 0.02, residual=True)
+
+
+def has(shape: ModelShape, name: str) -> bool:
+    """True if the model has the tensor of this name."""
+    family, last = shape.family, name.rpartition(".")[2]
+    if last in ("q_gain", "k_gain", "heads", "heads_rstd"):
+        return family.qk_norm
+    if last == "qkv_bias":
+        return family.qkv_bias
+    return last != "head" or not family.tied
+
+
+# Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
+
+
+@dataclass
+class BlockWeights:
+    qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix")
+    proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix")
+    # The rows of the gates g, then of the numbers u.
+    gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix")
+    down_weight: Tensor = parameter("C F", RESIDUAL, "matrix")
+    qkv_bias: Tensor = parameter("QKV", ZEROS, "vector", optional=True)
+    norm1_gain: Tensor = parameter("C", ONES, "vector")
+    norm2_gain: Tensor = parameter("C", ONES, "vector")
+    q_gain: Tensor = parameter("D", ONES, "vector", optional=True)
+    k_gain: Tensor = parameter("D", ONES, "vector", optional=True)
+
+
+@dataclass
+class Weights:
+    """The weights, or their gradients."""
+
+    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V")
+    blocks: list[BlockWeights] = repeated(BlockWeights)
+    head: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="head", stored_rows="V", fallback="wte")
+    lnf_gain: Tensor = parameter("C", ONES, "vector", bucket="head")
+
+
+def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
+    for row in parameter_rows(Weights, shape):
+        if has(shape, row.name):
+            yield row
+
+
+# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
+
+
+@dataclass
+class BlockActivations:
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2)
+    norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
+    heads: Tensor = activation("N QKV", lives=kept(ATTENTION), optional=True)  # before the norm of queries and keys
+    heads_rstd: Tensor = activation("N H+K", "statistics", lives=kept(ATTENTION), optional=True)
+    qkv: Tensor = activation(
+        "N QKV", lives=kept(ATTENTION), recomputed_from=2
+    )  # queries and keys rotated; see `activations`
+    atty: Tensor = activation("N HD", lives=kept(ATTENTION))  # attention's output
+    lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
+    residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
+    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2)
+    norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
+    hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), recomputed_from=1)  # gates g, then the numbers u
+    swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)
+    residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
+
+
+@dataclass
+class Activations(PassTensors):
+    embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
+    blocks: list[BlockActivations] = repeated(BlockActivations)
+    lnf: Tensor = activation("N C", lives=at_head)
+    lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
+    logits: Tensor = activation("chunk Vp", lives=at_head)
+
+
+@dataclass
+class BlockGradients:
+    """The gradients that the blocks make one after another in the same memory; in fp8 each block's have a scale."""
+
+    dqkv: Tensor = shared()
+    dresidual_mid: Tensor = shared(of="dresidual")
+    dhidden: Tensor = shared()
+    dswiglu: Tensor = shared()
+    dresidual_out: Tensor = shared(of="dresidual")
+
+
+@dataclass
+class Gradients:
+    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
+    is, and each norm adds its own path."""
+
+    dlnf: Tensor = activation("N C", lives=at_head)
+    dresidual: Tensor = activation("N C", lives=in_backward)
+    dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
+    datty: Tensor = activation("N HD", lives=backward_of(ATTENTION))
+    dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION))
+    dhidden: Tensor = activation("N 2F", lives=backward_of(FEED_FORWARD))
+    dswiglu: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
+    # The stream's gradient is written a tick before the GEMM that reads it.
+    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
+    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
+    attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
+    blocks: list[BlockGradients] = repeated(BlockGradients)
+
+
+def activations(
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
+) -> Iterator[ActivationRow]:
+    """The rows of a pass, as in `rows_of_pass`. Without a norm of queries and keys, qkv is the output of their product,
+    rotated in place, and is kept."""
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    for row in rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk):
+        if has(shape, row.name):
+            is_kept = row.name.endswith(".qkv") and not shape.family.qk_norm
+            yield replace(row, recomputed_from=NEVER) if is_kept else row
 
 
 def rotation(shape: ModelShape) -> dict[str, Any]:
@@ -205,9 +312,7 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
-    sizes = dims(shape)
-    widest = max(sizes["2F"], sizes["QKV"])
-    rows = decoding_rows(BlockActivations, sizes, shape, batch, prompt_tokens, dtype, ops, widest=widest)
+    rows = decoding_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
     return (row for row in rows if has(shape, row.name))
 
 

@@ -3,7 +3,7 @@
 An architecture declares its tensors once, as fields of dataclasses: the field's name is the tensor's, its metadata is the
 row. A shape is written in the alphabet of `handgrad.ops` ("N 3C", "B H T"); the sizes of the letters come with the model.
 
-    parameter   shape, initial distribution, bucket, optimizer group, the GEMMs that may read it in fp8
+    parameter   shape, initial distribution, bucket, optimizer group
     activation  shape, dtype, lifetimes (`models.activations`)
     shared      a block's name for a tensor that all blocks use
     repeated    a dataclass per layer
@@ -12,7 +12,7 @@ row. A shape is written in the alphabet of `handgrad.ops` ("N 3C", "B H T"); the
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
@@ -20,7 +20,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from handgrad.models.lifetimes import NEVER
+from handgrad.networks import ModelShape
+from handgrad.networks.network import Fp8
 
 ALIGN_ELEMENTS = 128  # a parameter starts at a multiple: 512 bytes of float32, 256 of bf16
 BLOCK_ELEMENTS = 1 << 16  # gradient elements behind one partial sum of the global norm
@@ -50,20 +51,6 @@ class Init:
 ZEROS, ONES = Init("zeros"), Init("constant", value=1.0)
 
 
-@dataclass(frozen=True)
-class Fp8:
-    """The fp8 forms of a tensor: `rows` as it is, for forward and input gradient, and `columns`, transposed, for the weight
-    gradient. Which GEMMs read them is named by `part`; parts are switched to bf16 one by one."""
-
-    part: str
-    gradient: bool = False  # of an activation; the blocks make theirs one after another in the same memory
-    keeps_16bit: bool = False  # another reader wants it in 16 bits as well
-    rerun_from: int = NEVER  # recompute level from which the GEMM that reads `rows` runs again in the backward
-    late_columns: bool = False  # `columns` are made in the backward
-    wide: bool = False  # a gradient whose parts differ in size by more than e4m3's range
-    workspace: str = ""  # a 16-bit tensor that its producer passes through
-
-
 # Fields.
 
 
@@ -74,7 +61,6 @@ def parameter(
     *,
     bucket: str = "",
     stored_rows: str = "",
-    fp8: Fp8 | None = None,
     fallback: str = "",
     optional: bool = False,
     rate: float = 1.0,
@@ -83,7 +69,7 @@ def parameter(
     `stored_rows`: the letter of the rows that are saved, where padding rows follow them. A model may be without it, if it
     is `optional` or has a `fallback`: the tensor that serves in its place. `rate`: its learning rate over the
     step's, with AdamW."""
-    row = {"shape": shape, "init": init, "group": group, "bucket": bucket, "stored": stored_rows, "fp8": fp8}
+    row = {"shape": shape, "init": init, "group": group, "bucket": bucket, "stored": stored_rows}
     return field(metadata=row | {"of": fallback, "optional": optional, "rate": rate})
 
 
@@ -146,19 +132,20 @@ class ParameterRow:
 Table = tuple[ParameterRow, ...]
 
 
-def parameter_rows(tensors: type, dims: Dims, layers: int, prefix: str = "") -> Iterator[ParameterRow]:
+def parameter_rows(tensors: type, shape: ModelShape, prefix: str = "") -> Iterator[ParameterRow]:
     """The rows of a dataclass of parameters in the order of its fields."""
+    dims, forms = shape.letters, shape.forms
     for f in fields(tensors):
         if "block" in f.metadata:
-            for layer in range(layers):
-                yield from parameter_rows(f.metadata["block"], dims, layers, f"{f.name}.{layer}")
+            for layer in range(shape.num_layers):
+                yield from parameter_rows(f.metadata["block"], shape, f"{f.name}.{layer}")
         elif "init" in f.metadata:
-            row, shape = f.metadata, sizes(f.metadata["shape"], dims)
-            std = row["init"].std_of(shape, layers)
-            stored = dims[row["stored"]] if row["stored"] else shape[0]
+            row, allocated = f.metadata, sizes(f.metadata["shape"], dims)
+            std = row["init"].std_of(allocated, shape.num_layers)
+            stored = dims[row["stored"]] if row["stored"] else allocated[0]
             name = f"{prefix}.{f.name}" if prefix else f.name
-            bucket, more = row["bucket"] or prefix, {"rate": row["rate"]}
-            yield ParameterRow(name, shape, stored, row["init"], std, row["group"], bucket, row["fp8"], **more)
+            bucket, form, rate = row["bucket"] or prefix, forms.get(f.name), row["rate"]
+            yield ParameterRow(name, allocated, stored, row["init"], std, row["group"], bucket, form, rate=rate)
 
 
 def lay_out(
@@ -229,17 +216,17 @@ def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], ob
 # Views.
 
 
-def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str = "") -> T:
+def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str = "", *, forms: Container[str] = ()) -> T:
     """A dataclass of tensors with the views that bear its fields' names: of a block's field `blocks.3.name`, or the `name`
-    that all blocks share. A tensor without a 16-bit form, or that the model lacks, is None."""
+    that all blocks share. A tensor that the model lacks is None, and one of the names in `forms` without a 16-bit form."""
 
     def lookup(f: Field) -> Any:
         row = f.metadata
         if "block" in row:
-            return [named(row["block"], views, layers, f"{f.name}.{layer}.") for layer in range(layers)]
+            return [named(row["block"], views, layers, f"{f.name}.{layer}.", forms=forms) for layer in range(layers)]
         names = (prefix + f.name, f.name, row.get("of") or f.name)
         found = next((name for name in names if name in views), None)
-        assert found is not None or row.get("fp8") or row.get("optional"), f"there is no {prefix}{f.name}"
+        assert found is not None or f.name in forms or row.get("optional"), f"there is no {prefix}{f.name}"
         return None if found is None else views[found]
 
     return tensors(**{f.name: lookup(f) for f in fields(tensors)})  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 
 from handgrad.config import FIELDS, TUNED, RunConfig, convert
 from handgrad.errors import DataError, UsageError
-from handgrad.model_shape import NETWORKS
+from handgrad.networks import NETWORKS
 from handgrad.reports import results
 from handgrad.reports.curves import thin
 from handgrad.reports.results import loss_text
@@ -99,7 +99,7 @@ def description(run: Run) -> str:
     frozen = start.trained_parameters < start.parameters
     trained = f" ({count(start.trained_parameters)} of them not frozen)" if frozen else ""
     architecture = str(run.config.get("architecture", "gpt2"))
-    network = f"{NETWORKS.get(architecture, architecture)}{of_shape}"
+    network = f"{NETWORKS[architecture].title if architecture in NETWORKS else architecture}{of_shape}"
     sizes = ", then ".join(f"{stage.tokens_per_step:,}" for stage in start.batch.stages)
     words = (
         f"A {network}: {count(start.parameters)} parameters{trained}, trained with gradients written by hand on"
@@ -116,12 +116,11 @@ def fp8_sentence(run: Run) -> str:
     if run.start.precision != "fp8":
         return ""
     from handgrad.fp8.tables import fp8_gemms  # torch takes longer to load than most reports to write
-    from handgrad.models import architecture
 
     try:
         known = {name: convert(name, value) for name, value in run.config.items() if name in FIELDS}
         config = replace(RunConfig(**known), precision="fp8")
-        layers, parts = config.num_layers, architecture(config.shape(1)).FP8_PARTS
+        layers, parts = config.num_layers, config.shape(1).fp8_parts
         kept = config.fp8_keep_bf16.replace(TUNED, "")
         products = fp8_gemms(kept, config.fp8_head_gemms, layers, parts).describe(layers, parts)
     except UsageError as error:

@@ -71,7 +71,7 @@ def header_lines(
     ]
     if design.fp8 is not None:
         window = f" over {config.fp8_window} steps, margin {config.fp8_margin}" if design.fp8.delayed else ""
-        gemms = design.fp8.gemms.describe(shape.num_layers, design.model.FP8_PARTS)
+        gemms = design.fp8.gemms.describe(shape.num_layers, design.shape.fp8_parts)
         lines.append(f"fp8        {gemms}; gradients {config.fp8_gradients}, {config.fp8_scaling} scaling{window}")
     backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
     return [

@@ -19,14 +19,14 @@ from handgrad.fp8.bind import fp8_operations
 from handgrad.fp8.dropout import with_workspace
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
-from handgrad.fp8_shape import takes_micro_batch
 from handgrad.layout import Layout, Sharding, buckets_of, norm_blocks, shard_elements, state_layout
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
-from handgrad.lora_shape import parse_lora
 from handgrad.models import documents
 from handgrad.models.activations import ActivationRow
 from handgrad.models.freezing import freeze
 from handgrad.models.rows import Table, flat_elements
+from handgrad.networks.fp8 import takes_micro_batch
+from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.parallel.memory import with_sharding
@@ -220,7 +220,7 @@ def resolve_fp8(
     rows: tuple[ActivationRow, ...],
     ops: ModuleType,
 ) -> Fp8Design:
-    parts = models.architecture(shape).FP8_PARTS
+    parts = shape.fp8_parts
     gemms = tables.fp8_gemms(config.fp8_keep_bf16.replace(TUNED, ""), config.fp8_head_gemms, shape.num_layers, parts)
     statistics_parts = ops.statistics_parts(
         batch=config.micro_batch,

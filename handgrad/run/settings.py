@@ -12,8 +12,9 @@ from handgrad.data.recommended import prepare_commands
 from handgrad.data.sources import holds_text
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
+from handgrad.networks import NETWORKS
+from handgrad.networks.modern import MODERN, changed, resolve_techniques
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE
-from handgrad.techniques import changed, resolve_techniques
 
 # Other trainers' words for where a run begins, given as weights.
 BEGINNINGS = {
@@ -59,11 +60,11 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
 
         merged = {**chosen_settings(merged), **merged}
     architecture = merged.get("architecture", RunConfig.architecture)
-    if architecture == "modern":
+    if NETWORKS.get(architecture) is MODERN:
         techniques = resolve_techniques(architecture, merged.get("techniques", ""))
         merged["techniques"] = changed(techniques, change[WITHOUT], change[WITH])
     for name, text in (change | {"techniques": listed}).items():
-        if text and architecture != "modern":
+        if text and NETWORKS.get(architecture) is not MODERN:
             raise UsageError(f"{name} is for --architecture modern, found {text!r} with {architecture}")
     return check(RunConfig(**merged))
 

@@ -127,7 +127,7 @@ def open_initial_weights(config: RunConfig, dataset: Dataset, *, strict: bool) -
                 f"{name} is {stored} in {config.init_from} and {wanted} in this run; give no preset, --model or sizes to"
                 " take the weights' own"
             )
-    if shape.architecture == "llama" and shape.sequence_length < weights.shape.sequence_length:
+    if shape.network.any_context and shape.sequence_length < weights.shape.sequence_length:
         weights = replace(weights, origin=weights.origin | {CONTEXT: weights.shape.sequence_length})
     return located(weights) if config.lora else weights
 

@@ -15,7 +15,6 @@ import torch
 from handgrad import checkpoint, devices, presets
 from handgrad.config import RunConfig
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
-from handgrad.models import architecture
 from handgrad.run.resolve import resolve
 
 CPU_FLOPS = 2.5e13  # of the whole run: three minutes on two cores
@@ -119,7 +118,7 @@ def paced(
         steps = epochs * training / config.tokens_per_step
         shape = config.shape(dataset.tokenizer.vocab_size)
         if device.type == "cpu":
-            steps = min(steps, CPU_FLOPS / (architecture(shape).flops_per_token(shape) * config.tokens_per_step))
+            steps = min(steps, CPU_FLOPS / (shape.flops_per_token * config.tokens_per_step))
         steps = min(max(steps, LEAST_STEPS), MOST_STEPS)
     steps = round(steps)
     return {

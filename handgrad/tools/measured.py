@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from handgrad.config import GPT2_VOCABULARY, RunConfig
-from handgrad.fp8_shape import HEAD_GEMMS
+from handgrad.networks.fp8 import HEAD_GEMMS
 from handgrad.presets import MODELS
 
 LENGTH = 1024  # tokens per sample of all of them

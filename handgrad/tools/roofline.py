@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from handgrad.config import RunConfig
 from handgrad.fp8.dropout import more_passes
-from handgrad.fp8_shape import HEAD_GEMMS
 from handgrad.gpus import Gpu
 from handgrad.models.lifetimes import WHOLE_BLOCKS
 from handgrad.models.rows import count_parameters
+from handgrad.networks.fp8 import HEAD_GEMMS
 from handgrad.training.design import Design
 
 # Fitted to steps of 124M and 1558M on an H200 at its power limit; the other sizes and GPUs are predictions.
@@ -89,14 +89,14 @@ def fp8_share(design: Design) -> float:
     """The share of the blocks' GEMMs that run in fp8."""
     if design.fp8 is None:
         return 0.0
-    return len(design.fp8.gemms.blocks) / (design.shape.num_layers * len(design.model.FP8_PARTS))
+    return len(design.fp8.gemms.blocks) / (design.shape.num_layers * len(design.shape.fp8_parts))
 
 
 def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float) -> float:
     """Seconds of all GEMMs of blocks and head: forward, input gradient, weight gradient. Frozen weights have no weight
     gradient; adapters are not counted."""
     shape, size = design.shape, design.dtype.itemsize
-    C, F, plain = shape.channels, shape.feed_forward, "bf16" if precision == "fp8" else precision
+    C, plain = shape.channels, "bf16" if precision == "fp8" else precision
     gemms = design.fp8.gemms if design.fp8 else None
 
     def seconds(inputs: int, outputs: int, kind: str) -> float:
@@ -105,15 +105,13 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
         return max(operations, (inputs + outputs) * (1 if kind == "fp8" else size) / rate)
 
     total, passes = 0.0, 2 if design.base else 3
-    attended, packed, hidden = shape.num_heads * shape.head_width, 3 * C, F
-    if shape.architecture == "llama":
-        packed, hidden = attended + 2 * shape.family.kv_heads * shape.head_width, 2 * F
-    for part, inputs, outputs in (("qkv", C, packed), ("proj", attended, C), ("mlp", C, hidden), ("mlp", F, C)):
-        whole = design.recompute >= WHOLE_BLOCKS and inputs != F  # all GEMMs of a block but its last
-        again = whole or (design.recompute >= 1 and outputs == hidden)
-        fp8_layers = sum(name == part for _, name in gemms.blocks) if gemms else 0
+    *others, hidden, last = shape.gemms
+    for gemm in (*others, hidden, last):
+        again = gemm is not last and (design.recompute >= WHOLE_BLOCKS or (design.recompute >= 1 and gemm is hidden))
+        fp8_layers = sum(name == gemm.part for _, name in gemms.blocks) if gemms else 0
         for kind, layers in (("fp8", fp8_layers), (plain, shape.num_layers - fp8_layers)):
-            total += layers * (passes + again) * seconds(inputs, outputs, kind) if layers else 0.0
+            if layers:
+                total += layers * (passes + again) * seconds(gemm.inputs, sum(gemm.outputs.values()), kind)
     head = gemms.head if gemms else frozenset()
     kinds = ["fp8" if name in head else plain for name in HEAD_GEMMS[:passes]]
     return total + sum(seconds(C, shape.padded_vocab_size, kind) for kind in kinds)

@@ -106,5 +106,5 @@ class Design:
     @property
     def flops_per_token(self) -> float:
         """Forward and backward."""
-        flops = self.model.flops_per_token(self.shape)
+        flops = self.shape.flops_per_token
         return flops if self.lora is None else self.lora.flops_per_token(flops, self.base, self.shape)

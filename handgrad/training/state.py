@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,7 +151,8 @@ def make_state(
 ) -> TrainingState:
     """Names the plan's `views` and draws the initial weights. `forms`: tensors that GEMMs read in another form than the
     view of that name; `gradients`: of the parameters by name, where they are not all in one flat buffer."""
-    table, model, layers, sharding = design.parameters, design.model, design.shape.num_layers, design.sharding
+    table, model, sharding = design.parameters, design.model, design.sharding
+    bound = partial(named, layers=design.shape.num_layers, forms=design.shape.forms)
     parameters = views["parameters"]
     master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
     weights: dict[str, Any] = model_weights(design, views) | {name: forms[name] for name in design.rounded}
@@ -192,13 +194,13 @@ def make_state(
         sum_of_losses=views["sum_of_losses"],
         losses_of_step=views["losses_of_step"],
         loss_scale=views["loss_scale"],
-        weights=named(model.Weights, weights | forms, layers),
-        plain_weights=named(model.Weights, weights, layers),
+        weights=bound(model.Weights, weights | forms),
+        plain_weights=bound(model.Weights, weights),
         named_weights=weights,
-        weight_gradients=named(model.Weights, weight_gradients, layers),
+        weight_gradients=bound(model.Weights, weight_gradients),
         named_gradients=gradients,
-        activations=named(model.Activations, views | forms, layers),
-        activation_gradients=named(model.Gradients, views | forms, layers),
+        activations=bound(model.Activations, views | forms),
+        activation_gradients=bound(model.Gradients, views | forms),
         owned=owned,
         frozen=[gradient for part, gradient in zip(parts, local, strict=True) if part.frozen],
         norms=norms,

@@ -18,10 +18,10 @@ from handgrad.config import ModelShape, RunConfig
 from handgrad.fp8 import cuda as fp8_cuda
 from handgrad.lora.bind import WithAdapters, bind
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of
-from handgrad.lora_shape import parse_lora
 from handgrad.models import architecture, named_weights
 from handgrad.models.passes import run
 from handgrad.models.rows import named
+from handgrad.networks.lora import parse_lora
 from handgrad.ops import cuda, reference
 from handgrad.run.start import train
 from tests.conftest import make_model, small_run

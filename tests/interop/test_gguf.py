@@ -21,7 +21,8 @@ from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import StorageError, UsageError
 from handgrad.interop import gguf_file, gguf_tokens
-from handgrad.interop.gguf_file import in_halves, interleaved, network
+from handgrad.interop.gguf_file import in_halves, interleaved
+from handgrad.interop.llama import gguf_name
 from tests.interop.gguf_twin import GgufModel
 from tests.interop.models import bpe, make_checkpoint
 from tests.test_commands import refused
@@ -281,7 +282,7 @@ def test_what_cannot_be_written(
 def test_networks_that_only_their_names_share(family: str, told: str) -> None:
     """llama.cpp fails to load such a file, or computes another model of it."""
     with pytest.raises(UsageError, match=told):
-        network(ModelShape(57, 32, 1, 2, 16, "llama", llama=family))
+        gguf_name(ModelShape(57, 32, 1, 2, 16, "llama", llama=family))
 
 
 def test_a_disk_that_returns_other_bytes(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

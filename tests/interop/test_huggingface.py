@@ -15,7 +15,7 @@ from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.data.vocabulary import gpt2_merges, read_vocabulary, vocabulary_files
 from handgrad.errors import DataError
-from handgrad.interop import huggingface, huggingface_llama, sources
+from handgrad.interop import huggingface, llama as llama_files, sources
 from handgrad.interop.model_card import validation_losses
 from tests.interop.models import (
     SIZES,
@@ -234,7 +234,7 @@ def test_what_a_file_leaves_out_is_their_default(kind: str) -> None:
     sizes = {"vocab_size": 99, "max_position_embeddings": 64, "num_hidden_layers": 1, "num_attention_heads": 64}
     content = {"model_type": kind, **sizes, "hidden_size": 2048, "intermediate_size": 128}
     config = transformers.AutoConfig.for_model(**content)
-    family = huggingface_llama.read_shape(content, Path("config.json")).family
+    family = llama_files.read_shape(content, Path("config.json")).family
     assert family.kv_heads == config.num_key_value_heads and family.norm_epsilon == config.rms_norm_eps
     assert family.head_width == (getattr(config, "head_dim", None) or 32) and family.tied == config.tie_word_embeddings
     assert family.rotary_base == config.rope_parameters["rope_theta"]
@@ -248,6 +248,6 @@ def test_yarn_of_any_length(base: float, length: int) -> None:
         hidden_size=512, num_attention_heads=4, rope_parameters=rope, max_position_embeddings=4 * length
     )
     expected, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    family = huggingface_llama.read_shape(config.to_dict(), Path("config.json")).family
+    family = llama_files.read_shape(config.to_dict(), Path("config.json")).family
     ours = torch.tensor(family.frequencies, dtype=torch.float64)
     assert ((expected.double() / ours) - 1).abs().max() < 1e-6 and family.rope_scale == pytest.approx(scale, rel=1e-6)

@@ -67,7 +67,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_tensors(f, lambda t: t.update({"lm_head.weight": t[WTE] + 1})),
         "expected lm_head.weight equal to wte.weight",
     ),
-    "other architecture": (lambda f: change_config(f, model_type="mixtral"), 'expected model_type "gpt2", "llama", '),
+    "other architecture": (
+        lambda f: change_config(f, model_type="mixtral"),
+        'expected model_type "gpt2", ',
+    ),
     "other activation": (lambda f: change_config(f, activation_function="relu"), "found 'relu'"),
     "other epsilon": (lambda f: change_config(f, layer_norm_epsilon=1e-6), "expected layer_norm_epsilon 1e-05"),
     "other scaling": (lambda f: change_config(f, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),

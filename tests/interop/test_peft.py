@@ -27,7 +27,7 @@ from handgrad.interop.export import export_peft
 from handgrad.interop.peft import read_config
 from handgrad.interop.sources import import_model, open_weights, read_sizes
 from handgrad.lora.tables import adapters_of
-from handgrad.lora_shape import LoraShape, parse_lora
+from handgrad.networks.lora import LoraShape, parse_lora
 from handgrad.run_files import CHECKPOINTS
 from tests.interop.models import random_tokens, their_logits
 from tests.interop.test_transformers_llama import CONFIGS, byte_tokenizer

@@ -20,7 +20,7 @@ from handgrad.config import ModelShape
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import checkpoint_weights
-from handgrad.interop import huggingface, huggingface_llama, sources
+from handgrad.interop import huggingface, llama as llama_files, sources
 from handgrad.models import parameter_table
 from handgrad.models.rows import flat_elements
 from tests.conftest import make_model
@@ -282,7 +282,10 @@ def test_its_weights_are_finetuned_on_text_of_its_tokenizer(run: Callable, saved
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "another type": ({"model_type": "qwen3_moe"}, 'expected model_type "gpt2", "llama", "qwen2", "qwen3" in'),
+    "another type": (
+        {"model_type": "qwen3_moe"},
+        '"handgrad_modern", "llama", "qwen2", "qwen3" in',
+    ),
     "sliding window": ({"use_sliding_window": True}, "expected use_sliding_window false in"),
     "layers with windows": ({"layer_types": ["full_attention", "sliding_attention"]}, "expected layer_types of full_atten"),
     "activation": ({"hidden_act": "gelu"}, 'expected hidden_act "silu" in'),
@@ -360,7 +363,7 @@ def test_parameters_of_published_sizes() -> None:
     meta |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
     for kind, config, parameters in (("qwen2", qwen, 1_543_714_304), ("llama", meta, 1_235_814_400)):
         content = {"model_type": kind, "max_position_embeddings": 131072, **config}
-        shape = huggingface_llama.read_shape(content, Path("config.json"))
+        shape = llama_files.read_shape(content, Path("config.json"))
         table = parameter_table(shape)
         assert sum(row.stored_rows * row.elements // row.shape[0] for row in table) == parameters
         assert flat_elements(table) >= parameters
@@ -393,4 +396,4 @@ def test_the_first_token_is_the_models_own(content: str, begins: int) -> None:
 )
 def test_networks_that_they_do_not_load(channels: int, llama: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        huggingface_llama.their_config(ModelShape(V, 16, 1, 4, channels, "llama", llama=llama))
+        llama_files.their_config(ModelShape(V, 16, 1, 4, channels, "llama", llama=llama), 0.0)

@@ -15,7 +15,7 @@ from transformers import dynamic_module_utils
 from handgrad.api.model import load
 from handgrad.cli import main
 from handgrad.interop import export, sources
-from handgrad.interop.huggingface_modern import CODE
+from handgrad.interop.modern import CODE
 from tests.interop.models import TOKENIZERS, TRICKY, make_checkpoint, our_logits, random_tokens, their_logits, weights
 from tests.techniques import toggled
 from tests.test_commands import refused

@@ -3,7 +3,7 @@
 import importlib
 from itertools import product
 
-from handgrad.fp8_shape import WIDEST_HEAD_OF_FP8
+from handgrad.networks.fp8 import WIDEST_HEAD_OF_FP8
 from handgrad.ops.sizes import ATTENTION_TILES, TURING_TILES, AttentionTile, attention_tile
 from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
 

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from handgrad.llama_shape import LlamaShape
+from handgrad.networks.llama import LlamaShape
 from handgrad.ops import reference
 from tests.kernels.memory_checks import Case, Draw, Tensors, both, nan, poisoned, statistics_dtype
 

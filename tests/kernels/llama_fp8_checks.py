@@ -10,7 +10,7 @@ from torch import Tensor
 from handgrad.fp8 import reference
 from handgrad.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, rotary, swiglu
 from handgrad.fp8.formats import Form
-from handgrad.llama_shape import LlamaShape
+from handgrad.networks.llama import LlamaShape
 from handgrad.ops.cuda import attention_triton, swiglu as plain_swiglu
 from handgrad.ops.sizes import rows_of
 from tests.kernels import fp8_frames as frames

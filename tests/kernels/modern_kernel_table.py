@@ -3,7 +3,7 @@ classifier as they are launched at real sizes, compiled for Hopper without a GPU
 
 import triton
 
-from handgrad.models.modern_tensors import GATE_CHANNELS
+from handgrad.networks.modern import GATE_CHANNELS
 from handgrad.ops.cuda import (
     classifier,
     embedding,

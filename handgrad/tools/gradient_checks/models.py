@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import make_plan
-from handgrad.model_shape import ModelShape
 from handgrad.models import architecture, named_weights, parameter_table
 from handgrad.models.passes import run
 from handgrad.models.rows import flat_elements, initialize, named
+from handgrad.networks import ModelShape
 from handgrad.ops import reference
 from handgrad.tools.gradient_checks.differences import Compared, slope
 from handgrad.tools.gradient_checks.operations import Checked

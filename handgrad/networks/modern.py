@@ -1,14 +1,26 @@
-"""The techniques of the modern network (docs/modern.md), by name, and a model's list of them.
+"""The modern network (docs/modern.md), and its techniques by name. models/modern.py computes it.
 
-A model's list is whole: it names all that the model has, in the table's order, so that a change of the defaults changes no
-stored model.
+A model's list of techniques is whole: it names all that the model has, in the table's order, so that a change of the
+defaults changes no stored model. In transformers, which has no such model, its tensors have our names without `_weight`.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from handgrad.errors import UsageError
 from handgrad.names import check_choice
+from handgrad.networks.gpt2 import gemms
+from handgrad.networks.network import COMMON_FORMS, Fp8, Network
+
+if TYPE_CHECKING:
+    from handgrad.networks import ModelShape
+
+# One number, the depth, makes a model: its width grows with it (Karpathy 2025, nanochat).
+CHANNELS_PER_LAYER, HEAD_WIDTH = 64, 128
+DEPTHS = {f"m{depth}": depth for depth in range(4, 49, 2)}
+SOFTCAP = 15.0  # bound of the logits
+GATE_CHANNELS = 32  # of the stream: the gates of the value embeddings read these
 
 # The name: true if a model has it unless its configuration says otherwise. The one place of the defaults.
 TECHNIQUES = {
@@ -93,3 +105,52 @@ def difference(techniques: str) -> tuple[str, str]:
     """(the defaults that this list lacks, the names that it adds to them), with commas."""
     names, usual = names_of(techniques), default()
     return ",".join(n for n in usual if n not in names), ",".join(n for n in TECHNIQUES if n in names and n not in usual)
+
+
+def variant(shape: "ModelShape") -> str:
+    without, beside = difference(shape.techniques)
+    return "modern" + (f" without {without}" if without else "") + (f" with {beside}" if beside else "") + ", "
+
+
+def check(config: Any) -> None:
+    """Raises `UsageError` for an unknown technique, and for heads that cannot be rotated."""
+    check_techniques(config.techniques)
+    width = config.channels // config.num_heads
+    if "rotary" in names_of(config.techniques) and width % 2:
+        raise UsageError(f"rotary positions turn pairs of channels, found heads of {width}; try another --num-heads")
+
+
+def fp8(shape: "ModelShape") -> dict[str, Fp8]:
+    """Value embeddings read norm1 and dqkv in 16 bits. Where nothing turns queries and keys, attention's backward makes
+    dqkv."""
+    values, turns = shape.has("value_embeddings"), shape.has("rotary") or shape.has("qk_norm")
+    dqkv = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # of attention's inputs, normalised and rotated
+    return {
+        **COMMON_FORMS,
+        "norm1": Fp8("qkv", keeps_16bit=values),
+        "norm2": Fp8("mlp", rerun_from=1),
+        "hidden": Fp8("mlp", keeps_16bit=True, late_columns=True),  # the squared ReLU's backward reads its output
+        "dqkv": dqkv if turns else replace(dqkv, workspace="", keeps_16bit=values),
+        "dhidden": Fp8("mlp", gradient=True, workspace="dsquare"),  # after the squared ReLU
+    }
+
+
+MODERN = Network(
+    title="modern network",
+    gemms=gemms,  # GPT-2's; fc and fcproj share the squared ReLU
+    models={
+        name: (depth, CHANNELS_PER_LAYER * depth // HEAD_WIDTH, CHANNELS_PER_LAYER * depth)
+        for name, depth in DEPTHS.items()
+    },
+    letters=lambda shape: {"G": min(GATE_CHANNELS, shape.channels)},
+    softcap=lambda shape: SOFTCAP if shape.has("softcap") else 0.0,
+    setting="techniques",
+    settle=lambda shape: resolve_techniques(shape.architecture, shape.techniques),
+    check=check,
+    variant=variant,
+    adapters=False,
+    tied=lambda shape: not shape.has("untied_head"),
+    fp8=fp8,
+    model_types=("handgrad_modern",),
+    brings_code=True,
+)

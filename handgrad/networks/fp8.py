@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from handgrad.errors import UsageError
-from handgrad.model_shape import VOCABULARY_MULTIPLE, ModelShape
+from handgrad.networks import VOCABULARY_MULTIPLE, ModelShape
 
 WIDEST_HEAD_OF_FP8 = 128  # attention that rounds to fp8 in the same pass spills at wider ones
 HEAD_GEMMS = ("forward", "dgrad", "wgrad")  # of the loss head: each is in fp8 or not
@@ -14,16 +14,20 @@ FP8_MULTIPLE = 16  # of every side of a GEMM in fp8: cuBLASLt reads 16 bytes at 
 def check_fp8(config: Any) -> None:
     """Raises `UsageError` for settings that fp8 does not go with, and for shapes that its GEMMs cannot take."""
     shape: ModelShape = config.shape(VOCABULARY_MULTIPLE)
+    if not shape.network.fp8(shape):
+        raise UsageError(f"architecture {config.architecture} has no forms in fp8; --precision bf16 trains it")
     if (width := shape.head_width) > WIDEST_HEAD_OF_FP8:
-        more = f", --num-heads {fitting_heads(config.channels)} fits" if shape.architecture != "llama" else ""
+        more = f", --num-heads {fitting_heads(config.channels)} fits" if shape.network.head_width is None else ""
         raise UsageError(
             f"precision fp8 takes heads of up to {WIDEST_HEAD_OF_FP8} channels, found {width};"
             f" --precision bf16 takes them{more}"
         )
     if config.channels % FP8_MULTIPLE:
         raise UsageError(f"channels must be a multiple of {FP8_MULTIPLE} for precision fp8, found {config.channels}")
-    if shape.architecture == "llama":
-        check_llama_sides(shape)
+    for name, size in shape.network.sides(shape).items():
+        if size % FP8_MULTIPLE:
+            found = f"for precision fp8, found {size}"
+            raise UsageError(f"{config.architecture} must have {name} in multiples of {FP8_MULTIPLE} {found}")
     samples, length = config.micro_batch, config.sequence_length
     if not takes_micro_batch(config, samples):
         least = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length)
@@ -47,20 +51,6 @@ def fitting_heads(channels: int) -> int:
     """The fewest heads of `channels` that fp8 takes."""
     least = -(-channels // WIDEST_HEAD_OF_FP8)
     return next(heads for heads in range(least, channels + 1) if channels % heads == 0)
-
-
-def check_llama_sides(shape: ModelShape) -> None:
-    """Raises `UsageError` for a side of a Llama's matrices that fp8 GEMMs cannot take: the others' follow from channels."""
-    H, K, D = shape.num_heads, shape.family.kv_heads, shape.head_width
-    sides = {
-        "num_heads * head_width": H * D,
-        "(num_heads + 2 kv_heads) * head_width": (H + 2 * K) * D,
-        "feed_forward": shape.feed_forward,
-    }
-    for name, size in sides.items():
-        if size % FP8_MULTIPLE:
-            found = f"for precision fp8, found {size}"
-            raise UsageError(f"llama must have {name} in multiples of {FP8_MULTIPLE} {found}")
 
 
 def takes_micro_batch(config: Any, samples: int) -> bool:

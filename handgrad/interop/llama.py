@@ -1,38 +1,23 @@
-"""The Llama family as transformers keeps it: the model types llama, qwen2 and qwen3.
+"""The Llama family's config.json in transformers, and its numbers in a GGUF file: the model types llama, qwen2 and qwen3.
 
-    ours                        theirs                                                           shape there
-    wte                         model.embed_tokens.weight                                        (V, C)
-    blocks.l.qkv_weight, _bias  model.layers.l.self_attn.q_proj, k_proj, v_proj .weight, .bias   (H D, C), (K D, C) twice
-    blocks.l.q_gain, k_gain     model.layers.l.self_attn.q_norm, k_norm .weight                  (D)
-    blocks.l.proj_weight        model.layers.l.self_attn.o_proj.weight                           (C, H D)
-    blocks.l.gate_up_weight     model.layers.l.mlp.gate_proj, up_proj .weight                    (F, C) twice
-    blocks.l.down_weight        model.layers.l.mlp.down_proj.weight                              (C, F)
-    blocks.l.norm1_gain, norm2  model.layers.l.input_layernorm, post_attention_layernorm .weight (C)
-    lnf_gain, head              model.norm.weight, lm_head.weight                                (C), (V, C)
-
-One of our tensors is several of theirs, one above the other. Which type a model is follows from what it has: qwen3 has the
-norms of queries and keys, qwen2 the bias.
+Which type a model is follows from what it has: qwen3 has the norms of queries and keys, qwen2 the bias.
 
 Source: transformers, models/{llama,qwen2,qwen3} and modeling_rope_utils.py.
 """
 
 import json
 import math
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from handgrad.config import ModelShape
-from handgrad.errors import DataError, UsageError
-from handgrad.llama_shape import LlamaShape
+from handgrad.errors import UsageError
+from handgrad.interop.config_file import Config, Known
+from handgrad.networks.llama import LlamaShape
 
+YARN_BETAS = (32.0, 1.0)  # fast and slow, in llama.cpp
 MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-EMBEDDING = "model.embed_tokens.weight"
-BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # of old versions
-
-# Keys of config.json that decide the mathematics: the default there, and the values of ours.
-KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+KNOWN: tuple[Known, ...] = (
     ("hidden_act", "silu", ("silu", "swish")),  # two names of one formula
     ("attention_bias", False, (False, None)),  # of the GEMMs that make and take attention's heads, all four
     ("mlp_bias", False, (False, None)),
@@ -58,32 +43,6 @@ ROPE_NUMBERS: dict[str, tuple[tuple[str, str, float | None], ...]] = {
 }
 LENGTH = "original_max_position_embeddings"
 
-BLOCK_NAMES = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "proj": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-    "norm1": ("input_layernorm",),
-    "norm2": ("post_attention_layernorm",),
-    "q": ("self_attn.q_norm",),
-    "k": ("self_attn.k_norm",),
-}
-OTHER_NAMES = {"wte": EMBEDDING, "lnf_gain": "model.norm.weight", "head": "lm_head.weight"}
-
-
-def their_names(shape: ModelShape, name: str) -> dict[str, int]:
-    """A row of the parameter table -> its tensors there, with the rows of each (0: all of ours)."""
-    if name in OTHER_NAMES:
-        return {OTHER_NAMES[name]: 0}
-    _, layer, rest = name.split(".")
-    module, kind = rest.rsplit("_", 1)
-    D, F = shape.head_width, shape.feed_forward
-    keys = shape.family.kv_heads * D
-    rows = {"qkv": (shape.num_heads * D, keys, keys), "gate_up": (F, F)}.get(module, (0,))
-    end = "bias" if kind == "bias" else "weight"
-    names = (f"model.layers.{layer}.{their}.{end}" for their in BLOCK_NAMES[module])
-    return dict(zip(names, rows, strict=True))
-
 
 def model_type(shape: ModelShape) -> str:
     """The type that computes this model; `UsageError` if none does."""
@@ -93,7 +52,7 @@ def model_type(shape: ModelShape) -> str:
     return "qwen3" if family.qk_norm else "qwen2" if family.qkv_bias else "llama"
 
 
-def their_config(shape: ModelShape) -> dict[str, Any]:
+def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
     """The part of config.json that is this family's, in the form that old and new versions read."""
     family, kind = shape.family, model_type(shape)
     if (
@@ -133,43 +92,10 @@ def their_scaling(family: LlamaShape) -> dict[str, Any] | None:
     return {"rope_type": kind, **numbers, **length, **scale}
 
 
-QUANTISED = "give the model in 16 or 32 bits (under adapters of PEFT: `handgrad import ADAPTERS --base MODEL`)"
-
-
-@dataclass(frozen=True)
-class Config:
-    """The content of a config.json, whose values are checked as they are read."""
-
-    content: dict[str, Any]
-    path: Path
-
-    def refused(self, key: str, wanted: str, found: Any) -> DataError:
-        remedy = QUANTISED if key == "quantization_config" else "handgrad has no such model"
-        return DataError(f"expected {key} {wanted} in {self.path}, found {found!r:.80}; {remedy}")
-
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A number of 1 or more; the default for null and none. Raises `DataError`."""
-        value: Any = self.content.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refused(key, "of 1 or more", value)
-        return value
-
-    def number(self, key: str, default: float | None, table: dict[str, Any]) -> float:
-        """A finite number above 0 of a `table` in the content, as `whole`."""
-        value: Any = table.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.refused(key, "above 0", value)
-        return float(value)
-
-
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     """The model of a config.json; `DataError` for one that asks for anything that ours do not compute."""
     config, kind = Config(content, path), content["model_type"]
-    for key, default, ours in KNOWN:
-        if (value := content.get(key, default)) not in ours:
-            raise config.refused(key, json.dumps(ours[0]), value)
+    config.expect(KNOWN)
     layers = content.get("layer_types") or []
     if other := next((layer for layer in layers if layer != "full_attention"), None):
         raise config.refused("layer_types", "of full_attention", other)
@@ -232,3 +158,43 @@ def yarn_scale(rope: dict[str, Any], factor: float) -> float:
 
     one, other = rope.get("mscale"), rope.get("mscale_all_dim")
     return scale(one) / scale(other) if one and other else scale(1.0)
+
+
+def gguf_name(shape: ModelShape) -> str:
+    """llama.cpp's name of the architecture; `UsageError` if it has none that computes the same."""
+    family, kind = shape.family, model_type(shape)
+    if family.rope == "yarn" and (family.rope_fast, family.rope_slow) != YARN_BETAS:  # it reads none from the file
+        found = f"rope_fast {family.rope_fast} and rope_slow {family.rope_slow}"
+        raise UsageError(
+            f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1 alone, found {found}; use --to hf"
+        )
+    if family.rope == "llama3" and kind != "llama":
+        raise UsageError(f"llama.cpp has rope=llama3 in the network llama alone, found it in a {kind}; use --to hf")
+    if kind == "qwen2" and shape.num_heads * family.head_width != shape.channels:
+        raise UsageError(
+            f"llama.cpp has heads of channels / heads alone in a qwen2, found head_width {family.head_width} of"
+            f" {shape.num_heads} heads in {shape.channels} channels; use --to hf"
+        )
+    return kind
+
+
+def gguf_numbers(writer: Any, shape: ModelShape) -> None:
+    """Adds the numbers that decide the mathematics beside the sizes."""
+    import gguf
+
+    family = shape.family
+    writer.add_head_count_kv(family.kv_heads)
+    writer.add_key_length(family.head_width)
+    writer.add_value_length(family.head_width)
+    writer.add_layer_norm_rms_eps(family.norm_epsilon)
+    writer.add_rope_dimension_count(family.head_width)
+    writer.add_rope_freq_base(family.rotary_base)
+    if family.rope in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType[family.rope.upper()])
+        writer.add_rope_scaling_factor(family.rope_factor)
+    if family.rope == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(family.rope_length)
+        writer.add_rope_scaling_yarn_beta_fast(family.rope_fast)
+        writer.add_rope_scaling_yarn_beta_slow(family.rope_slow)
+        # llama.cpp multiplies it by the scale that follows from the factor.
+        writer.add_rope_scaling_attn_factors(family.rope_scale / (1 + 0.1 * math.log(family.rope_factor)))

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 from handgrad.errors import UsageError
 from handgrad.names import check_choice, named_values
+from handgrad.networks import NETWORKS, ModelShape
 
-# The products of a block that can have an adapter, by architecture.
-PRODUCTS = {
-    "gpt2": ("qkv", "o", "up", "down"),
-    "llama": ("q", "k", "v", "o", "gate", "up", "down"),
-}
 EXAMPLE = "rank=16,alpha=32,on=q+v"
 MOST_SCALE = 3.4e38  # what a float32 holds
 REASONS = {"optimizer": "; muon's step is one of a whole matrix, not of two factors"}  # why a setting is refused
@@ -30,9 +26,14 @@ class LoraShape:
         """s = alpha / r"""
         return self.alpha / self.rank if self.alpha else 2.0
 
-    def products(self, architecture: str) -> tuple[str, ...]:
+    def products(self, shape: ModelShape) -> tuple[str, ...]:
         """The products with adapters, in the order of the block."""
-        return tuple(name for name in PRODUCTS[architecture] if not self.on or name in self.on.split("+"))
+        return tuple(name for name in products(shape) if not self.on or name in self.on.split("+"))
+
+
+def products(shape: ModelShape) -> tuple[str, ...]:
+    """The products of a block that can have an adapter."""
+    return tuple(name for gemm in shape.gemms for name in gemm.outputs)
 
 
 @functools.lru_cache(maxsize=64)
@@ -47,14 +48,15 @@ def parse_lora(text: str) -> LoraShape:
     return lora
 
 
-def check_lora(text: str, architecture: str, init_from: str, refused: Iterable[tuple[str, object, object]]) -> None:
+def check_lora(text: str, shape: ModelShape, init_from: str, refused: Iterable[tuple[str, object, object]]) -> None:
     """Raises `UsageError` for adapters that do not exist or that these settings do not train. `refused`: (a setting, its
     value, the one that adapters need)."""
     lora = parse_lora(text)
-    if architecture not in PRODUCTS:
-        raise UsageError(f"lora is for architecture {' or '.join(PRODUCTS)}, found {architecture}")
+    if not shape.network.adapters:
+        able = (name for name, network in NETWORKS.items() if network.adapters)
+        raise UsageError(f"lora is for architecture {' or '.join(able)}, found {shape.architecture}")
     for name in filter(None, lora.on.split("+")):
-        check_choice(f"a product of {architecture} in lora", name, PRODUCTS[architecture])
+        check_choice(f"a product of {shape.architecture} in lora", name, products(shape))
     if not init_from:
         raise UsageError(f"lora {text!r} adapts weights, found none; name them with --init-from")
     for name, value, needed in refused:

@@ -1,4 +1,6 @@
-"""The numbers that a model of the Llama family has beside the sizes of every model, and their text in a configuration:
+"""The Llama family: Llama, Qwen2, Qwen3 and their relatives. models/llama.py computes them.
+
+The numbers that a member has beside the sizes of every model have a text in a configuration:
 `kv_heads=2,rotary_base=500000.0,tied`. What is not named has its default; a switch is named alone.
 """
 
@@ -6,15 +8,28 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from handgrad.errors import UsageError
 from handgrad.names import check_choice, named_values
+from handgrad.networks.network import COMMON_FORMS, Fp8, Gemm, Network
+
+if TYPE_CHECKING:
+    from handgrad.networks import ModelShape
 
 STRETCHED = ("rope_factor", "rope_length", "rope_slow", "rope_fast")
 # The rules of frequencies, each with the numbers that it reads.
 ROPES = {"plain": (), "linear": ("rope_factor",), "llama3": STRETCHED, "yarn": (*STRETCHED, "rope_scale")}
 FEED_FORWARD_MULTIPLE = 64
 WIDEST_HEAD = 1024
+FP8 = {
+    **COMMON_FORMS,
+    "norm1": Fp8("qkv"),
+    "norm2": Fp8("mlp", rerun_from=1),
+    "swiglu": Fp8("mlp", late_columns=True),
+    "dqkv": Fp8("qkv", gradient=True, wide=True, workspace="dturned"),  # of attention's inputs, normalised and rotated
+    "dhidden": Fp8("mlp", gradient=True),
+}
 
 
 @dataclass(frozen=True)
@@ -117,14 +132,63 @@ def parse_llama(text: str) -> LlamaShape:
     return named_values(LlamaShape, "llama", text, "kv_heads=2,rotary_base=500000.0,tied")
 
 
-def settled_llama(text: str, num_heads: int, channels: int) -> str:
+def settle(shape: "ModelShape") -> str:
     """The text with every size in it."""
-    return str(parse_llama(text).resolved(num_heads, channels))
+    return str(parse_llama(shape.llama).resolved(shape.num_heads, shape.channels))
 
 
-def check_llama(architecture: str, text: str, num_heads: int, channels: int) -> None:
-    """Raises `UsageError` for numbers that make no model, or that no model of this architecture has."""
-    if architecture == "llama":
-        parse_llama(text).check(num_heads, channels)
-    elif text:
-        raise UsageError(f"llama is for --architecture llama, found {text!r} with {architecture}")
+def check(config: Any) -> None:
+    """Raises `UsageError` for numbers that make no model."""
+    parse_llama(config.llama).check(config.num_heads, config.channels)
+
+
+def gemms(shape: "ModelShape") -> tuple[Gemm, ...]:
+    """gate_up and down share the SwiGLU, and so a part."""
+    C, F, D = shape.channels, shape.feed_forward, shape.head_width
+    queries, keys = shape.num_heads * D, shape.kv_heads * D
+    return (
+        Gemm("qkv_weight", "qkv", C, {"q": queries, "k": keys, "v": keys}),
+        Gemm("proj_weight", "proj", queries, {"o": C}),
+        Gemm("gate_up_weight", "mlp", C, {"gate": F, "up": F}),
+        Gemm("down_weight", "mlp", F, {"down": C}),
+    )
+
+
+def sides(shape: "ModelShape") -> dict[str, int]:
+    H, K, D = shape.num_heads, shape.kv_heads, shape.head_width
+    return {
+        "num_heads * head_width": H * D,
+        "(num_heads + 2 kv_heads) * head_width": (H + 2 * K) * D,
+        "feed_forward": shape.feed_forward,
+    }
+
+
+LLAMA = Network(
+    title="Llama",
+    gemms=gemms,
+    head_width=lambda shape: shape.family.head_width,
+    kv_heads=lambda shape: shape.family.kv_heads,
+    feed_forward=lambda shape: shape.family.feed_forward,
+    setting="llama",
+    settle=settle,
+    check=check,
+    any_context=True,
+    tied=lambda shape: shape.family.tied,
+    sides=sides,
+    fp8=lambda shape: FP8,
+    model_types=("llama", "qwen2", "qwen3"),
+    blocks="model.layers",
+    modules={
+        "wte": ("model.embed_tokens",),
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "proj": ("self_attn.o_proj",),
+        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+        "norm1": ("input_layernorm",),
+        "norm2": ("post_attention_layernorm",),
+        "q": ("self_attn.q_norm",),
+        "k": ("self_attn.k_norm",),
+        "lnf": ("model.norm",),
+        "head": ("lm_head",),
+    },
+)

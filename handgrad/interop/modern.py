@@ -1,8 +1,4 @@
-"""The modern network (docs/modern.md) in a folder of transformers, which has no such model: the folder brings its code.
-
-    ours                                       there
-    wte, head                                  wte.weight, head.weight    (V, C): V without padding
-    blocks.l.qkv_weight, proj, fc, fcproj      blocks.l.qkv.weight, ...   (out, in), as ours
+"""The modern network in a folder of transformers, which has no such model: the folder brings its code.
 
 The code, `transformers_code/*.py`, runs where transformers is; nothing in handgrad imports it.
 """
@@ -11,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.config import SOFTCAP, ModelShape
+from handgrad.errors import DataError, UsageError
+from handgrad.interop.config_file import Config, Known
+from handgrad.networks.modern import of_stored
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import ROTARY_BASE
 
 CODE = Path(__file__).with_name("transformers_code")
-MODEL_TYPE = "handgrad_modern"
-# The keys of config.json that decide the mathematics beside sizes and `techniques`: the default, and the values of ours.
-KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
-    ("model_type", None, (MODEL_TYPE,)),
+KNOWN: tuple[Known, ...] = (
     ("norm_epsilon", RMSNORM_EPSILON, (RMSNORM_EPSILON,)),
     ("rotary_base", ROTARY_BASE, (ROTARY_BASE,)),
     ("softcap", SOFTCAP, (SOFTCAP,)),
@@ -27,12 +23,7 @@ KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 SIZES = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
-def their_name(name: str) -> str:
-    """A row of the parameter table -> its name in the file."""
-    return f"{name.removesuffix('_weight')}.weight"
-
-
-def their_config(shape: ModelShape) -> dict[str, Any]:
+def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
     """The part of config.json that is this network's."""
     sizes = shape.vocab_size, shape.sequence_length, shape.num_layers, shape.num_heads, shape.channels
     return {
@@ -41,10 +32,10 @@ def their_config(shape: ModelShape) -> dict[str, Any]:
             "AutoConfig": "configuration_handgrad.HandgradModernConfig",
             "AutoModelForCausalLM": "modeling_handgrad.HandgradModernForCausalLM",
         },
-        "model_type": MODEL_TYPE,
+        "model_type": shape.network.model_types[0],
         **dict(zip(SIZES, sizes, strict=True)),
         "techniques": shape.techniques,
-        **{key: default for key, default, _ in KNOWN[1:4]},
+        **{key: default for key, default, _ in KNOWN[:3]},
         "tie_word_embeddings": not shape.has("untied_head"),
     }
 
@@ -52,3 +43,23 @@ def their_config(shape: ModelShape) -> dict[str, Any]:
 def code_files() -> dict[str, bytes]:
     """The network in transformers' terms, by file name."""
     return {path.name: path.read_bytes() for path in sorted(CODE.glob("*.py"))}
+
+
+def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
+    """The model of a config.json; `DataError` for one that asks for anything that ours does not compute. An older file has
+    `without` instead of `techniques`."""
+    config = Config(content, path)
+    config.expect(KNOWN)
+    V, T, L, H, C = (config.whole(key) for key in SIZES)
+    for key in ("techniques", "without"):
+        if not isinstance(value := content.get(key, ""), str):
+            raise config.refused(key, "as text", value)
+    try:
+        techniques = of_stored({"architecture": "modern", "without": "", **content})["techniques"]
+    except UsageError as error:
+        raise DataError(f"{path}: {error}") from None
+    return ModelShape(V, T, L, H, C, "modern", techniques)
+
+
+def gguf_name(shape: ModelShape) -> str:
+    raise UsageError("llama.cpp has no network like the modern one, only GPT-2's and the Llama family's; use --to hf")

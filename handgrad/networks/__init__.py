@@ -1,0 +1,138 @@
+"""Networks, a file each: all that is known of one without computing it, as a `Network`. Free of torch.
+
+network  the record
+gpt2     GPT-2
+modern   the network of docs/modern.md, and the list of its techniques
+llama    Llama, Qwen2, Qwen3 and their relatives, and the numbers that they differ by
+lora     the adapters of a run
+fp8      the shapes and settings that fp8 GEMMs take
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from handgrad.errors import UsageError
+from handgrad.networks.gpt2 import GPT2
+from handgrad.networks.llama import LLAMA, LlamaShape, parse_llama
+from handgrad.networks.modern import MODERN, names_of
+from handgrad.networks.network import Fp8, Gemm, Network
+
+VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this: GEMMs run on full tiles
+NETWORKS: dict[str, Network] = {"gpt2": GPT2, "modern": MODERN, "llama": LLAMA}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A network and its sizes; the parameter table follows from them."""
+
+    vocab_size: int  # V
+    sequence_length: int  # the longest T
+    num_layers: int  # L
+    num_heads: int  # H
+    channels: int  # C
+    architecture: str = "gpt2"  # of `NETWORKS`, and a file of `models`
+    techniques: str = ""  # of a modern network, all that it has, with commas; empty: the defaults
+    llama: str = ""  # what a Llama has beside, as the text of a `LlamaShape`
+
+    def __post_init__(self) -> None:
+        if setting := self.network.setting:
+            object.__setattr__(self, setting, self.network.settle(self))
+
+    @property
+    def network(self) -> Network:
+        return NETWORKS[self.architecture]
+
+    @property
+    def family(self) -> LlamaShape:
+        """The numbers of a Llama."""
+        return parse_llama(self.llama)
+
+    def has(self, technique: str) -> bool:
+        """True if a modern network has this one of `TECHNIQUES`."""
+        return technique in names_of(self.techniques)
+
+    @property
+    def variant(self) -> str:
+        """The beginning of a line about the model: any network but GPT-2, and its difference from the defaults."""
+        return self.network.variant(self)
+
+    @functools.cached_property
+    def softcap(self) -> float:
+        """The bound c of logits c tanh(x / c), or 0 for none."""
+        return self.network.softcap(self)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Vp: V rounded up; the extra rows stay zero and are never trained."""
+        return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    @property
+    def feed_forward(self) -> int:
+        """F: the width of the hidden layer of the feed-forward half."""
+        return self.network.feed_forward(self)
+
+    @property
+    def head_width(self) -> int:
+        """D"""
+        own = self.network.head_width
+        return self.channels // self.num_heads if own is None else own(self)
+
+    @property
+    def kv_heads(self) -> int:
+        """K: heads of keys and values."""
+        return self.network.kv_heads(self)
+
+    @property
+    def letters(self) -> dict[str, int]:
+        """The sizes of the letters in the shapes of tensors; HD and such are the columns of so many heads."""
+        C, F, H, K, D = self.channels, self.feed_forward, self.num_heads, self.kv_heads, self.head_width
+        heads = {"H": H, "2H": 2 * H, "K": K, "H+K": H + K, "D": D, "HD": H * D, "QKV": (H + 2 * K) * D}
+        ends = {"V": self.vocab_size, "Vp": self.padded_vocab_size, "L": self.num_layers, "maxT": self.sequence_length}
+        return {"1": 1, "C": C, "3C": 3 * C, "F": F, "2F": 2 * F, **heads, **ends, **self.network.letters(self)}
+
+    @property
+    def widest(self) -> int:
+        """Columns of the widest GEMM in a block."""
+        return max(sum(gemm.outputs.values()) for gemm in self.gemms)
+
+    @property
+    def gemms(self) -> tuple[Gemm, ...]:
+        """The GEMMs of a block."""
+        return self.network.gemms(self)
+
+    @property
+    def fp8_parts(self) -> tuple[str, ...]:
+        """GEMMs of a block that go to fp8 together."""
+        return tuple(dict.fromkeys(gemm.part for gemm in self.gemms))
+
+    @property
+    def forms(self) -> dict[str, Fp8]:
+        """The fp8 forms of tensors, by their names in a block or beside it."""
+        weights = {gemm.weight: Fp8(gemm.part) for gemm in self.gemms}
+        head = "wte" if self.network.tied(self) else "head"  # no GEMM reads another embedding
+        return {**weights, head: Fp8("head"), **self.network.fp8(self)}
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward: 6 per parameter of a GEMM, and 6 L H D T for attention's two causal products. Embeddings
+        are looked up; scalars, gates and norms are next to nothing, and count where their network says so."""
+        in_blocks = self.num_layers * sum(gemm.inputs * sum(gemm.outputs.values()) for gemm in self.gemms)
+        parameters = in_blocks + self.vocab_size * self.channels + self.network.counted(self)
+        return 6.0 * parameters + 6.0 * self.num_layers * self.num_heads * self.head_width * self.sequence_length
+
+
+def check_network(config: Any) -> None:
+    """Raises `UsageError` for a configuration that makes no model of its network, or whose settings are another's."""
+    name, network = config.architecture, NETWORKS[config.architecture]
+    if network.head_width is None and config.channels % config.num_heads:
+        raise UsageError(
+            f"channels must be a multiple of num_heads, found {config.channels} and {config.num_heads};"
+            f" heads of 64 would need num_heads {max(1, config.channels // 64)}"
+        )
+    for owner, other in NETWORKS.items():
+        if other is not network and other.setting and (text := getattr(config, other.setting)):
+            raise UsageError(f"{other.setting} is for --architecture {owner}, found {text!r} with {name}")
+    network.check(config)
+    if config.dropout and not network.dropout:
+        raise UsageError(f"architecture {name} has no dropout, found dropout {config.dropout:g}; leave it at 0")
