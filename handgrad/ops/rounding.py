@@ -1,4 +1,4 @@
-"""How far a right kernel may be from the exact results of an operation: one derivation for `handgrad doctor` and the tests.
+"""The allowed error of an operation's results, with its derivation, for `handgrad doctor` and the tests of kernels.
 
 A result may err by twice what the reference errs by in the same dtype, and by a floor, since the reference's own error is
 small by chance where numbers are few, or where it takes no shortcut of a GPU. Errors and floors are norms.
@@ -17,8 +17,8 @@ TANH = 2.0**-11  # relative error of a GPU's tanh instruction, which takes 16-bi
 # A GPU's exponential and its quotient err by 2^-22, 4 roundings of float32, and not at random: in s = 1 / (1 + e), where
 # the exponential counts at most once, they add up to 8. Its argument, the sum and two products are rounded: 64 + 4.
 SIGMOID = 68.0
-# A scalar's gradient in float32: 8 roundings in a product, and 136 additions at most, those of a program's turns and of two
-# trees. In 16 bits the rounding of each product to the streams' dtype counts alone.
+# A scalar's gradient in float32: 8 roundings in a product, and at most 136 additions in a program's turns and two trees. In
+# 16 bits the rounding of each product to the streams' dtype counts alone.
 MIXTURE_SUM = 144.0
 SCALARS = {"dresidual_scalar_acc": "inp", "dinput_scalar_acc": "first"}
 
