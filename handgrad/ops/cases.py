@@ -1,5 +1,5 @@
-"""One case per operation: its arguments by name, how each is drawn at any size, dtype and device, and the rounding errors
-that it cannot avoid. Gradient checks, kernel checks and the tests of the backends draw their calls from this table.
+"""One case per operation: its arguments by name, and how each is drawn at any size, dtype and device. Gradient checks,
+kernel checks and the tests of the backends draw their calls from this table; `ops.rounding` tells how exact they must be.
 
 Capital names are sizes, in the alphabet of `ops`. Here also: P = (H + 2K) D, the columns of packed queries, keys, values;
 R = H + K, the heads that are normalized and rotated; G, the channels that a gate reads; M, the rows of the position table.
@@ -252,27 +252,7 @@ OPTIMIZING = {
     "muon_update": muon_update,
 }
 
-# Rounding errors and gradients.
-
-ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-
-
-def roundings(name: str, arguments: Arguments) -> float:
-    """Roundings of random sign that no way to a result avoids: together as large as the root of their number.
-
-    A sum over tokens has one for each term, a mean two (sum, quotient) and 1 / rms four (mean, variance, root, reciprocal),
-    squared here, and every other result the one of its dtype.
-    """
-    if name.endswith("_acc") and "dout" in arguments:
-        return arguments["dout"].shape[0]
-    return {"mean": 4.0, "rstd": 16.0}.get(name, 1.0)
-
-
-def beyond_rounding(found: Tensor, own: Tensor, exact: Tensor, roundings: float = 1.0) -> float:
-    """The error of `found` over the allowed one: twice the reference's in this dtype (`own`), and the roundings."""
-    error, reference_error = ((t.double() - exact.double()).norm().item() for t in (found, own))
-    floor = math.sqrt(roundings) * ROUNDING[found.dtype] * exact.double().norm().item()
-    return error / max(2 * reference_error + floor, 1e-300)
+# Gradients.
 
 
 class Pair(NamedTuple):

@@ -1,8 +1,8 @@
 """Checks of kernels beside the reference, for the interpreter on a CPU and for a GPU alike.
 
 A case is inputs, rounded to a dtype, and a function that runs an operation of a backend on a copy of them; `case` draws it
-from `handgrad.ops.cases`. Its results in float64 (by the reference) are what is right. A kernel may be wrong by twice what
-the reference in the kernel's own dtype is wrong by, plus the roundings that no kernel avoids. All outputs hold NaN before,
+from `handgrad.ops.cases`. Its results in float64 (by the reference) are what is right; `handgrad.ops.rounding` derives how
+far a kernel may be from them. All outputs hold NaN before,
 all accumulators a sentinel, all scratch NaN; what an operation reads keeps its bits.
 """
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from handgrad import ops
 from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
 from handgrad.dropout.masks import Dropout
-from handgrad.ops import cases, cuda as kernels, reference
-from handgrad.ops.cases import SENTINEL, roundings
+from handgrad.ops import cases, cuda as kernels, reference, rounding
+from handgrad.ops.cases import SENTINEL, Arguments
 from handgrad.ops.sizes import scratch_bytes
 
 Tensors = dict[str, Tensor]
-Case = tuple[Tensors, Callable[[ModuleType, Tensors], Tensors]]
+Case = tuple[Arguments, Callable[[ModuleType, Arguments], Tensors]]
 
 
 class Draw(cases.Draw):
@@ -56,26 +56,23 @@ def check_all(case: Case) -> None:
 
 def case(draw: Draw, operation: str, **changes: Any) -> Case:
     """One operation, drawn from its case, and the tensors that it writes. `changes` as `Draw.arguments` takes it."""
-    arguments = draw.arguments(operation, **changes)
-    inputs = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    settings = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
-    changed = {name for name, _, _ in cases.TENSOR.findall(cases.CALLS[operation].partition("<-")[0])} & inputs.keys()
-    changed |= {name for name in inputs if name.endswith("_acc")}
+    inputs = draw.arguments(operation, **changes)
+    written = {name for name, _, _ in cases.TENSOR.findall(cases.CALLS[operation].partition("<-")[0])}
+    changed = {name for name in inputs if inputs[name] is not None and (name in written or name.endswith("_acc"))}
     N, columns = next((inputs[name].shape for name in ("dout", "norm", "dqkv_inout") if name in inputs), (0, 0))
 
-    def run(ops: ModuleType, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Arguments) -> Tensors:
         function, before = getattr(ops, operation), copy(t)
-        takes_scratch = "scratch" in inspect.signature(function).parameters
-        scratch = (
-            {"scratch": poisoned(next(iter(t.values())), tokens=N, channels=columns, widest=columns)}
-            if takes_scratch
-            else {}
-        )
-        function(**t, **settings, **scratch)
-        assert all(torch.equal(t[name], before[name]) for name in t.keys() - changed), "what is read keeps its bits"
+        tensors = {name: tensor for name, tensor in t.items() if isinstance(tensor, Tensor)}
+        scratch = {}
+        if "scratch" in inspect.signature(function).parameters:
+            scratch = {"scratch": poisoned(next(iter(tensors.values())), tokens=N, channels=columns, widest=columns)}
+        function(**t, **scratch)
+        read = tensors.keys() - changed
+        assert all(torch.equal(t[name], before[name]) for name in read), "what is read keeps its bits"
         found = {name: t[name] for name in changed}
-        if "vocab_size" in settings:
-            found |= within_the_vocabulary(operation, settings["vocab_size"], before, found)
+        if "vocab_size" in t:
+            found |= within_the_vocabulary(operation, t["vocab_size"], before, found)
         return found
 
     return inputs, run
@@ -100,7 +97,7 @@ def both(draw: Draw, operation: str, **changes: Any) -> list[Case]:
     return [case(draw, f"{operation}_{way}", **changes) for way in ("forward", "backward")]
 
 
-def copy(inputs: Tensors, dtype: torch.dtype | None = None) -> Tensors:
+def copy(inputs: Arguments, dtype: torch.dtype | None = None) -> Arguments:
     """Copies; of another dtype where they are of floating point."""
     return cases.copies(inputs, dtype)
 
@@ -112,16 +109,21 @@ def check(case: Case, sums: dict[str, int] | None = None) -> None:
     own = run(reference, copy(inputs))
     exact = run(reference, copy(inputs, torch.float64))
     for name, result in found.items():
-        terms = roundings(name, inputs)
         if sums and name in sums and result.dtype == torch.float32:
-            terms = sums[name]
-        close(name, result, own[name], exact[name], terms=terms)
+            close(name, result, own[name], exact[name], terms=sums[name])
+        else:
+            within(name, result, own[name], exact[name], rounding.floor(name, inputs, exact, result.dtype))
 
 
 def close(name: str, found: Tensor, own: Tensor, exact: Tensor, *, terms: float) -> None:
     """`terms` of random sign: the sum of their magnitudes is sqrt(terms) times the size of their sum."""
+    within(name, found, own, exact, rounding.root_of(terms, found.dtype, exact))
+
+
+def within(name: str, found: Tensor, own: Tensor, exact: Tensor, floor: float) -> None:
     assert found.dtype == own.dtype and torch.isfinite(found).all(), name
-    assert (ratio := cases.beyond_rounding(found, own, exact, terms)) <= 1, f"{name}: {ratio:.3g} times the allowed error"
+    error, allowed = rounding.error(found, exact), rounding.allowed(own, exact, floor)
+    assert error <= allowed, f"{name}: {error:.3g}, allowed {allowed:.3g} with a floor of {floor:.3g}"
 
 
 def check_repeats(case: Case, repeats: int = 10) -> None:

@@ -53,13 +53,13 @@ BOTH, RESIDUAL, INPUT = (True, True), (True, False), (False, True)
 )
 def test_mixed_streams(draw: Draw, N: int, C: int, has: tuple[bool, bool]) -> None:
     check(checks.mix_forward(draw, N, C, *has))
-    checks.check_mix_backward(draw, N, C, *has)
+    check(checks.mix_backward(draw, N, C, *has))
 
 
 @pytest.mark.parametrize("has", [BOTH, RESIDUAL, INPUT])
 def test_the_scalars_sums_are_of_all_programs(draw: Draw, has: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "NORM_PROGRAMS", 3)
-    checks.check_mix_backward(draw, 29, 48, *has)
+    check(checks.mix_backward(draw, 29, 48, *has))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_scalars_sums_are_of_all_programs(draw: Draw, has: tuple[bool, bool]
 def test_value_embeddings(draw: Draw, B: int, T: int, H: int, D: int, G: int) -> None:
     tokens = zipf_tokens(19, B, T)
     check(checks.values(draw, "forward", tokens, H, D, G, 128))
-    checks.check_value_backward(draw, tokens, H, D, G, 128)
+    check(checks.values(draw, "backward", tokens, H, D, G, 128))
     check(checks.value_decode(draw, B, H, D, G))
 
 
@@ -76,7 +76,7 @@ def test_a_program_walks_several_rows_of_values(draw: Draw, monkeypatch: pytest.
     for name in ("FORWARD_PROGRAMS", "BACKWARD_PROGRAMS"):
         monkeypatch.setattr(value_embedding, name, 3)
     check(checks.values(draw, "forward", zipf_tokens(19, 2, 7), 2, 24, 32, 128))
-    checks.check_value_backward(draw, zipf_tokens(19, 2, 7), 2, 24, 32, 128)
+    check(checks.values(draw, "backward", zipf_tokens(19, 2, 7), 2, 24, 32, 128))
 
 
 @pytest.mark.parametrize(("N", "F"), [(1, 77), (9, 31), (33, 300)])
@@ -114,7 +114,8 @@ def test_token_embedding_of_generation(draw: Draw, B: int, C: int) -> None:
 @pytest.mark.parametrize("cap", [15.0, 30.0])
 @pytest.mark.parametrize(("N", "V", "Vp"), [(5, 2, 128), (3, 57, 128), (2, 128, 128), (2, 20011, 20096), (2, 16384, 16512)])
 def test_classifier_with_a_cap(draw: Draw, N: int, V: int, Vp: int, cap: float) -> None:
-    checks.check_capped_classifier(draw, N, V, Vp, cap)
+    for each in checks.capped_classifier(draw, N, V, Vp, cap):
+        check(each)
 
 
 def test_a_cap_at_the_ends() -> None:

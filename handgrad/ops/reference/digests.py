@@ -36,7 +36,8 @@ def digest(out_acc: Tensor, flat: Tensor, controls: Tensor, *, first: int) -> No
         block[begin - start : end - start].copy_(words[begin - first : end - first])
         part = block.view(ROWS, C)[: rows.stop - rows.start]
         for j in range(DIGEST_SUMS):
-            out_acc[j] += ((part @ by_column[j]) * by_row[j][rows]).sum()
+            # CUDA has no matrix-vector product of integers.
+            out_acc[j] += ((part * by_column[j]).sum(1) * by_row[j][rows]).sum()
 
 
 def keys(start: int, stop: int, stream: int, step: int, device: torch.device) -> Tensor:

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from handgrad.ops import rounding
 from handgrad.ops.cases import Arguments, copies
 
 SCRATCH_BYTES = 64 << 20  # more than any operation needs at these sizes
+LEAST_ROUNDINGS = 4
+SMALLEST = 1e-30  # the norm of zeros
 
 Compared = Iterator[tuple[Tensor, Tensor, float]]  # found, right, the allowed relative error
 
@@ -50,24 +53,20 @@ def launch(operation: Callable[..., None], arguments: Arguments) -> None:
 
 
 def compare(kernel: Callable[..., None], specified: Callable[..., None], make: Callable[[], Arguments]) -> Compared:
-    """Compares the kernel with the reference in float64; allows two units of the precision, and twice the reference's own
-    error in it. Integers must be equal."""
+    """Compares the kernel with the reference in float64, as the tests do (`ops.rounding`), but for a floor of at least two
+    units of the precision: the tests have not seen every GPU. Integers must be equal."""
     arguments = make()
     found, own, exact = (copies(arguments, dtype) for dtype in (None, None, torch.float64))
     for operation, values in ((kernel, found), (specified, own), (specified, exact)):
         launch(operation, values)
     for name, tensor in exact.items():
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            yield found[name], tensor, 2 * torch.finfo(found[name].dtype).eps + 2 * relative_error(own[name], tensor)
+            dtype, size = found[name].dtype, max(rounding.norm(tensor), SMALLEST)
+            floor = max(rounding.floor(name, arguments, exact, dtype), LEAST_ROUNDINGS * rounding.ROUNDING[dtype] * size)
+            yield found[name], tensor, rounding.allowed(own[name], tensor, floor) / size
         elif isinstance(tensor, Tensor):
             yield found[name], own[name], 0.0
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """The norm of the difference over the norm of `exact`; infinite where one is finite and the other is not."""
-    exact = exact.double()
-    finite = exact.isfinite()
-    if not (torch.equal(found.isfinite(), finite) and torch.equal(found.double()[~finite], exact[~finite])):
-        return math.inf  # a NaN here would get lost in the largest of several errors
-    difference = (found.double() - exact)[finite].norm().item()
-    return difference / max(exact[finite].norm().item(), 1e-30)
+    return rounding.error(found, exact) / max(rounding.norm(exact), SMALLEST)

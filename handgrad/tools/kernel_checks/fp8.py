@@ -122,35 +122,48 @@ def fp8_chunk_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
     yield from (product(given[name], exact[name]) for name in ("dinp", "dweight_acc"))
 
 
-def fp8_gelu(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """Forward: the GEMM, and the fp8 rows of its GELU."""
-    inp, weight = d.product(F, C)
-    out, hidden, bias, plain = d.output((N, F), E4M3, 7, columns=None), d.empty(N, F), d(F), d.empty(N, F)
-    scaling = out.scaling.clone()
-    launch(ops.linear_gelu_forward, {"out": out, "hidden": hidden, "inp": inp, "weight": weight, "bias": bias})
-    yield product(hidden, numbers(inp) @ numbers(weight).t() + bias)
-    ops.gelu_forward(plain, hidden)
-    yield from requantized(out, scaling, plain)
+def before_gelu_or_swiglu(name: str, exponent: int, currents: tuple[bool, ...] = (False,)) -> Fp8Case:
+    """A case, the forward: the GEMM, whose result stays in 16 bits, and the fp8 rows of its GELU or SwiGLU."""
+
+    def case(ops: ModuleType, d: Fp8Draw) -> Compared:
+        for current in currents:
+            given = CASES[f"linear_{name}_forward"](d)
+            inp, weight, plain, hidden = d.operand(given["inp"]), d.operand(given["weight"]), given["out"], given["hidden"]
+            out = d.output((N, F), E4M3, exponent, columns=None, current=current)
+            scaling = out.scaling.clone()
+            launch(getattr(ops, f"linear_{name}_forward"), {**given, "out": out, "inp": inp, "weight": weight})
+            yield product(hidden, numbers(inp) @ numbers(weight).t() + given.get("bias", 0))
+            getattr(ops, f"{name}_forward")(plain, hidden)
+            yield from requantized(out, scaling, plain)
+
+    return case
 
 
-def fp8_gelu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """The gradient before the GELU, the columns of the GELU's output, and the weight's gradient from these."""
-    arguments = CASES["gelu_linear_backward"](d)
-    hidden, before = arguments["hidden"], arguments["dweight_acc"].double()
-    dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
-    dhidden, gelu = d.output((N, F), E5M2, 14, workspace=d.empty(N, F)), d.output((N, F), E4M3, 7, rows=None)
-    scaling = dhidden.scaling.clone()
-    given: Arguments = {**arguments, "dhidden": dhidden, "dout": dout, "inp": gelu, "weight": weight}
-    launch(ops.gelu_linear_backward, given)
-    yield product(arguments["dweight_acc"], before + numbers(dout).t() @ numbers(gelu))
+def after_gelu_or_relu2(name: str, exponent: int) -> Fp8Case:
+    """A case, the backward: the gradient before a GELU or a squared ReLU, the columns of its output, and the weight's
+    gradient from these."""
 
-    dgelu, plain = d.empty(N, F), d.empty(N, F)
-    gradients = {"dinp": dgelu, "dweight_acc": d.float32(C, F), "dbias_acc": None}
-    launch(ops.linear_backward, {**gradients, "dout": dout, "inp": gelu, "weight": weight})
-    ops.gelu_backward(dgelu, hidden)
-    yield from requantized(dhidden, scaling, dgelu)
-    ops.gelu_forward(plain, hidden)
-    yield from requantized(gelu, gelu.scaling.clone(), plain, counted=False)
+    def case(ops: ModuleType, d: Fp8Draw) -> Compared:
+        arguments = CASES[f"{name}_linear_backward"](d)
+        plain, hidden, before = arguments["inp"], arguments.get("hidden"), arguments["dweight_acc"].double()
+        if hidden is not None:  # which the GELU reads; a squared ReLU reads its output
+            ops.gelu_forward(plain, hidden)
+        dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
+        dhidden = d.output((N, F), E5M2, 14, workspace=d.empty(N, F))
+        inp = d.output((N, F), E4M3, exponent, rows=None, plain=plain if hidden is None else None)
+        scaling = dhidden.scaling.clone()
+        given: Arguments = {**arguments, "dhidden": dhidden, "dout": dout, "inp": inp, "weight": weight}
+        launch(getattr(ops, f"{name}_linear_backward"), given)
+        yield product(arguments["dweight_acc"], before + numbers(dout).t() @ numbers(inp))
+
+        dplain = d.empty(N, F)
+        gradients = {"dinp": dplain, "dweight_acc": d.float32(C, F), "dbias_acc": None}
+        launch(ops.linear_backward, {**gradients, "dout": dout, "inp": inp, "weight": weight})
+        getattr(ops, f"{name}_backward")(dplain, plain if hidden is None else hidden)
+        yield from requantized(dhidden, scaling, dplain)
+        yield from requantized(inp, inp.scaling.clone(), plain, counted=False)
+
+    return case
 
 
 def fp8_relu2(ops: ModuleType, d: Fp8Draw) -> Compared:
@@ -166,38 +179,6 @@ def fp8_relu2(ops: ModuleType, d: Fp8Draw) -> Compared:
         assert out.plain is not None
         yield out.plain, hidden, 0
         yield from requantized(out, scaling, hidden)
-
-
-def fp8_relu2_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """The gradient before the ReLU, the columns of the square, and the weight's gradient from these."""
-    arguments = CASES["relu2_linear_backward"](d)
-    square, before = arguments["inp"], arguments["dweight_acc"].double()
-    dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
-    dhidden = d.output((N, F), E5M2, 14, workspace=d.empty(N, F))
-    inp = d.output((N, F), E4M3, 5, rows=None, plain=square)
-    scaling = dhidden.scaling.clone()
-    given: Arguments = {**arguments, "dhidden": dhidden, "dout": dout, "inp": inp, "weight": weight}
-    launch(ops.relu2_linear_backward, given)
-    yield product(arguments["dweight_acc"], before + numbers(dout).t() @ numbers(inp))
-
-    dsquare = d.empty(N, F)
-    gradients = {"dinp": dsquare, "dweight_acc": d.float32(C, F), "dbias_acc": None}
-    launch(ops.linear_backward, {**gradients, "dout": dout, "inp": inp, "weight": weight})
-    ops.relu2_backward(dsquare, square)
-    yield from requantized(dhidden, scaling, dsquare)
-    yield from requantized(inp, inp.scaling.clone(), square, counted=False)
-
-
-def fp8_swiglu(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """Forward: the GEMM in 16 bits, and the fp8 rows of its SwiGLU."""
-    inp, weight = d.product(2 * F, C)
-    for current in (False, True):
-        out, hidden, plain = d.output((N, F), E4M3, 6, columns=None, current=current), d.empty(N, 2 * F), d.empty(N, F)
-        scaling = out.scaling.clone()
-        launch(ops.linear_swiglu_forward, {"out": out, "hidden": hidden, "inp": inp, "weight": weight})
-        yield product(hidden, numbers(inp) @ numbers(weight).t())
-        ops.swiglu_forward(plain, hidden)
-        yield from requantized(out, scaling, plain)
 
 
 def fp8_swiglu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
@@ -324,11 +305,11 @@ FP8_CASES: dict[str, Fp8Case] = {
     "qk_norm_rotary_backward to fp8, columns in e5m2": turn_back(
         "qk_norm_rotary_backward", CASES["qk_norm_rotary_backward"], E5M2
     ),
-    "linear_gelu_forward in fp8": fp8_gelu,
-    "gelu_linear_backward in fp8": fp8_gelu_backward,
+    "linear_gelu_forward in fp8": before_gelu_or_swiglu("gelu", 7),
+    "gelu_linear_backward in fp8": after_gelu_or_relu2("gelu", 7),
     "linear_relu2_forward in fp8": fp8_relu2,
-    "relu2_linear_backward in fp8": fp8_relu2_backward,
-    "linear_swiglu_forward in fp8": fp8_swiglu,
+    "relu2_linear_backward in fp8": after_gelu_or_relu2("relu2", 5),
+    "linear_swiglu_forward in fp8": before_gelu_or_swiglu("swiglu", 6, (False, True)),
     "swiglu_linear_backward in fp8": fp8_swiglu_backward,
     "linear_forward in fp8": products("linear_forward", "linear_residual_forward"),
     "linear_backward in fp8": products("linear_backward"),

@@ -1,0 +1,97 @@
+"""The allowed error of an operation's results, with its derivation, for `handgrad doctor` and the tests of kernels.
+
+A result may err by twice what the reference errs by in the same dtype, and by a floor, since the reference's own error is
+small by chance where numbers are few, or where it takes no shortcut of a GPU. Errors and floors are norms.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from handgrad.ops.cases import Arguments
+
+ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+TANH = 2.0**-11  # relative error of a GPU's tanh instruction, which takes 16-bit logits (`ops.cuda.classifier.capped`)
+
+# A GPU's exponential and its quotient err by 2^-22, 4 roundings of float32, and not at random: in s = 1 / (1 + e), where
+# the exponential counts at most once, they add up to 8. Its argument, the sum and two products are rounded: 64 + 4.
+SIGMOID = 68.0
+# A scalar's gradient in float32: 8 roundings in a product, and at most 136 additions in a program's turns and two trees. In
+# 16 bits the rounding of each product to the streams' dtype counts alone.
+MIXTURE_SUM = 144.0
+SCALARS = {"dresidual_scalar_acc": "inp", "dinput_scalar_acc": "first"}
+
+
+def roundings(name: str, arguments: Arguments, dtype: torch.dtype) -> float:
+    """Roundings of random sign in a result: together as large as the root of their number.
+
+    A sum over tokens has one for each term, a mean two (sum, quotient) and 1 / rms four (mean, variance, root, reciprocal),
+    squared here, and every other result the one of its dtype. In float32 the steps before it count as well: a norm's output
+    has the errors of its 1 / rms and two products, the gradient through a norm of heads eight of products and sums.
+    """
+    dout = next((arguments[key] for key in ("dout", "dqkv_inout", "dqkv") if arguments.get(key) is not None), None)
+    if name in ("dgate_weight_acc", "dnorm_inout"):  # from gates' gradients, each a sum over a head's channels
+        width = arguments["norm"].shape[1] // arguments["gate"].shape[1]
+        return width * (len(arguments["norm"]) if name.endswith("_acc") else 1.0)
+    if name.endswith("_acc") and dout is not None:
+        return dout.shape[0]
+    if name in ("mean", "rstd"):
+        return {"mean": 4.0, "rstd": 16.0}[name]
+    if dtype != torch.float32:
+        return 1.0
+    if (name in ("gate", "qkv_inout") and "gate" in arguments) or (name in ("out", "dhidden") and "hidden" in arguments):
+        return SIGMOID
+    if name in ("out", "qkv_inout") and "rstd" in arguments:
+        return 18.0
+    return 8.0 if name == "dqkv_inout" and "rstd" in arguments else 1.0
+
+
+def floor(name: str, arguments: Arguments, exact: Arguments, dtype: torch.dtype) -> float:
+    """The floor of a result in `dtype`. `arguments` as they were before the call, `exact` the results in float64."""
+    if name in SCALARS:
+        return of_a_scalar(name, arguments, exact)
+    least = root_of(roundings(name, arguments, dtype), dtype, exact[name])
+    return max(least, of_a_cap(name, arguments, exact[name], dtype)) if arguments.get("softcap") else least
+
+
+def of_a_scalar(name: str, arguments: Arguments, exact: Arguments) -> float:
+    """The floor of the gradient of a mixture's scalar, which is one number: from the size of its N C products."""
+    scalar, streams = arguments["residual_scalar"], arguments["inp"].dtype
+    dmixed = exact["dstream_inout"] / (1 if scalar is None else scalar.double())
+    products = dmixed * arguments[SCALARS[name]].double()
+    return root_of(MIXTURE_SUM if streams == torch.float32 else 1.0, streams, products)
+
+
+def of_a_cap(name: str, arguments: Arguments, exact: Tensor, dtype: torch.dtype) -> float:
+    """The floor of what comes from capped logits z = c tanh(x / c). Of float32 logits, two roundings, of 1 - e and 1 + e,
+    are relative to the cap: z and the losses are off by as much, and a probability relatively. Of 16-bit logits the tanh is
+    off by `TANH` of itself, and a loss is a difference of two z."""
+    cap, logits = arguments["softcap"], next(tensor for key, tensor in arguments.items() if key.startswith("logits"))
+    if logits.dtype == torch.float32:
+        size = norm(exact) if "dlogits" in name else math.sqrt(exact.isfinite().sum().item())
+        return 2 * cap * ROUNDING[dtype] * size
+    largest = cap * math.tanh(logits[:, : arguments.get("vocab_size")].abs().max().item() / cap)
+    return 2 * largest * TANH * math.sqrt(exact.numel()) if name == "losses" else 0.0
+
+
+def root_of(roundings: float, dtype: torch.dtype, exact: Tensor) -> float:
+    return math.sqrt(roundings) * ROUNDING[dtype] * norm(exact)
+
+
+def norm(tensor: Tensor) -> float:
+    """The norm of the numbers that are finite."""
+    return tensor.double()[tensor.isfinite()].norm().item()
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """The norm of the difference; infinite where one is finite and the other is not."""
+    exact, finite = exact.double(), exact.isfinite()
+    if not (torch.equal(found.isfinite(), finite) and torch.equal(found.double()[~finite], exact[~finite])):
+        return math.inf  # a NaN here would get lost in the largest of several errors
+    return norm((found.double() - exact)[finite])
+
+
+def allowed(own: Tensor, exact: Tensor, floor: float) -> float:
+    """The error that a kernel may have; `own` is the reference's result in the kernel's dtype."""
+    return 2 * error(own, exact) + floor
