@@ -54,6 +54,7 @@ from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
 from handgrad.presets import tiny
 from tests import quick_interpreter
+from tests.cpu_times import CpuTimes
 from tests.faults import rows as fault_rows
 
 if TYPE_CHECKING:
@@ -158,7 +159,13 @@ def pytest_runtestloop() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="FILE", help="write what passed and failed, with machine and versions, as JSON")
+    parser.addoption("--cpu-times", metavar="FILE", help="write each file's CPU seconds as JSON (tests/cpu_times.py)")
     fault_rows.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes())
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
