@@ -147,6 +147,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with the longest files: a worker takes a whole file, and the last one should be short."""
     fault_rows.note_rows(items, config)
+    if not config.getoption("--nightly"):
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(pytest.mark.skip(reason="in `make nightly` alone, by --nightly"))
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
@@ -160,6 +164,7 @@ def pytest_runtestloop() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="FILE", help="write what passed and failed, with machine and versions, as JSON")
     parser.addoption("--cpu-times", metavar="FILE", help="write each file's CPU seconds as JSON (tests/cpu_times.py)")
+    parser.addoption("--nightly", action="store_true", help="also the tests that are marked nightly")
     fault_rows.add_options(parser)
 
 
