@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ from handgrad.presets import tiny
 from tests import quick_interpreter
 from tests.cpu_times import CpuTimes
 from tests.faults import rows as fault_rows
+from tests.kernels import interpreted
 
 if TYPE_CHECKING:
     from tests.distributed.runs import Launcher
@@ -151,6 +153,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("nightly"):
                 item.add_marker(pytest.mark.skip(reason="in `make nightly` alone, by --nightly"))
+        if importlib.util.find_spec("triton"):
+            interpreted.skip_passed(items)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
