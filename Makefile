@@ -1,5 +1,6 @@
 # make train   the main job: prepares a corpus, trains a small GPT on it, writes a report   (about 2 minutes on 2 cores)
-# make test    every test
+# make test    every test that a change must pass
+# make nightly  those and the rest: more kinds of runs on ranks, the measuring scripts at work
 # make faults  the faults that a run must survive, into benchmarks/results/cpu-faults.json   (two or three minutes on 2 cores)
 # make soak    those of random moments with 200 others each, into soak.log   (half an hour; SEED=1234 COUNT=20 repeats a group)
 # make test-gpu  the kernels' tests on this machine's GPU, into benchmarks/results/gpu-tests.json (PYTHON: one that has torch)
@@ -20,13 +21,20 @@ LIST    = $(VENV)/$(notdir $@).txt
 extras  = $(BIN)/python -c '$(NAMES)' $(1) < pyproject.toml > $(LIST) && $(PIP) --requirement $(LIST)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test faults soak test-gpu docs check ready format clean
+.PHONY: train test collect nightly faults soak test-gpu docs check ready format clean
 
 train: $(VENV)/.installed
 	@$(BIN)/handgrad demo
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+# Python compiles the tests and their libraries when a process first imports them: before `make test` starts several.
+collect: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest -n 0 --collect-only -q > $(VENV)/collected.txt || { cat $(VENV)/collected.txt; exit 1; }
+
+nightly: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --nightly
 
 faults: $(VENV)/.installed-test
 	@$(BIN)/python -m benchmarks.faults --run

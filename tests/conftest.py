@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -54,7 +55,9 @@ from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
 from handgrad.presets import tiny
 from tests import quick_interpreter
+from tests.cpu_times import CpuTimes
 from tests.faults import rows as fault_rows
+from tests.kernels import interpreted
 
 if TYPE_CHECKING:
     from tests.distributed.runs import Launcher
@@ -82,7 +85,6 @@ LONGEST = (
     "test_fp8_lora_runs.py",
     "test_lora_runs.py",
     "test_report.py",
-    "test_long_attention.py",
     "test_parts.py",
     "test_cpu_twin.py",
     "test_interrupts.py",
@@ -111,10 +113,7 @@ LONGEST = (
     "test_audit.py",
     "test_fp8_runs.py",
     "test_programs.py",
-    "test_small_cards_benchmark.py",
     "test_watch.py",
-    "test_reduction.py",
-    "test_modern_fp8.py",
     "test_thread_bits.py",
     "test_fp8_steps.py",
     "test_presets.py",
@@ -125,7 +124,6 @@ LONGEST = (
     "test_suspicion.py",
     "test_chat.py",
     "test_llama_speed.py",
-    "test_document_kernels.py",
     "test_planning.py",
     "test_serve.py",
     "test_devices.py",
@@ -146,6 +144,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with the longest files: a worker takes a whole file, and the last one should be short."""
     fault_rows.note_rows(items, config)
+    if not config.getoption("--nightly"):
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(pytest.mark.skip(reason="in `make nightly` alone, by --nightly"))
+        if importlib.util.find_spec("triton"):
+            interpreted.skip_passed(items)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
@@ -158,7 +162,14 @@ def pytest_runtestloop() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="FILE", help="write what passed and failed, with machine and versions, as JSON")
+    parser.addoption("--cpu-times", metavar="FILE", help="write each file's CPU seconds as JSON (tests/cpu_times.py)")
+    parser.addoption("--nightly", action="store_true", help="also the tests that are marked nightly")
     fault_rows.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes())
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -93,7 +93,7 @@ def run_tests(folder: Path, tests: list[str]) -> None:
     with Path("output").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    sys.exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])))
+    sys.exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--nightly", *tests])))
 
 
 def tests_pass(folder: Path, tests: list[str]) -> bool:

@@ -11,6 +11,7 @@ from handgrad.audit.chain import check_chain, read_chain
 from handgrad.run_files import AUDIT_FILE
 
 
+@pytest.mark.nightly
 def test_the_cost_of_an_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, kept = tmp_path / "cost.json", tmp_path / "kept"
     short = ["--rounds", "2", "--steps", "2", "--segment", "3", "--tokens-per-step", "512"]

@@ -54,6 +54,7 @@ def test_the_twin_is_the_same_model(attention: str, padded: bool) -> None:
         assert (found - exact[row.name][stored]).norm() <= 2 * twin_error + 1e-6 * norm, row.name
 
 
+@pytest.mark.nightly
 def test_the_twin_compiled_by_region_is_the_twin() -> None:
     """Only the order of sums may differ, so float32's rounding."""
     regional = dataclasses.replace(EAGER, compiled=True, regional=True)

@@ -163,6 +163,7 @@ def test_training_in_steps_gives_the_merged_model(bases: dict[str, RunConfig], t
     assert load(config.out, device="cpu").flat.equal(now.flat)
 
 
+@pytest.mark.nightly
 def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Plans and a few steps of all contenders, at a tiny size on a CPU."""
     given = ["lora", "--shapes=tiny-llama", "--device=cpu", "--precision=fp32", "--sequence-length=16", "--micro-batch=1"]
