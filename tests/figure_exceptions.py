@@ -34,7 +34,6 @@ PAGES: dict[str, dict[str, str]] = {
         "90% of linear from": "the definition of a column",
         "than six times": "a constant",
         "by a tenth and five milliseconds": "a constant",
-        "than a thousandth of a": "the data sheets, as it says",
     },
     "docs/arena.md": {
         "hold it below 1 %": "a bound that tests hold",
@@ -146,7 +145,6 @@ PAGES: dict[str, dict[str, str]] = {
     "README.md": {"first ten minutes": "a title"},
     "docs/README.md": {"first ten minutes": "a title"},
     "docs/chat.md": {
-        "about a tenth of them": "the transcript above",
         "An eighth of all": "a default",
         "most a quarter of it": "a default",
     },
