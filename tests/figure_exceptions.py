@@ -120,11 +120,6 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "docs/operations/classifier.md": {
         "the whole logits take 6.6 GB": "arithmetic",
-        "of a tenth of the": "arithmetic",
-        "by a third of a": "arithmetic",
-        "with an eighth of the": "arithmetic",
-        "an eighth of what": "arithmetic",
-        "saves seven of sixteen exponentials": "arithmetic",
     },
     "docs/operations/embedding.md": {
         "makes up 4 % of": "an example",
@@ -134,7 +129,6 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/operations/linear.md": {
         "warms the GPU for 3 s": "a constant of `tune`",
         "for 0.6 s each": "a constant of `tune`",
-        "24 times in a micro-step": "a layer each",
         "it is below 85 %": "the goal of `bench kernels`",
         "Four times per block": "mathematics",
     },
