@@ -28,6 +28,7 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P
 COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 (ZIAMATH,) = find_spec("ziamath").submodule_search_locations  # not imported: only its font is used
 FONT = Path(ZIAMATH) / "fonts" / "STIXTwoMath-Regular.ttf"  # SIL Open Font License
+WIDTHS = {"76.25em": "62.5em", "76.234375em": "62.484375em", "1220px": "1000px"}
 MATHEMATICS = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -84,6 +85,16 @@ def place_of(path: str) -> str:
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     return MATHEMATICS.sub(lambda found: mathml(html.unescape(found[2]), found[1] == "div"), content)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """The theme shows the chapters beside the text from 1,220 px on; here from 1,000 px on."""
+    assets = Path(config.site_dir) / "assets"
+    for path in (*assets.glob("stylesheets/*.css"), *assets.glob("javascripts/bundle.*.js")):
+        text = path.read_text(encoding="utf-8")
+        for old, new in WIDTHS.items():
+            text = text.replace(old, new)
+        path.write_text(text, encoding="utf-8")
 
 
 def mathml(tex: str, is_block: bool) -> str:
