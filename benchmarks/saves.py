@@ -35,8 +35,8 @@ from handgrad.models.rows import count_parameters
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.local import run_ranks
 from handgrad.run.loop import Run
+from handgrad.run.open import open_run
 from handgrad.run.saves import Saves
-from handgrad.run.start import open_run
 
 EVERY_SECONDS = 120.0  # between saves, for the loss of throughput
 WARM_UP_STEPS = 3

@@ -13,7 +13,7 @@ import pytest
 from handgrad.cli import main
 from handgrad.config import ARCHITECTURES, FIELDS, RunConfig
 from handgrad.models import gpt2
-from handgrad.run.start import open_run, train
+from handgrad.run.open import open_run, train
 
 NUMBERS = ("kind", "step", "loss", "norm", "lr", "nats", "text", "size_bytes")
 

@@ -15,7 +15,7 @@ from handgrad.config import RunConfig
 from handgrad.errors import NumericsError
 from handgrad.run import judge
 from handgrad.run.loop import Run
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training.state import TrainingState
 from handgrad.training.step import TrainStep
 from tests.distributed.runs import Launcher, arguments, same_run, saved_steps

@@ -14,8 +14,8 @@ from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.interop.export import export_llmc
 from handgrad.presets import MODERN, preset
+from handgrad.run.open import train
 from handgrad.run.settings import run_config
-from handgrad.run.start import train
 from tests.techniques import toggled
 from tests.test_runs import records, same_bits
 

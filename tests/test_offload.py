@@ -21,10 +21,10 @@ from handgrad.models.rows import flat_elements
 from handgrad.ops import LOSS_NOT_FINITE, RESULT_VERDICT
 from handgrad.parallel.ranks import Ranks
 from handgrad.presets import preset
-from handgrad.run import checks, judge, start
+from handgrad.run import checks, judge
 from handgrad.run.host_copy import HostCopy
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from handgrad.tools.absent import resolve_for
 from handgrad.training import offload
 from tests.test_runs import tensors
@@ -87,7 +87,7 @@ def test_a_skipped_update_leaves_the_state(config: RunConfig) -> None:
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "check_offload", lambda *_: None)
+    monkeypatch.setattr("handgrad.run.open.check_offload", lambda *_: None)
 
 
 @pytest.mark.usefixtures("on_a_cpu", "small_pieces")

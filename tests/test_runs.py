@@ -23,7 +23,7 @@ from handgrad.errors import ConfigError, DataError, NumericsError, Preempted
 from handgrad.parallel.ranks import Ranks
 from handgrad.run import loop
 from handgrad.run.folder import RunFolder
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training.step import TrainStep
 from tests.conftest import write_text
 

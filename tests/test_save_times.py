@@ -7,7 +7,7 @@ import pytest
 
 from handgrad.config import RunConfig
 from handgrad.run.grace import DEFAULT_SECONDS, VARIABLE, grace_seconds, too_slow
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_runs import records
 
 

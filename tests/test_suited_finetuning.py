@@ -13,9 +13,9 @@ from handgrad.cli import main
 from handgrad.config import RunConfig, check
 from handgrad.data.shards import open_dataset
 from handgrad.run import suited_finetuning
+from handgrad.run.open import train
 from handgrad.run.packing import cut_documents
 from handgrad.run.settings import run_config
-from handgrad.run.start import train
 from tests.data.chats import talk
 from tests.interop.models import make_checkpoint
 from tests.test_runs import records

@@ -41,8 +41,8 @@ from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.rendezvous import Timeouts, joined
 from handgrad.run.fp8_forward import CheckpointForward
+from handgrad.run.open import open_rank_0_first
 from handgrad.run.packing import evaluation_packing
-from handgrad.run.start import open_rank_0_first
 
 MEMORY = "evaluation.memory"  # of the loss, then of the tasks
 PROGRESS_SECONDS = 2.0
