@@ -78,7 +78,7 @@ def waiting_saves(run: Run, folder: Path) -> Saves:
     """Saves of the same run in another folder, during which training stands still."""
     elsewhere: Any = SimpleNamespace(path=run.folder.path, checkpoints=folder, resumed=None)
     files = run.saves.extra_files
-    return Saves(run.config, elsewhere, run.ranks, run.log, run.saves.judge, None, files, lambda folder, manifest: None)
+    return Saves(run.config, elsewhere, run.ranks, run.log, run.saves.check, None, files, lambda folder, manifest: None)
 
 
 def measure(run: Run, steps: int, still: Path) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
 from handgrad.run.host_copy import checkpoint_rows
-from handgrad.run.memory import memory_bytes
 from handgrad.run.packing import training_batches
-from handgrad.run.resolve import largest_micro_batch
+from handgrad.run.resolve import largest_micro_batch, memory_bytes
 from handgrad.run_files import BEST, CHECKPOINTS
 from handgrad.training.design import Design
 
