@@ -22,8 +22,8 @@ from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import E4M3
 from handgrad.ops import reference
 from handgrad.presets import tiny
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from handgrad.tools.profile import MadeUpTokens, rate_text
 from handgrad.tools.recorder import OPERATIONS, PARTS, Recorder, size_bytes
 from handgrad.tools.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
