@@ -17,7 +17,7 @@ MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 # `parsing` are for all.
 # The core, a training step:
 CORE = {"config", "model_shape", "llama_shape", "lora_shape", "fp8_shape", "batch_schedule", "arena"}
-CORE |= {"dtypes", "ops", "models", "layout", "optimizers", "graphs", "training"}
+CORE |= {"dtypes", "mask", "ops", "models", "layout", "optimizers", "graphs", "training"}
 BESIDE = {*CORE, "fp8", "dropout", "lora", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
 MODEL_AT_WORK |= {"techniques"}
@@ -26,7 +26,7 @@ RUN |= {"tensor_files", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
     **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques", "llama_shape", "rules")},
-    **{part: set() for part in ("processor", "dtypes")},
+    **{part: set() for part in ("processor", "dtypes", "mask")},
     "lora_shape": set(),
     "fp8_shape": {"model_shape"},
     "config": {"batch_schedule", "model_shape", "rules", "techniques", "llama_shape", "lora_shape", "fp8_shape"},
@@ -37,9 +37,9 @@ LAW = {
     **{part: {"config", "run_files"} for part in ("presets", "recipes", "arena", "data")},
     "checkpoint": {"run_files", "manifest", "tensor_files"},
     "devices": {"config", "run_files", "gpus", "limits", "processor"},
-    "ops": {"dtypes", "processor"},
+    "ops": {"dtypes", "mask", "processor"},
     "backend": {"config", "ops"},
-    "models": {"config", "arena", "dtypes"},
+    "models": {"config", "arena", "dtypes", "mask"},
     "layout": {"models"},
     "optimizers": {"models", "ops"},
     "training": CORE,

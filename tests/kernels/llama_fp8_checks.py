@@ -11,6 +11,7 @@ from handgrad.fp8 import reference
 from handgrad.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, layernorm, norms, quantizing, rotary, swiglu
 from handgrad.fp8.formats import Form
 from handgrad.llama_shape import LlamaShape
+from handgrad.mask import Mask
 from handgrad.ops.cuda import attention_triton, swiglu as plain_swiglu
 from handgrad.ops.cuda.attention_configs import rows_of
 from tests.kernels import fp8_frames as frames
@@ -114,8 +115,8 @@ def attention_forward(
     qkv = wide(draw, N, (H + 2 * K) * D)
     outs = [torch.full((N, C), math.nan, dtype=draw.dtype, device=draw.device) for _ in range(2)]
     lses = [torch.full((B, H, T), math.nan, device=draw.device) for _ in range(2)]
-    documents = {"document_starts": None if starts is None else starts.to(draw.device)}
-    attention_triton.attention_forward(outs[0], lses[0], qkv, **documents)
+    mask = Mask(None if starts is None else starts.to(draw.device))
+    attention_triton.attention_forward(outs[0], lses[0], qkv, mask=mask)
     config = attention_triton.choose_config("forward", qkv, D, True, starts is not None)
     parts = max(B * H * triton.cdiv(T, rows_of("forward", config)), quantizing.quantize_parts(N, C))
     tensor = make(N, C, parts, kind, draw.device, scale=SCALES[kind])
@@ -123,6 +124,6 @@ def attention_forward(
         found = replace(copy(form), plain=outs[1].fill_(math.nan))
         expected = frames.fresh(form)
         reference.quantize(expected, outs[0])
-        attention.attention_forward(found, lses[1].fill_(math.nan), qkv, scratch=scratch_of(draw), **documents)
+        attention.attention_forward(found, lses[1].fill_(math.nan), qkv, scratch=scratch_of(draw), mask=mask)
         same(replace(found, plain=None), expected)
         assert torch.equal(outs[0], outs[1]) and torch.equal(lses[0], lses[1])
