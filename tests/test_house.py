@@ -16,7 +16,7 @@ MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 # Which parts of the package a part may import, besides itself. `errors`, `files`, `names` and
 # `parsing` are for all.
 # The core, a training step:
-CORE = {"config", "networks", "batch_schedule", "arena", "dtypes"}
+CORE = {"config", "networks", "batch_schedule", "arena", "dtypes", "mask"}
 CORE |= {"ops", "models", "layout", "optimizers", "graphs", "training"}
 BESIDE = {*CORE, "fp8", "dropout", "lora", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
@@ -25,7 +25,7 @@ RUN |= {"tensor_files", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
     **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "networks", "rules")},
-    **{part: set() for part in ("processor", "dtypes")},
+    **{part: set() for part in ("processor", "dtypes", "mask")},
     "config": {"batch_schedule", "networks", "rules"},
     "threads": {"limits", "processor"},
     "manifest": {"run_files", "tensor_files"},
@@ -34,9 +34,9 @@ LAW = {
     **{part: {"config", "run_files"} for part in ("recipes", "arena", "data")},
     "checkpoint": {"run_files", "manifest", "tensor_files"},
     "devices": {"config", "run_files", "gpus", "limits", "processor"},
-    "ops": {"dtypes", "processor"},
+    "ops": {"dtypes", "mask", "processor"},
     "backend": {"config", "ops"},
-    "models": {"config", "networks", "arena", "dtypes"},
+    "models": {"config", "networks", "arena", "dtypes", "mask"},
     "layout": {"models"},
     "optimizers": {"models", "ops"},
     "training": CORE,
