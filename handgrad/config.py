@@ -233,6 +233,14 @@ class RunConfig:
 FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(RunConfig)}
 
 
+def check_packing(config: RunConfig) -> RunConfig:
+    """Returns `config` if windows that overlap suit its packing, or raises `UsageError`."""
+    if config.packing == WHOLE and config.eval_stride:
+        remedy = f"set it to 0, or --packing {STREAM}"
+        raise UsageError(f"packing {WHOLE} has no eval_stride, found eval_stride {config.eval_stride}; {remedy}")
+    return config
+
+
 def check(config: RunConfig) -> RunConfig:
     """Returns `config` if it can run; raises `UsageError` with the field, its value and one that would do."""
     for name, known in FIELDS.items():
@@ -253,9 +261,7 @@ def check(config: RunConfig) -> RunConfig:
         refused.append(("fp8_head", config.fp8_head_gemms or "none", "none"))
         check_lora(config.lora, config.shape(VOCABULARY_MULTIPLE), config.init_from, refused)
     check_stride(config.eval_stride, config.sequence_length)
-    if config.packing == WHOLE and config.eval_stride:
-        remedy = f"set it to 0, or --packing {STREAM}"
-        raise UsageError(f"packing {WHOLE} has no eval_stride, found eval_stride {config.eval_stride}; {remedy}")
+    check_packing(config)
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
         every, save = config.keep_every, config.save_every
         remedy = f"keep-every {save * max(1, round(every / save))}" if save else f"save-every {every}"

@@ -102,7 +102,7 @@ def choosing_scratch_bytes(*, batch: int, vocab_size: int) -> int:
 # Muon.
 SUM_ELEMENTS = 65536  # of a matrix, whose squares a program sums
 MOMENT_ROWS = 4  # of a program that makes the moments
-ALIGN_BYTES = 512
+ALIGN_BYTES = 512  # of the scratch behind a batch
 
 
 def muon_scratch_bytes(*, matrices: int, rows: int, columns: int) -> int:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from handgrad.models.rows import ParameterRow, Table, rounded_up
+from handgrad.ops.sizes import ALIGN_BYTES
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 
 MATRIX = "matrix"
 BATCH_ELEMENTS = 1 << 27  # of the matrices of one shape that go through the polynomials together, at most
-ALIGN_BYTES = 512  # of the operations' scratch behind a batch
 
 
 @dataclass(frozen=True)

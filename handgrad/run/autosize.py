@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from handgrad import checkpoint, devices, presets
-from handgrad.checkpoint import is_best_alias
 from handgrad.config import AUTO, WHOLE, RunConfig
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.parallel.launchers import find_rank_info
@@ -231,7 +230,7 @@ def fitted_to_weights(
 def suited_rate(source: str, *, adapters: bool) -> float:
     """The peak learning rate for weights: of a run of ours half of its own; for adapters all of it, if it is no less than
     that for other weights."""
-    run = Path(source).parent if is_best_alias(Path(source)) else Path(source)
+    run = Path(source).parent if checkpoint.is_best_alias(Path(source)) else Path(source)
     config = checkpoint.peek_config(run) or {}
     if not config.get("data"):  # of weights from elsewhere, imported or not
         return ADAPTERS_LEARNING_RATE if adapters else LEARNING_RATE

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from handgrad import devices
-from handgrad.config import RunConfig, check, to_dict
+from handgrad.config import RunConfig, check, check_packing, to_dict
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import INTERRUPTED, DataError, StorageError, UsageError
@@ -83,13 +83,12 @@ def complete(asked: RunConfig, device: torch.device, ranks: Ranks) -> tuple[RunC
     Raises `UsageError`: a setting, or two together, with which no run holds; the errors of data and ranks.
     """
     inherited = ranks.from_rank_0(lambda: inherited_settings(asked), "the run so far")
-    precise = with_precision(replace(asked, **inherited), device)
-    devices.dtype_of(device, precise.precision)  # refuses one that the device lacks, before any data is read
-    tuned = with_tuned_gemms(precise, device)
+    tuned = with_tuned_gemms(with_precision(replace(asked, **inherited), device), device)
     ranks.check_equal("configuration", to_dict(tuned))
     lanes = ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")
-    dataset = open_dataset(asked.data, model_of(asked))
-    return check(replace(tuned, lanes=lanes, packing=resolve_packing(tuned.packing, dataset))), dataset
+    config = check(replace(tuned, lanes=lanes))  # before any data is read
+    data = open_dataset(asked.data, model_of(asked))
+    return check_packing(replace(config, packing=resolve_packing(config.packing, data))), data
 
 
 @contextlib.contextmanager
