@@ -98,7 +98,6 @@ PAGES: dict[str, dict[str, str]] = {
         "it is 142 MB, twelve matrices": "the plan",
         "is 34 bytes, where AdamW moves 30": "arithmetic",
         "That leaves 1.16 of the\n1.52 TFLOP": "arithmetic of the tiles",
-        "from a thousandth it takes": "arithmetic",
         "from a thousandth to": "arithmetic",
         "1 to a thousandth": "arithmetic",
         "first version five times": "a constant",
