@@ -170,7 +170,6 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/operations/layernorm.md": {"so a fifth of the": "arithmetic"},
     "docs/operations/mix.md": {"a hundred times as fast": "a constant"},
     "docs/operations/recompute.md": {
-        "a quarter of a": "arithmetic",
         "two ninths, and": "arithmetic",
         "the products, a ninth,": "arithmetic",
     },
