@@ -38,8 +38,6 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/arena.md": {
         "hold it below 1 %": "a bound that tests hold",
         "level 3 below 1.6 %": "a bound that tests hold",
-        "within 1 % of the bound, 1.6 %": "a bound that tests hold",
-        "nearly twice the copy": "arithmetic",
     },
     "docs/data.md": {
         "tiny Shakespeare, 1.1 MB": "the size of a file",
