@@ -162,7 +162,7 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/operations/README.md": {"three times (forward once": "arithmetic"},
     "docs/operations/dropout.md": {"about half a dozen": "arithmetic"},
     "docs/operations/gelu.md": {
-        "about 1.13)": "mathematics",
+        "maximum is about 1.13": "mathematics",
         "about 10. Cancellation": "mathematics",
     },
     "docs/operations/layernorm.md": {"so a fifth of the": "arithmetic"},
