@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu_step import libraries
 from benchmarks.record import keep_commit, rounded, write_record
 from handgrad import devices
+from handgrad.mask import Mask
 from handgrad.ops import cpu
 from handgrad.ops.reference.attention import split_heads
 from handgrad.tools.rates import launch_milliseconds
@@ -111,10 +112,10 @@ def triton_kernels(inputs: Inputs) -> Contender:
     from handgrad.ops.cuda import attention_triton as kernels
 
     def forward(*tensors: Tensor, scratch: Tensor) -> None:
-        kernels.attention_forward(*tensors, document_starts=inputs.starts)
+        kernels.attention_forward(*tensors, mask=Mask(inputs.starts))
 
     size = kernels.attention_scratch_bytes(batch=inputs.batch, length=inputs.case.length, num_heads=inputs.case.heads)
-    return handgrad_kernels(inputs, forward, partial(kernels.attention_backward, document_starts=inputs.starts), size)
+    return handgrad_kernels(inputs, forward, partial(kernels.attention_backward, mask=Mask(inputs.starts)), size)
 
 
 def cudnn_kernels(inputs: Inputs) -> Contender:
@@ -127,7 +128,7 @@ def cudnn_kernels(inputs: Inputs) -> Contender:
 
 
 def cpu_kernels(inputs: Inputs) -> Contender:
-    options = {"document_starts": inputs.starts}
+    options = {"mask": Mask(inputs.starts)}
     forward, backward = partial(cpu.attention_forward, **options), partial(cpu.attention_backward, **options)
     return handgrad_kernels(inputs, forward, backward, 0)
 

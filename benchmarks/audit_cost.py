@@ -28,7 +28,7 @@ from handgrad.models.rows import count_parameters
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.local import run_ranks
 from handgrad.run.loop import Run
-from handgrad.run.start import open_run
+from handgrad.run.open import open_run
 from handgrad.run_files import AUDIT_FILE
 from handgrad.tools.record import open_record
 from handgrad.tools.verify import Span, check_machine, replay

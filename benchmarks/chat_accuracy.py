@@ -28,7 +28,7 @@ from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.models import parameter_table
 from handgrad.models.rows import count_parameters
-from handgrad.run.start import train
+from handgrad.run.open import train
 
 CONVERSATIONS, ASKED, ASKED_SEED = 200_000, 2000, 1  # another seed than the data's: other held-out conversations
 BATCH, LONGEST_ANSWER = 64, 24  # texts at once, tokens

@@ -19,7 +19,7 @@ from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.presets import demo
 from handgrad.reports.page import write_report
-from handgrad.run.start import train
+from handgrad.run.open import train
 
 STORIES, STORY_STEPS, STEPS = 30_000, 1500, 500
 LEARNING_RATES = (2e-3, 4e-3)

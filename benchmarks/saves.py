@@ -35,8 +35,8 @@ from handgrad.models.rows import count_parameters
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.local import run_ranks
 from handgrad.run.loop import Run
+from handgrad.run.open import open_run
 from handgrad.run.saves import Saves
-from handgrad.run.start import open_run
 
 EVERY_SECONDS = 120.0  # between saves, for the loss of throughput
 WARM_UP_STEPS = 3
@@ -78,7 +78,7 @@ def waiting_saves(run: Run, folder: Path) -> Saves:
     """Saves of the same run in another folder, during which training stands still."""
     elsewhere: Any = SimpleNamespace(path=run.folder.path, checkpoints=folder, resumed=None)
     files = run.saves.extra_files
-    return Saves(run.config, elsewhere, run.ranks, run.log, run.saves.judge, None, files, lambda folder, manifest: None)
+    return Saves(run.config, elsewhere, run.ranks, run.log, run.saves.check, None, files, lambda folder, manifest: None)
 
 
 def measure(run: Run, steps: int, still: Path) -> dict[str, Any]:

@@ -123,13 +123,12 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "handgrad/generation/decode.py": {"of a quarter of the": "a constant"},
     "handgrad/ops/reference/muon.py": {"from a thousandth to": "arithmetic"},
     "handgrad/reports/serve.py": {"most a tenth of one": "a constant"},
-    "handgrad/run/repeated_step.py": {"a third attempt decides": "an ordinal"},
-    "handgrad/run/suited.py": {
+    "handgrad/run/step_check.py": {"a third attempt decides": "an ordinal"},
+    "handgrad/run/autosize.py": {
         "most four times": "a constant",
         "three minutes on two": "a constant",
         "most a quarter of the": "a constant",
     },
-    "handgrad/run/suited_finetuning.py": {"most a quarter of the": "a constant"},
     "handgrad/tools/gradient_checks/differences.py": {
         "1.5e-10 f'''": "arithmetic",
         "around 1": "arithmetic",

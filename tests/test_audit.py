@@ -18,7 +18,7 @@ from handgrad.data.batches import Batches
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import ConfigError, DataError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
-from handgrad.run.start import open_run, train
+from handgrad.run.open import open_run, train
 from handgrad.run_files import AUDIT_FILE
 from handgrad.training.schedule import Schedule
 from handgrad.training.spikes import SpikeWindow

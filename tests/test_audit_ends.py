@@ -9,7 +9,7 @@ import pytest
 
 from handgrad.audit.chain import content_of, linked, links
 from handgrad.manifest import MANIFEST
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.run_files import AUDIT_FILE
 from tests.forging import edit_manifest, edit_tensors, flip, lines_of, make_older, redo, write_lines
 from tests.test_audit import audited, caught, faulty_run, finished, run, swapped_sample, verify

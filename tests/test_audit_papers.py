@@ -12,7 +12,7 @@ import torch
 from benchmarks import two_torches
 from handgrad.audit.chain import content_of, linked, links
 from handgrad.cli import main
-from handgrad.run.start import open_run, train
+from handgrad.run.open import open_run, train
 from handgrad.run_files import AUDIT_FILE
 from handgrad.tools.certificate import signed
 from handgrad.tools.diff import difference

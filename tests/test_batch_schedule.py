@@ -18,9 +18,9 @@ from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import ConfigError, DataError, UsageError
 from handgrad.ops import UPDATE, cpu, reference
+from handgrad.run.open import open_run, train
 from handgrad.run.resolve import largest_micro_batch
 from handgrad.run.settings import run_config
-from handgrad.run.start import open_run, train
 from handgrad.training.design import Batch
 from handgrad.training.feed import BatchFeed
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits

@@ -26,7 +26,7 @@ from handgrad.reports.reading import read_run, read_start
 from handgrad.reports.runs import Run
 from handgrad.reports.script import tokens_axis
 from handgrad.reports.sections import description, validations
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.tools.forecast import forecast
 from handgrad.tools.plan import describe_plan
 from handgrad.training.design import Batch

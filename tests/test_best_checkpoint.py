@@ -14,7 +14,7 @@ from handgrad.errors import DataError
 from handgrad.run import loop
 from handgrad.run.checks import most_checkpoints
 from handgrad.run.log import RunLog
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_commands import refused
 from tests.test_runs import elsewhere, finished, interrupt_at, same_bits
 

@@ -15,7 +15,7 @@ from handgrad.checkpoint import Stored
 from handgrad.config import RunConfig
 from handgrad.errors import DataError, StorageError
 from handgrad.run.loop import Run
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_runs import elsewhere, finished, interrupt_at, same_bits, tensors
 
 __all__ = ["finished"]  # a fixture

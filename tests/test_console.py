@@ -16,8 +16,8 @@ import handgrad
 from handgrad.config import RunConfig
 from handgrad.errors import print_message
 from handgrad.run import console
+from handgrad.run.open import train
 from handgrad.run.progress import Cadence, StepFigures
-from handgrad.run.start import train
 from handgrad.training.step import StepResult
 from tests.terminal_pictures import markup, seen
 

@@ -8,7 +8,7 @@ import pytest
 from handgrad.config import RunConfig
 from handgrad.errors import StorageError
 from handgrad.run.listing import list_runs
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, finished, records
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from handgrad.fp8 import formats, reference as fp8_reference
+from handgrad.mask import Mask
 from handgrad.ops import cpu, reference
 from tests.documents import PACKINGS, document_starts, visible
 from tests.test_operations import close, equal_autograd, randn
@@ -26,8 +27,8 @@ def ops(request: pytest.FixtureRequest) -> ModuleType:
 def attend(ops: ModuleType, qkv: Tensor, dout: Tensor, H: int, starts: Tensor | None, B: int) -> list[Tensor]:
     """out, lse and dqkv over buffers of NaN."""
     out, lse, dqkv = (torch.full(s, math.nan, dtype=qkv.dtype) for s in (dout.shape, (B, H, len(dout) // B), qkv.shape))
-    ops.attention_forward(out, lse, qkv, document_starts=starts)
-    ops.attention_backward(dqkv, dout, out, lse, qkv, document_starts=starts)
+    ops.attention_forward(out, lse, qkv, mask=Mask(starts))
+    ops.attention_backward(dqkv, dout, out, lse, qkv, mask=Mask(starts))
     return [out, lse, dqkv]
 
 
@@ -44,7 +45,7 @@ def test_attention_within_documents(ops: ModuleType, lengths: list[list[int]], H
         out = (scores.softmax(-1) @ v.repeat_interleave(H // K, 1)).transpose(1, 2).reshape(B * T, H * D)
         return {"out": out, "lse": scores.logsumexp(-1)}
 
-    equal_autograd(ops, "attention_backward", definition, B=B, T=T, H=H, K=K, D=D, document_starts=starts)
+    equal_autograd(ops, "attention_backward", definition, B=B, T=T, H=H, K=K, D=D, mask=Mask(starts))
 
 
 def test_one_document_in_a_row_is_the_plain_attention(ops: ModuleType) -> None:
@@ -82,8 +83,8 @@ def test_fp8_attention_within_documents(left: str) -> None:
 
     out, dqkv, lse = torch.empty_like(dout), torch.empty_like(qkv), torch.empty(1, H, 33)
     result = quantized(out, "plain")
-    fp8_reference.attention_forward(result, lse, qkv, document_starts=starts)
-    fp8_reference.attention_backward(quantized(dqkv, left), dout, result, lse, qkv, document_starts=starts)
+    fp8_reference.attention_forward(result, lse, qkv, mask=Mask(starts))
+    fp8_reference.attention_backward(quantized(dqkv, left), dout, result, lse, qkv, mask=Mask(starts))
     assert all(map(torch.equal, (out, lse, dqkv), attend(reference, qkv, dout, H, starts, 1)))
 
 

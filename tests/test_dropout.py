@@ -20,8 +20,8 @@ from handgrad.errors import UsageError
 from handgrad.models import compute_losses
 from handgrad.ops import reference as ops
 from handgrad.run.header import dropout_lines
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from handgrad.training.feed import SAMPLE_NUMBERS, fill_inputs, inputs_of
 from tests.conftest import Model, make_model
 from tests.documents import visible

@@ -22,7 +22,7 @@ from handgrad.models import compute_losses
 from handgrad.ops import reference as ops
 from handgrad.run import loop
 from handgrad.run.assemble import Assembly
-from handgrad.run.start import open_run, train
+from handgrad.run.open import open_run, train
 from handgrad.training.step import TrainStep
 from tests.conftest import make_model
 from tests.test_runs import records

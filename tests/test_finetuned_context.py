@@ -14,8 +14,8 @@ from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import ModelShape, with_context
 from handgrad.interop.sources import open_weights
+from handgrad.run.open import train
 from handgrad.run.settings import run_config
-from handgrad.run.start import train
 from tests.forging import edit_manifest, lines_of, redo
 from tests.interop.models import make_checkpoint
 

@@ -16,7 +16,7 @@ from handgrad.evaluation.load import checkpoint_weights, load_model
 from handgrad.generation.decode import decode_buffers
 from handgrad.interop.export import logits
 from handgrad.ops import cpu
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.conftest import small_run, write_text
 from tests.test_commands import refused
 from tests.test_runs import interrupt_at, records, same_bits, tensors

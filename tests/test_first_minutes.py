@@ -31,7 +31,7 @@ def test_every_command_was_played() -> None:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("handgrad ")])
 def test_the_commands_still_parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.run.suited.chosen_settings", lambda settings: {})  # the data is not here
+    monkeypatch.setattr("handgrad.run.autosize.chosen_settings", lambda settings: {})  # the data is not here
     _, name, *arguments = shlex.split(command)
     parsed = parse(name, arguments)
     assert not hasattr(parsed, "run_config") or isinstance(parsed.run_config, RunConfig)

@@ -14,7 +14,7 @@ from handgrad.gpus import GPUS
 from handgrad.presets import preset
 from handgrad.run import resolve as resolving
 from handgrad.run.checks import can_offload, check_fits
-from handgrad.run.memory import memory_bytes
+from handgrad.run.resolve import memory_bytes
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.fitting import candidates
 from handgrad.tools.forecast import bytes_of, forecast

@@ -14,7 +14,7 @@ from handgrad.cli import main
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import DataError
 from handgrad.manifest import MANIFEST
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.run_files import AUDIT_FILE, METRICS_FILE
 from handgrad.tools.certificate import certificate_text, signed
 from tests.conftest import write_text

@@ -15,7 +15,7 @@ from handgrad.evaluation import loss as losses
 from handgrad.evaluation.load import load_model
 from handgrad.interop.sources import open_weights
 from handgrad.ops import reference
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training.state import TrainingState
 from tests.conftest import small_run
 from tests.test_commands import refused

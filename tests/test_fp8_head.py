@@ -19,8 +19,8 @@ from handgrad.fp8.formats import E4M3, E5M2, Quantized
 from handgrad.fp8.tables import fp8_gemms
 from handgrad.gpus import GPUS
 from handgrad.run.folder import as_begun
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from handgrad.tools.roofline import product_seconds_per_token
 from tests.test_fp8_training import steps_of
 

@@ -14,8 +14,9 @@ from handgrad.errors import UsageError
 from handgrad.fp8.formats import E5M2, GRADIENT_FORMATS, SCALE, Quantized
 from handgrad.fp8.tables import Fp8Gemms
 from handgrad.gpus import GPUS
+from handgrad.ops.sizes import power_of_two
 from handgrad.run.resolve import resolve
-from handgrad.tools.absent import power_of_two, resolve_for
+from handgrad.tools.absent import resolve_for
 from tests.conftest import Model, make_model, quantized_weights
 from tests.fp8_models import (
     BOTH_OF_THE_HEAD,

@@ -21,8 +21,8 @@ from handgrad.models import parameter_table
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.replicas import Replicas
 from handgrad.run.assemble import Assembly, allocate
+from handgrad.run.open import open_run, train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import open_run, train
 from tests.distributed.runs import Launcher, arguments, same_run
 from tests.test_fp8_runs import manifest, train_until
 from tests.test_lora_runs import LORA, adapting as adapting_in_16_bits, trained_bases

@@ -15,7 +15,7 @@ from handgrad.config import RunConfig
 from handgrad.errors import Preempted
 from handgrad.fp8.formats import COUNTING, MARGIN, SCALE
 from handgrad.fp8.scaling import Scaling
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training.step import TrainStep
 from tests.conftest import small_run
 from tests.test_commands import SMALL, refused

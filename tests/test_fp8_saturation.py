@@ -19,7 +19,7 @@ from handgrad.fp8.monitor import findings
 from handgrad.fp8.scaling import Scaling
 from handgrad.fp8.tables import WEIGHT
 from handgrad.manifest import MANIFEST, content_sha256
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.conftest import small_run
 from tests.test_fp8_runs import manifest, train_until
 from tests.test_runs import elsewhere, records, same_bits

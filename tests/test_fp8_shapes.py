@@ -14,8 +14,7 @@ from handgrad.fp8.tables import fp8_gemms
 from handgrad.gpus import GPUS
 from handgrad.models import gpt2, modern
 from handgrad.run import checks
-from handgrad.run.memory import memory_bytes
-from handgrad.run.resolve import largest_micro_batch, resolve
+from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve
 from handgrad.tools import forecast
 from tests.conftest import make_model
 from tests.fp8_models import BOTH_OF_THE_HEAD, RoundedModernProducts, RoundedProducts, rounds_its_operands

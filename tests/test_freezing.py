@@ -13,7 +13,7 @@ from handgrad.models import parameter_table
 from handgrad.models.freezing import freeze
 from handgrad.models.rows import count_parameters
 from handgrad.reports.page import write_report
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits
 from tests.test_training import steps_of

@@ -13,7 +13,7 @@ from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.reports.plots import choose_plots
 from handgrad.reports.reading import read_run
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_report import make_run, report, run_lines
 from tests.test_runs import records
 

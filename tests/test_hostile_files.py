@@ -29,7 +29,7 @@ from handgrad.interop.huggingface import read_shape, weight_files
 from handgrad.manifest import verify_file
 from handgrad.parsing import MOST_DEPTH, parse_json, parse_toml
 from handgrad.reports.reading import read_run
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.data.chats import CHATML, made_tokenizer, talk
 from tests.test_report import make_run, start_line
 

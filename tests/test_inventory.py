@@ -11,7 +11,7 @@ from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.run.lock import take_lock
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.conftest import small_run
 from tests.test_best_checkpoint import scripted, steps_kept
 from tests.test_commands import refused

@@ -13,9 +13,9 @@ from torch import Tensor
 from handgrad import checkpoint
 from handgrad.config import RunConfig
 from handgrad.errors import NumericsError
-from handgrad.run import judge
+from handgrad.run import saves
 from handgrad.run.loop import Run
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training.state import TrainingState
 from handgrad.training.step import TrainStep
 from tests.distributed.runs import Launcher, arguments, same_run, saved_steps
@@ -93,10 +93,10 @@ def test_without_a_checkpoint_none_is_recommended(config: RunConfig, monkeypatch
 def test_a_jump_is_by_a_thousand() -> None:
     """Of what the norm was, or of one per element: a run may have large weights if they were as large before."""
     before, now = {"a": 5e6, "b": 0.0}, {"a": 5e7, "b": 900.0}
-    assert not judge.unsound(before, now, {"a": 1, "b": 1})
-    assert judge.unsound(before, {**now, "a": 6e9}, {"a": 1, "b": 1}) == ["a"]
-    assert judge.unsound(before, {**now, "b": 1100.0}, {"a": 1, "b": 1}) == ["b"]
-    assert judge.unsound(before, {"a": float("nan"), "b": float("inf")}, {"a": 1, "b": 1}) == ["a", "b"]
+    assert not saves.unsound(before, now, {"a": 1, "b": 1})
+    assert saves.unsound(before, {**now, "a": 6e9}, {"a": 1, "b": 1}) == ["a"]
+    assert saves.unsound(before, {**now, "b": 1100.0}, {"a": 1, "b": 1}) == ["b"]
+    assert saves.unsound(before, {"a": float("nan"), "b": float("inf")}, {"a": 1, "b": 1}) == ["a", "b"]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_fails_twice_is_passed_over(finished: RunConfig, monke
     run = elsewhere(finished, "failing", max_skips=2, skip_norm_z=0.0)
     with monkeypatch.context() as patch:
         before_save(patch, 8, flip_weight)
-        patch.setattr(judge.Judge, "check", lambda *given: None)
+        patch.setattr(saves.SaveCheck, "compare", lambda *given: None)
         with pytest.raises(NumericsError, match="2 updates in a row"):
             train(run)
     assert saved_steps(Path(run.out)) == [4, 8]
@@ -140,4 +140,4 @@ def test_a_checkpoint_that_fails_twice_is_passed_over(finished: RunConfig, monke
 
 
 def test_the_worst_of_the_copies_of_a_norm_counts() -> None:
-    assert judge.worst((1.0, 3.0, 2.0)) == 3.0 and math.isnan(judge.worst((1.0, math.nan))) and judge.worst((0.0,)) == 0
+    assert saves.worst((1.0, 3.0, 2.0)) == 3.0 and math.isnan(saves.worst((1.0, math.nan))) and saves.worst((0.0,)) == 0

@@ -19,7 +19,7 @@ from handgrad.format import human_seconds
 from handgrad.run import lock
 from handgrad.run.listing import list_runs
 from handgrad.run.lock import take_lock
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.run_files import LOCK_FILE
 from handgrad.training.step import TrainStep
 from tests.test_commands import refused

@@ -12,9 +12,8 @@ from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import UsageError
-from handgrad.run.memory import generation_plan
-from handgrad.run.resolve import resolve
-from handgrad.run.start import train
+from handgrad.run.open import train
+from handgrad.run.resolve import generation_plan, resolve
 from tests.conftest import small_run, write_text
 from tests.interop.models import make_checkpoint
 from tests.test_commands import refused

@@ -26,8 +26,8 @@ from handgrad.models import parameter_table
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.replicas import Replicas
 from handgrad.run.assemble import allocate
+from handgrad.run.open import open_run, train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import open_run, train
 from tests.conftest import small_run
 from tests.distributed.runs import Launcher, arguments, same_run
 from tests.test_runs import records, same_bits, tensors

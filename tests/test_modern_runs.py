@@ -15,8 +15,8 @@ from handgrad.errors import UsageError
 from handgrad.interop.export import export_llmc
 from handgrad.networks.modern import DEPTHS as MODERN
 from handgrad.presets import preset
+from handgrad.run.open import train
 from handgrad.run.settings import run_config
-from handgrad.run.start import train
 from tests.techniques import toggled
 from tests.test_runs import records, same_bits
 

@@ -34,8 +34,8 @@ from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import MATRIX, Muon
 from handgrad.presets import preset
 from handgrad.run.host_copy import checkpoint_rows
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from handgrad.tools.absent import resolve_for
 from tests.test_training import assembly_of
 

@@ -21,10 +21,10 @@ from handgrad.models.rows import flat_elements
 from handgrad.ops import LOSS_NOT_FINITE, RESULT_VERDICT
 from handgrad.parallel.ranks import Ranks
 from handgrad.presets import preset
-from handgrad.run import checks, judge, start
+from handgrad.run import checks, saves
 from handgrad.run.host_copy import HostCopy
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from handgrad.tools.absent import resolve_for
 from handgrad.training import offload
 from tests.test_runs import tensors
@@ -87,7 +87,7 @@ def test_a_skipped_update_leaves_the_state(config: RunConfig) -> None:
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "check_offload", lambda *_: None)
+    monkeypatch.setattr("handgrad.run.open.check_offload", lambda *_: None)
 
 
 @pytest.mark.usefixtures("on_a_cpu", "small_pieces")
@@ -113,15 +113,15 @@ def test_a_run_takes_it_up_and_leaves_it_when_it_resumes(config: RunConfig, tmp_
 def test_norms_are_joined_where_they_lie(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights without masters are the GPU's, their moments the host's: one stack cannot hold the norms of both."""
     state = assembly_of(dataclasses.replace(config, precision="bf16", master_weights=False, offload=True)).state
-    found, stack, norm_of = judge.tensor_norms(state, Ranks()), torch.stack, judge.norm_of
+    found, stack, norm_of = saves.tensor_norms(state, Ranks()), torch.stack, saves.norm_of
 
     def stack_of(pieces: list[torch.Tensor]) -> torch.Tensor:
         assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1
         return stack([norm_of(piece) for piece in pieces])
 
-    monkeypatch.setattr(judge, "norm_of", lambda piece: piece)
+    monkeypatch.setattr(saves, "norm_of", lambda piece: piece)
     monkeypatch.setattr(torch, "stack", stack_of)
-    assert judge.tensor_norms(state, Ranks()) == found and len(found) == 3 * len(state.design.parameters)
+    assert saves.tensor_norms(state, Ranks()) == found and len(found) == 3 * len(state.design.parameters)
 
 
 def test_a_copy_of_what_lies_on_the_host_is_not_pinned(config: RunConfig) -> None:

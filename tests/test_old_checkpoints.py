@@ -25,7 +25,7 @@ import handgrad
 from handgrad import checkpoint
 from handgrad.config import RunConfig
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.tensor_files import Stored
 
 OLD = Path(__file__).parent / "checkpoints_of_62c5d08"

@@ -9,7 +9,7 @@ import pytest
 import handgrad
 from handgrad.cli import main
 from handgrad.config import RunConfig, to_toml
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.conftest import small_run
 from tests.test_commands import refused
 

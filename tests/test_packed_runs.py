@@ -23,8 +23,8 @@ from handgrad.data.shards import open_dataset
 from handgrad.errors import ConfigError, DataError, UsageError
 from handgrad.evaluation.load import checkpoint_weights
 from handgrad.run import loop
+from handgrad.run.open import train
 from handgrad.run.packing import identity_of, packing_lines
-from handgrad.run.start import train
 from tests.conftest import small_run
 from tests.distributed.runs import Launcher, arguments, same_run
 from tests.test_runs import records

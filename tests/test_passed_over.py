@@ -14,7 +14,7 @@ from handgrad import checkpoint, manifest
 from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.errors import DataError, StorageError
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_checkpoints import damage
 from tests.test_runs import elsewhere, finished, interrupt_at, same_bits
 

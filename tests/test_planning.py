@@ -19,9 +19,8 @@ from handgrad.errors import UsageError
 from handgrad.format import human_seconds
 from handgrad.gpus import GPUS, short_name
 from handgrad.presets import MODELS, preset
-from handgrad.run.memory import memory_bytes
-from handgrad.run.resolve import resolve
-from handgrad.run.start import train
+from handgrad.run.open import train
+from handgrad.run.resolve import memory_bytes, resolve
 from handgrad.tools import measured, roofline
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.forecast import bytes_of, forecast, resolved_on

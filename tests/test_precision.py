@@ -14,8 +14,8 @@ from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.presets import PRESETS
 from handgrad.run.folder import inherited_settings
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve, with_precision
-from handgrad.run.start import train
 from tests.test_runs import records
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -7,7 +7,7 @@ import pytest
 
 from handgrad import presets
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_runs import records
 
 

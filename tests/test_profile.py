@@ -20,10 +20,11 @@ from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import E4M3
+from handgrad.mask import Mask
 from handgrad.ops import reference
 from handgrad.presets import tiny
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from handgrad.tools.profile import MadeUpTokens, rate_text
 from handgrad.tools.recorder import OPERATIONS, PARTS, Recorder, size_bytes
 from handgrad.tools.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
@@ -129,9 +130,9 @@ def test_attention_counts_the_keys_that_a_query_may_see() -> None:
     starts = document_starts([[3, 2], [1, 4]])
     pairs = H * int(visible(starts).sum())
     with recorded() as made:
-        reference.attention_forward(out, lse, qkv, document_starts=starts)
+        reference.attention_forward(out, lse, qkv, mask=Mask(starts))
         inputs = torch.empty_like(qkv), torch.randn_like(out), out, lse, qkv
-        reference.attention_backward(*inputs, document_starts=starts)
+        reference.attention_backward(*inputs, mask=Mask(starts))
     assert made.counted == {"attention forward": 2 * 2 * pairs * D, "attention backward": 5 * 2 * pairs * D}
 
 

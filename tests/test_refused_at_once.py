@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from handgrad.config import RunConfig
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_commands import refused
 
 DEMO = "handgrad.commands.demo.prepare_with_progress"

@@ -20,7 +20,7 @@ from handgrad.reports.reading import read_run, read_runs
 from handgrad.reports.results import date_text, wall_clock
 from handgrad.reports.sections import description
 from handgrad.run import header
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_report import make_run, report, run_lines, start_line, step_line
 
 LOG = """s:0 tel:10.9876

@@ -17,7 +17,7 @@ from handgrad.config import RunConfig
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.run import checkpointing
 from handgrad.run.lock import take_lock
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, METRICS_FILE
 from tests.test_runs import finished, records, tensors
 

@@ -21,9 +21,9 @@ from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import HEADER_BYTES, header
 from handgrad.errors import ConfigError, DataError, NumericsError, Preempted
 from handgrad.parallel.ranks import Ranks
-from handgrad.run import loop
+from handgrad.run import checkpointing, loop
 from handgrad.run.folder import RunFolder
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training.step import TrainStep
 from tests.conftest import write_text
 
@@ -349,7 +349,7 @@ def test_overflows_of_fp16_are_no_skips_until_the_scale_cannot_fall(
 def test_the_loss_scale_belongs_to_fp16(config: RunConfig) -> None:
     """A run resumed in another precision starts with that precision's own scale."""
     train(replace(config, steps=2, save_every=2))
-    load_run, found = loop.load_run, []
+    load_run, found = checkpointing.load_run, []
 
     def watching(source, config, training):
         load_run(source, config, training)
@@ -357,7 +357,7 @@ def test_the_loss_scale_belongs_to_fp16(config: RunConfig) -> None:
 
     changed = replace(config, steps=3, precision="fp16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "load_run", watching)
+        patch.setattr(checkpointing, "load_run", watching)
         train(changed, allow_changes=True)
     assert found == [2.0**16]
 

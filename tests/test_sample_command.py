@@ -20,7 +20,7 @@ from handgrad.errors import ConfigError
 from handgrad.generation import prompts
 from handgrad.generation.generate import Decoder
 from handgrad.run import loop
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_commands import SMALL, refused
 
 

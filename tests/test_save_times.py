@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from handgrad.config import RunConfig
-from handgrad.run.grace import DEFAULT_SECONDS, VARIABLE, grace_seconds, too_slow
-from handgrad.run.start import train
+from handgrad.run.open import train
+from handgrad.run.saves import DEFAULT_SECONDS, VARIABLE, grace_seconds, too_slow
 from tests.test_runs import records
 
 

@@ -25,8 +25,8 @@ from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, parts_of
 from handgrad.run import host_copy, saves
 from handgrad.run.lock import is_held
 from handgrad.run.log import RunLog
+from handgrad.run.open import train
 from handgrad.run.saves import Saves
-from handgrad.run.start import train
 from handgrad.tensor_files import Stored
 from handgrad.training.step import TrainStep
 from tests.distributed.launching import wait_for
@@ -246,7 +246,7 @@ def test_the_best_validation_is_recorded_after_its_checkpoint(
 def test_without_memory_for_a_copy_training_stands_still(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the header says so, with what it takes and what there is."""
     monkeypatch.setattr(host_copy.devices, "available_bytes", lambda device: 2 << 20)
-    monkeypatch.setattr("handgrad.run.start.check_fits", lambda *given, **named: None)
+    monkeypatch.setattr("handgrad.run.open.check_fits", lambda *given, **named: None)
     monkeypatch.setattr(Saves, "write", lambda *given: pytest.fail("written behind"))
     train(dataclasses.replace(config, sample_tokens=0, eval_every=0))
     (line,) = (line for line in (Path(config.out) / "log.txt").read_text().splitlines() if line.startswith("saves "))

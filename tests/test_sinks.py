@@ -17,8 +17,8 @@ import pytest
 from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.run import sinks
+from handgrad.run.open import train
 from handgrad.run.sinks import Sinks, chosen, figures
-from handgrad.run.start import train
 from tests.test_runs import elsewhere, same_bits
 
 

@@ -11,7 +11,7 @@ import torch
 from handgrad.checkpoint import peek_config
 from handgrad.cli import main
 from handgrad.config import RunConfig, check
-from handgrad.run import suited
+from handgrad.run import autosize
 from handgrad.run.resolve import resolve
 
 GPU = torch.device("cuda")
@@ -35,7 +35,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     def planned(config: RunConfig, vocab_size: int, *, device: torch.device) -> Any:
         return resolve(dataclasses.replace(config, precision="bf16", device="cpu"), vocab_size)
 
-    monkeypatch.setattr(suited, "resolve", planned)
+    monkeypatch.setattr(autosize, "resolve", planned)
     return found
 
 
@@ -44,7 +44,7 @@ def sizes(config: RunConfig) -> tuple[int, int, int]:
 
 
 def chosen(tokens: float, device: torch.device, vocab_size: int = 50257) -> RunConfig:
-    return check(RunConfig(**suited.suited_settings(corpus(tokens, vocab_size), device)))
+    return check(RunConfig(**autosize.suited_settings(corpus(tokens, vocab_size), device)))
 
 
 def test_the_model_grows_with_the_corpus(memory: dict[str, float]) -> None:
@@ -60,7 +60,7 @@ def test_the_model_grows_with_the_corpus(memory: dict[str, float]) -> None:
     ]
     for tokens, run in runs.items():
         assert run.tokens_per_step <= max(tokens / 4, run.sequence_length)
-        assert run.steps * run.tokens_per_step <= max(10 * tokens, suited.LEAST_STEPS * run.tokens_per_step)
+        assert run.steps * run.tokens_per_step <= max(10 * tokens, autosize.LEAST_STEPS * run.tokens_per_step)
         assert run.eval_every < run.steps and run.save_every < run.steps and run.warmup_steps < run.steps
     assert runs[1e9].steps == round(4e9 / 524288) and runs[1e9].micro_batch == 64
 
@@ -82,7 +82,7 @@ def test_a_cpus_run_takes_minutes() -> None:
         run = chosen(1e8, cpu, vocab_size)
         shape = run.shape(vocab_size)
         flops.append(run.steps * run.tokens_per_step * shape.flops_per_token)
-    assert flops == pytest.approx([suited.CPU_FLOPS] * 3, rel=0.01)
+    assert flops == pytest.approx([autosize.CPU_FLOPS] * 3, rel=0.01)
     run = chosen(2e4, cpu, 256)
     assert run.steps * run.tokens_per_step <= 40.5 * 2e4
     assert (run.schedule, run.final_learning_rate_fraction) == ("linear", 0.0) and run.warmup_steps == run.steps // 10
@@ -98,8 +98,8 @@ def test_the_bare_command(
     assert main([*command, *options]) == 0
     first = peek_config(out)
     assert first is not None and first["num_layers"] == 4 and first["steps"] == 3 and first["data"] == str(shards)
-    settings = suited.chosen_settings({"data": str(tmp_path / "nothing"), "out": str(out), "device": "cpu"})
-    assert settings == {name: first[name] for name in suited.CHOSEN}, "without a look at the data"
+    settings = autosize.chosen_settings({"data": str(tmp_path / "nothing"), "out": str(out), "device": "cpu"})
+    assert settings == {name: first[name] for name in autosize.CHOSEN}, "without a look at the data"
     assert main([*command, *options]) == 0
     monkeypatch.chdir(tmp_path)
     assert main(["train"]) == 64
@@ -108,9 +108,9 @@ def test_the_bare_command(
 
 def test_the_table_of_the_documentation_is_the_rule() -> None:
     text = (Path(__file__).parents[1] / "docs/training.md").read_text()
-    for size in (*suited.GPU_SIZES, *suited.CPU_SIZES):
+    for size in (*autosize.GPU_SIZES, *autosize.CPU_SIZES):
         cells = [f"{size.num_layers}, {size.channels}", f"| {size.sequence_length} | {size.tokens_per_step:,} |"]
         rate = f"{size.learning_rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
         row = next(line for line in text.split("\n") if line.startswith("|") and cells[1] in line and cells[0] in line)
         assert row.endswith(f"| {rate} | {size.epochs} |"), row
-    assert "No run has more than 20,000 steps." in text and suited.MOST_STEPS == 20_000
+    assert "No run has more than 20,000 steps." in text and autosize.MOST_STEPS == 20_000

@@ -12,10 +12,10 @@ from handgrad.checkpoint import find, peek_config
 from handgrad.cli import main
 from handgrad.config import RunConfig, check
 from handgrad.data.shards import open_dataset
-from handgrad.run import suited_finetuning
+from handgrad.run import autosize
+from handgrad.run.open import train
 from handgrad.run.packing import cut_documents
 from handgrad.run.settings import run_config
-from handgrad.run.start import train
 from tests.data.chats import talk
 from tests.interop.models import make_checkpoint
 from tests.test_runs import records
@@ -40,7 +40,7 @@ def talks(tmp_path: Path) -> Path:
 
 def fitted(given: dict[str, Any], tokens: float = 1e9, device: torch.device = CPU) -> RunConfig:
     """The settings for a corpus of so many tokens, which must hold."""
-    return check(suited_finetuning.fitted({"init_from": "x"} | given, LONG, corpus(tokens), device))
+    return check(autosize.fitted_to_weights({"init_from": "x"} | given, LONG, corpus(tokens), device))
 
 
 def test_the_bare_command_finetunes(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -100,7 +100,7 @@ def test_what_is_given_counts() -> None:
             config = fitted({**given, **more} if given.keys() != more.keys() else given)
             assert all(getattr(config, name) == value for name, value in {**more, **given}.items() if name not in more)
     config = fitted({})
-    assert (config.sequence_length, config.tokens_per_step, config.micro_batch) == suited_finetuning.CPU_LIMITS
+    assert (config.sequence_length, config.tokens_per_step, config.micro_batch) == autosize.CPU_LIMITS
     assert fitted({"sequence_length": 4096}).sequence_length == 4096, "more than the rule would take"
     assert fitted({"tokens_per_step": 128}).sequence_length == 128
 
@@ -112,7 +112,7 @@ def test_a_small_corpus_gets_small_steps() -> None:
 
 
 def test_a_small_gpu_gets_a_small_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suited_finetuning, "fits", lambda config, vocab_size, device: config.micro_batch <= 2)
+    monkeypatch.setattr(autosize, "fits", lambda config, vocab_size, device: config.micro_batch <= 2)
     config = fitted({}, device=torch.device("cuda"))
     assert (config.sequence_length, config.tokens_per_step, config.micro_batch) == (2048, 16384, 2)
     assert fitted({"micro_batch": 8}, device=torch.device("cuda")).micro_batch == 8
@@ -124,22 +124,22 @@ def test_a_run_of_ours_goes_on_at_half_its_rate(shards: Path, tmp_path: Path) ->
     sizes |= {"steps": 1, "micro_batch": 2, "eval_tokens": 64, "sample_tokens": 0, "device": "cpu", "learning_rate": 1e-3}
     train(check(RunConfig(data=small.data, out=small.out, **sizes)))
     assert find(small.out).step == 1
-    assert suited_finetuning.suited_rate(small.out, adapters=False) == 5e-4
-    assert suited_finetuning.suited_rate(f"{small.out}/best", adapters=True) == 1e-3
-    assert suited_finetuning.suited_rate("someone/model", adapters=True) == 2e-4
+    assert autosize.suited_rate(small.out, adapters=False) == 5e-4
+    assert autosize.suited_rate(f"{small.out}/best", adapters=True) == 1e-3
+    assert autosize.suited_rate("someone/model", adapters=True) == 2e-4
     chosen = run_config("", "", "", {"init_from": small.out, "data": small.data, "out": str(tmp_path / "second")})
     assert (chosen.learning_rate, chosen.sequence_length) == (5e-4, 32)
 
 
 def test_a_plan_needs_no_data(weights: Path) -> None:
     config = run_config("", "", "", {"init_from": str(weights), "device": "cpu"})
-    assert (config.sequence_length, config.tokens_per_step, config.micro_batch) == suited_finetuning.CPU_LIMITS
+    assert (config.sequence_length, config.tokens_per_step, config.micro_batch) == autosize.CPU_LIMITS
 
 
 def test_the_documentation_has_the_rule() -> None:
     text = (Path(__file__).parents[1] / "docs/finetuning.md").read_text()
-    for device, limits in (("CPU", suited_finetuning.CPU_LIMITS), ("GPU", suited_finetuning.GPU_LIMITS)):
+    for device, limits in (("CPU", autosize.CPU_LIMITS), ("GPU", autosize.GPU_LIMITS)):
         length, tokens, micro_batch = limits
         assert f"| {device} | {length} | {tokens:,} | {micro_batch} |" in text
-    rates = suited_finetuning.LEARNING_RATE, suited_finetuning.ADAPTERS_LEARNING_RATE
-    assert "{:.0e} and {:.0e}".format(*rates).replace("e-0", "e-") in text and suited_finetuning.EPOCHS == 3
+    rates = autosize.LEARNING_RATE, autosize.ADAPTERS_LEARNING_RATE
+    assert "{:.0e} and {:.0e}".format(*rates).replace("e-0", "e-") in text and autosize.EPOCHS == 3

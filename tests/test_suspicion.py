@@ -17,8 +17,8 @@ from handgrad.config import RunConfig, to_toml
 from handgrad.errors import HardwareError
 from handgrad.run import loop
 from handgrad.run.loop import Run
-from handgrad.run.repeated_step import is_overflow
-from handgrad.run.start import open_run, train
+from handgrad.run.open import open_run, train
+from handgrad.run.step_check import is_overflow
 from handgrad.training.spikes import WINDOW, SpikeWindow
 from handgrad.training.step import StepResult, TrainStep
 from tests.test_runs import elsewhere, records, same_bits

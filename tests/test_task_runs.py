@@ -18,7 +18,7 @@ from handgrad.config import RunConfig
 from handgrad.errors import DataError, UsageError
 from handgrad.interop.model_card import evaluation_lines
 from handgrad.reports.page import write_report
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.conftest import small_run
 from tests.test_runs import records, same_bits, tensors
 from tests.test_tasks import hellaswag_row

@@ -22,7 +22,7 @@ from handgrad.fp8 import reference as fp8_reference
 from handgrad.lora import reference as lora_reference
 from handgrad.ops import cases as operation_cases, cpu, reference
 from handgrad.ops.cpu.whole_vectors import GRAIN_ELEMENTS, VECTOR_ELEMENTS, whole_vectors
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.tools.kernel_checks import fp8, operations
 from handgrad.tools.kernel_checks.fp8_checking import Fp8Draw
 from tests.conftest import small_run

@@ -12,7 +12,7 @@ from handgrad.commands import serve
 from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.evaluation.load import trained_on_chats
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.conftest import small_run, write_text
 
 ONE_STEP = {"steps": 1, "warmup_steps": 0, "eval_every": 0, "sample_tokens": 0}

@@ -14,8 +14,8 @@ from benchmarks.twin import Twin
 from handgrad.config import RunConfig
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly, assemble
-from handgrad.run.repeated_step import checked_result
 from handgrad.run.resolve import resolve
+from handgrad.run.step_check import checked_result
 from handgrad.training.step import NOTHING_TRAINED, TrainStep
 
 VOCABULARY = 61

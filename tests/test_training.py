@@ -19,8 +19,7 @@ from handgrad.layout import update_parts
 from handgrad.ops import cpu
 from handgrad.ops.reference.optimizer import round_stochastically
 from handgrad.run.assemble import Assembly, assemble
-from handgrad.run.memory import memory_bytes
-from handgrad.run.resolve import largest_micro_batch, resolve, schedule_of
+from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve, schedule_of
 from handgrad.training.feed import sort_positions
 from handgrad.training.schedule import Schedule
 from handgrad.training.spikes import WINDOW, SpikeWindow

@@ -20,7 +20,7 @@ from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.tokenizer_loading import of_folder
 from handgrad.errors import ConfigError, UsageError
 from handgrad.reports import page as pages
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.conftest import write_text
 from tests.data.chats import made_tokenizer, talk, write_folder
 from tests.interop.models import make_checkpoint

@@ -16,9 +16,9 @@ from handgrad.errors import NumericsError, Preempted, UsageError
 from handgrad.evaluation.load import Weights
 from handgrad.lora.merge import merged_state
 from handgrad.run.loop import Run
+from handgrad.run.open import open_run
 from handgrad.run.settings import run_config
 from handgrad.run.signals import preempted
-from handgrad.run.start import open_run
 from handgrad.training.step import StepResult
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from handgrad.evaluation.tasks import TASKS
 from handgrad.gpus import GPUS, short_name
 from handgrad.rules import AT_LEAST_1, NOT_NEGATIVE, SECONDS
 from handgrad.run import settings
-from handgrad.run.sweep import Sweep, resolve_sweep
+from handgrad.run.settings import Sweep, resolve_sweep
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
 SOURCES = (
@@ -115,7 +115,7 @@ def given(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep_of(namespace: argparse.Namespace) -> Sweep:
-    """The runs that the arguments describe (`run.sweep`); a recipe may stand for a preset."""
+    """The runs that the arguments describe (`run.settings`); a recipe may stand for a preset."""
     start, recipe, flags = namespace.preset or "", namespace.config or "", given(namespace)
     if start.endswith(".toml") and not recipe:
         start, recipe = "", start

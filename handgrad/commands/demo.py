@@ -10,7 +10,7 @@ from handgrad.data.prepare import PrepareOptions
 from handgrad.files import check_above
 from handgrad.reports.page import write_report
 from handgrad.run.folder import check_place
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.run_files import REPORT_FILE
 
 DEMO_DOCUMENTS = 60_000

@@ -12,7 +12,7 @@ from handgrad.errors import UsageError
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.local import command_line, end_with_launcher, is_launched, run_ranks
 from handgrad.parallel.supervisor import supervise
-from handgrad.run.start import open_run
+from handgrad.run.open import open_run
 from handgrad.run_files import REPORT_FILE
 
 

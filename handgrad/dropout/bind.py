@@ -14,6 +14,7 @@ from torch import Tensor
 
 from handgrad.arena import Buffer
 from handgrad.dropout.masks import Dropout
+from handgrad.mask import Mask
 from handgrad.models.overlay import Overlay
 from handgrad.models.rows import KIND
 from handgrad.training.feed import SAMPLE_NUMBERS
@@ -53,7 +54,7 @@ class WithDropout(Overlay):
         """
         super().__init__(ops)
         self.dropout_ops, self.dbranch = dropout_operations(ops), d.dln
-        self.documents = {"document_starts": act.document_starts}
+        self.mask = Mask(act.document_starts)
         sites = (Dropout(samples, probability, seed, site) for site in count())  # in the order of the forward
         self.embedding = next(sites)
         self.sites: dict[Tensor, Dropout] = {}  # by an attention's lse, a product's bias, its weight's gradient
@@ -75,13 +76,13 @@ class WithDropout(Overlay):
         self.ops.embedding_backward(dwte_acc, dwpe_acc, dout_inout, *tokens, scratch=scratch)
 
     def attention_forward(self, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
-        self.dropout_ops.attention_forward(out, lse, qkv, self.sites[lse], **self.documents)
+        self.dropout_ops.attention_forward(out, lse, qkv, self.sites[lse], mask=self.mask)
 
     def attention_backward(
         self, dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor
     ) -> None:
         tensors = dqkv, dout, out, lse, qkv
-        self.dropout_ops.attention_backward(*tensors, self.sites[lse], scratch=scratch, **self.documents)
+        self.dropout_ops.attention_backward(*tensors, self.sites[lse], scratch=scratch, mask=self.mask)
 
     def linear_residual_forward(
         self, out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from handgrad.dropout.masks import PAIR, ROW_STRIDE, ROWS, Dropout
 from handgrad.dtypes import accumulation_dtype
+from handgrad.mask import CAUSAL, Mask
 from handgrad.ops.hashing import BITS32, WEYL, mixed
-from handgrad.ops.reference.attention import attention_scratch_bytes, causal_scores, split_heads  # noqa: F401
+from handgrad.ops.reference.attention import attention_scratch_bytes, masked_scores, split_heads  # noqa: F401
 
 # Dropout (Srivastava et al. 2014), inverted: y = M x / (1 - p), M = 1 with probability 1 - p, else 0.
 # Backward: dx = M dy / (1 - p). M is not stored: both make it from (seed, site, sample, row, column).
@@ -79,15 +80,13 @@ def attention_mask(weights: Tensor, dropout: Dropout, sample: int) -> Tensor:
     return mask.to(weights.dtype).mul_(dropout.scale)
 
 
-def attention_forward(
-    out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout, *, document_starts: Tensor | None = None
-) -> None:
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout, *, mask: Mask = CAUSAL) -> None:
     """The plain operation with the probabilities masked, each head's by a mask of its own."""
     B, H, T = lse.shape
     q, k, v = split_heads(qkv.to(lse.dtype), B, H)
     y = out.view(B, T, H, -1).transpose(1, 2)
     for b in range(B):
-        scores = causal_scores(q[b], k[b], None if document_starts is None else document_starts[b])
+        scores = masked_scores(q[b], k[b], mask.hidden(b, T, qkv.device))
         lse[b] = scores.logsumexp(-1)
         weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
         y[b] = torch.matmul(weights.mul_(attention_mask(weights, dropout, b)), v[b])
@@ -102,7 +101,7 @@ def attention_backward(
     dropout: Dropout,
     *,
     scratch: Tensor | None = None,
-    document_starts: Tensor | None = None,
+    mask: Mask = CAUSAL,
 ) -> None:
     """The plain operation with the masks of the forward."""
     B, H, T = lse.shape
@@ -111,11 +110,11 @@ def attention_backward(
     dq, dk, dv = split_heads(dqkv, B, H)
     scale = 1.0 / math.sqrt(q.shape[-1])
     for b in range(B):
-        starts = None if document_starts is None else document_starts[b]
-        weights = torch.exp_(causal_scores(q[b], k[b], starts).sub_(lse[b].unsqueeze(-1)))
-        mask = attention_mask(weights, dropout, b)
-        dweights = torch.matmul(dy[b], v[b].transpose(-1, -2)).mul_(mask)
+        scores = masked_scores(q[b], k[b], mask.hidden(b, T, qkv.device))
+        weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
+        keep = attention_mask(weights, dropout, b)
+        dweights = torch.matmul(dy[b], v[b].transpose(-1, -2)).mul_(keep)
         dscores = dweights.sub_((dy[b] * y[b]).sum(-1, keepdim=True)).mul_(weights)
-        dv[b] = torch.matmul((weights * mask).transpose(-1, -2), dy[b])
+        dv[b] = torch.matmul((weights * keep).transpose(-1, -2), dy[b])
         dq[b] = torch.matmul(dscores, k[b]).mul_(scale)
         dk[b] = torch.matmul(dscores.transpose(-1, -2), q[b]).mul_(scale)

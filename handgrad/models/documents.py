@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import Buffer
+from handgrad.mask import Mask
 from handgrad.models.overlay import Overlay
 from handgrad.models.rows import KIND
 
@@ -46,8 +47,9 @@ class WithDocuments(Overlay):
     def __init__(self, ops: Any, act: Any):
         super().__init__(ops)
         self.act = act
-        self.attention_forward = partial(ops.attention_forward, document_starts=act.document_starts)
-        self.attention_backward = partial(ops.attention_backward, document_starts=act.document_starts)
+        mask = Mask(act.document_starts)
+        self.attention_forward = partial(ops.attention_forward, mask=mask)
+        self.attention_backward = partial(ops.attention_backward, mask=mask)
 
     def embedding_forward(self, out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor) -> None:
         self.ops.decode.embedding_decode(out, tokens.view(-1), self.act.positions.view(-1), wte, wpe)

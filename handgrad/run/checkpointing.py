@@ -19,10 +19,11 @@ from handgrad.config import RunConfig, to_dict
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, storage_errors
-from handgrad.evaluation.load import CHAT
+from handgrad.evaluation.load import CHAT, Weights
 from handgrad.fp8.tables import HEAD, names_in
 from handgrad.layout import Bucket, bucket_of
 from handgrad.manifest import STATE_SCHEMA
+from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
@@ -123,6 +124,29 @@ def run_numbers(training: Assembly) -> dict[str, Any]:
         "loss_scale": training.state.loss_scale[1:].tolist(),
         **({} if training.scaling is None else {"fp8": training.scaling.saved()}),
     }
+
+
+def begin_state(
+    training: Assembly, config: RunConfig, weights: Weights | None, resumed: Checkpoint | None
+) -> tuple[int, int]:
+    """Loads initial weights and the checkpoint to resume from, where there are any; returns (completed steps, skipped
+    updates in a row). Raises the errors of `load_run`."""
+    if weights is not None:
+        load_initial_weights(weights, training)
+    if resumed is None:
+        return 0, 0
+    load_run(resumed, config, training)
+    return resumed.step, resumed.manifest["skips_in_a_row"]
+
+
+def load_initial_weights(weights: Weights, training: Assembly) -> None:
+    """Loads initial weights from elsewhere, with adapters the weights under them. A run with fewer positions takes the
+    first of theirs."""
+    design = training.design
+    load = training.load_base_weight if design.base else training.state.load_weight
+    for theirs, row in zip(parameter_table(weights.shape), design.base or design.parameters, strict=True):
+        assert theirs.name == row.name
+        load(row, weights.weight(theirs)[: row.stored_rows])
 
 
 def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:

@@ -18,9 +18,8 @@ from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
 from handgrad.run.host_copy import checkpoint_rows
-from handgrad.run.memory import memory_bytes
 from handgrad.run.packing import training_batches
-from handgrad.run.resolve import largest_micro_batch
+from handgrad.run.resolve import largest_micro_batch, memory_bytes
 from handgrad.run_files import BEST, CHECKPOINTS
 from handgrad.training.design import Design
 
@@ -36,10 +35,7 @@ def check_names(config: RunConfig) -> None:
 
 
 def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:
-    """Refuses a step larger than an epoch, and a plan that does not fit into memory beside `more_bytes`.
-
-    Checks the plan in bf16 as well for an fp8 run that may continue in it.
-    """
+    """Refuses a step larger than an epoch, and a plan that does not fit into memory beside `more_bytes`."""
     samples = training_batches(config, dataset).samples_per_epoch
     validation_batches(dataset, config.sequence_length, packing=config.packing)  # refuses a split without one sample
     largest = config.batch.largest // config.sequence_length

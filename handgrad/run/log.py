@@ -8,26 +8,29 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
 from handgrad import power
-from handgrad.errors import StorageError, storage_error, storage_errors
+from handgrad.errors import DataError, StorageError, storage_error, storage_errors
 from handgrad.evaluation.loss import perplexity
 from handgrad.evaluation.records import IN_TRAINING
-from handgrad.files import write_durably
+from handgrad.files import write_bytes_durably, write_durably
+from handgrad.jsonl import parse
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.console import ConsoleMode, Display
-from handgrad.run.kept_lines import keep_lines, main_log_line, metrics_line, set_aside
 from handgrad.run.sinks import Sinks, trackers
 from handgrad.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
 from handgrad.training.step import StepResult
 
 EVALUATION_OF = "evaluation of"  # before a task's name: the kind of its records in `RunLog.recorded`
+DAMAGED = ".damaged"
+MAIN_LOG_LINE = re.compile(rb"s:(\d{1,18}) (tel|eval|trl):.*")
 
 
 class RunLog:
@@ -200,3 +203,66 @@ def _kind_of(record: dict[str, Any]) -> str:
     if record["kind"] == "evaluation" and record.get("by") == IN_TRAINING:
         return f"{EVALUATION_OF} {record.get('task')}"
     return record["kind"]
+
+
+class Line(NamedTuple):
+    """A readable line."""
+
+    step: int  # the completed steps after which it was written
+    is_step: bool  # a step's own: these stand in the order of steps
+    record: dict[str, Any]  # of a file of JSON
+
+
+def metrics_line(line: bytes) -> Line | None:
+    """A line of metrics.jsonl or audit.jsonl; None if it is damaged."""
+    try:
+        record = parse(line, "").fields
+    except DataError:
+        return None
+    step, kind = record.get("step", 0), record.get("kind")
+    if type(step) is not int or not isinstance(kind, str):
+        return None
+    return Line(step, kind == "step", record)
+
+
+def main_log_line(line: bytes) -> Line | None:
+    """A line of main.log, where a step's own is numbered from 0; None if it is damaged."""
+    match = MAIN_LOG_LINE.fullmatch(line)
+    if match is None or not line.isascii():
+        return None
+    is_step = match[2] == b"trl"
+    return Line(int(match[1]) + is_step, is_step, {})
+
+
+def set_aside(path: Path, content: bytes) -> Path:
+    """Adds lines of a file to FILE.damaged beside it, whose path it returns. Raises OSError."""
+    aside = path.with_name(path.name + DAMAGED)
+    write_bytes_durably(aside, (aside.read_bytes() if aside.exists() else b"") + content)
+    return aside
+
+
+def keep_lines(path: Path, completed: int, read: Callable[[bytes], Line | None]) -> tuple[list[Line], str]:
+    """Cuts a file down to the lines of the first `completed` steps; returns them, and a message about damaged ones or "".
+
+    Damaged lines go to a file beside it, FILE.damaged. A last line without its end was cut by a kill, and its step is done
+    again. Raises OSError.
+    """
+    if not path.exists():
+        return [], ""
+    content = path.read_bytes()
+    lines = content.split(b"\n")
+    found = [read(line) for line in lines]
+    stays = [line is not None and line.step <= completed for line in found]
+    in_order = [index for index, line in enumerate(found) if line is not None and line.is_step and stays[index]]
+    # A line before the last step's own that names a later step is damaged as well. The last element has no line's end.
+    damaged = [i for i in range(len(lines) - 1) if found[i] is None or (not stays[i] and i < max(in_order, default=0))]
+    message = ""
+    if damaged:
+        aside = set_aside(path, b"".join(lines[index] + b"\n" for index in damaged))
+        numbers = ", ".join(str(index + 1) for index in damaged[:8]) + (", ..." if len(damaged) > 8 else "")
+        which = "a damaged line" if len(damaged) == 1 else f"{len(damaged)} damaged lines"
+        message = f"{path}: set aside {which}, {numbers}, in {aside}; the run continues without them"
+    kept = b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay)
+    if kept != content:
+        write_bytes_durably(path, kept)
+    return [line for line, stay in zip(found, stays, strict=True) if line is not None and stay], message

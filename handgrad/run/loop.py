@@ -13,26 +13,23 @@ from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.generation.decode import decode_tensors
 from handgrad.generation.text import write_document
-from handgrad.models import parameter_table
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
 from handgrad.run import audit
 from handgrad.run.assemble import assemble
-from handgrad.run.checkpointing import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
+from handgrad.run.checkpointing import begin_state, changed_versions, origin_of, run_facts, run_numbers, versions_of
 from handgrad.run.console import ConsoleMode
 from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.host_copy import host_copy
-from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
-from handgrad.run.memory import generation_plan
 from handgrad.run.packing import identity_of, trained_tokens, training_batches
-from handgrad.run.progress import StepLines
-from handgrad.run.repeated_step import checked_result, is_overflow
-from handgrad.run.saturation import record_fp8
-from handgrad.run.saves import Saves
+from handgrad.run.progress import StepLines, record_fp8
+from handgrad.run.resolve import generation_plan
+from handgrad.run.saves import SaveCheck, Saves
 from handgrad.run.signals import OnStep, StopSignals, preempted
+from handgrad.run.step_check import checked_result, is_overflow
 from handgrad.run.tasks import TaskEvaluation
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
@@ -68,23 +65,19 @@ class Run:
         resumed = folder.resumed
         generation = generation_plan(design)
         self.decode = decode_tensors(design.shape, generation.allocate(design.device))
-        self.completed, self.skips_in_a_row = 0, 0
         copy, self.save_lines = host_copy(config, self.design, ranks)  # before the rest takes its memory
         count = trained_tokens(self.train_batches)
         self.training = assemble(design, self.train_batches, ranks, trained_tokens=count)
         self.origin = origin_of(resumed) if resumed else weights.origin if weights else None
-        if weights is not None:
-            self.load_initial_weights(weights)
+        self.completed, self.skips_in_a_row = begin_state(self.training, config, weights, resumed)
         if resumed is not None:
-            load_run(resumed, config, self.training)
-            self.completed, self.skips_in_a_row = resumed.step, resumed.manifest["skips_in_a_row"]
             folder.changes += changed_versions(resumed, self.versions)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, console, audited=bool(config.audit_every))
         self.audit = audit.Audit(config.audit_every, ranks, self.log)
         facts = audit.facts(config, self.versions, self.identity, self.origin, dataset)
         self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
-        judge = Judge(self.training.state, ranks)
-        self.saves = Saves(config, folder, ranks, self.log, judge, copy, tokenizer_files(self.tokenizer), self.audit.seal)
+        check = SaveCheck(self.training.state, ranks)
+        self.saves = Saves(config, folder, ranks, self.log, check, copy, tokenizer_files(self.tokenizer), self.audit.seal)
         self.step_lines, self.stragglers = StepLines(self.log, config, design, ranks.size), Stragglers()
         self.validation_loss: float | None = None  # the last one, in nats
         self.first_step = self.until = self.completed  # of this process, and where it stops for now
@@ -97,15 +90,6 @@ class Run:
         if tasks is not None:
             tasks.allocate(self.training.plain_ops)
             self.memory_bytes |= tasks.plan.size_bytes
-
-    def load_initial_weights(self, weights: Weights) -> None:
-        """Loads initial weights from elsewhere, with adapters the weights under them. A run with fewer positions takes the
-        first of theirs."""
-        state = self.training.state
-        load = self.training.load_base_weight if self.design.base else state.load_weight
-        for theirs, row in zip(parameter_table(weights.shape), self.design.base or self.design.parameters, strict=True):
-            assert theirs.name == row.name
-            load(row, weights.weight(theirs)[: row.stored_rows])
 
     def begin(self) -> None:
         """Logs the header, and makes the validation and the sample that were due when the last process ended."""

@@ -1,13 +1,16 @@
-"""The figures of a step as a person follows them: a plain line for the log, a live line that fits the terminal."""
+"""The figures of a step as a person follows them: a plain line for the log, a live line that fits the terminal;
+in fp8 its quantised tensors."""
 
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from handgrad import devices
 from handgrad.config import RunConfig
 from handgrad.format import human_count, human_seconds, speed
+from handgrad.fp8.monitor import findings, saturation_line, summary
 from handgrad.run.log import RunLog
 from handgrad.training.design import Design
 from handgrad.training.step import StepResult
@@ -125,3 +128,18 @@ class StepLines:
         self.log.display.update(step, figures.live_line)
         if self.cadence.due(step, always=step == self.steps or bool(result.skipped)):
             self.log.step_line(figures.line)
+
+
+def record_fp8(design: Design, scaling: Any, config: RunConfig, result: StepResult, completed: int, log: RunLog) -> None:
+    """Records the quantised tensors of a step that counted their numbers, and names the saturated ones. `scaling`: None
+    without fp8."""
+    if scaling is None:
+        return
+    counted = design.fp8.counts(completed - 1)
+    micro_steps = design.batch.micro_steps(completed - 1) * design.batch.lanes
+    tensors = findings(scaling, result.reports[0], micro_steps, counted=counted)
+    if counted:
+        log.record("fp8", step=completed, tensors=summary(tensors))
+    for finding in tensors:
+        if finding.saturated_steps == config.fp8_saturation_steps:
+            log.event(completed, saturation_line(finding, completed, config.fp8_on_saturation))

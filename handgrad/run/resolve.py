@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from handgrad import devices, models
-from handgrad.arena import Buffer, make_plan
+from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.backend import choose_backend, plain_backend
 from handgrad.config import TUNED, ModelShape, RunConfig
 from handgrad.dropout.bind import dropout_buffers, sizing
@@ -19,6 +19,7 @@ from handgrad.fp8.bind import fp8_operations
 from handgrad.fp8.dropout import with_workspace
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
+from handgrad.generation.decode import decode_buffers, with_cache
 from handgrad.layout import Layout, Sharding, buckets_of, norm_blocks, shard_elements, state_layout
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
 from handgrad.models import documents
@@ -30,7 +31,6 @@ from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.parallel.memory import with_sharding
-from handgrad.run.memory import memory_bytes
 from handgrad.training import offload
 from handgrad.training.design import Batch, Design, Guards
 from handgrad.training.schedule import Schedule
@@ -295,3 +295,15 @@ def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
         return config
     tokens = config.micro_batch * config.sequence_length
     return replace(config, fp8_keep_bf16=ops.tuned_keep_bf16(tokens=tokens, channels=config.channels))
+
+
+def generation_plan(design: Design) -> Plan:
+    """The plan of one text at a time, for the token that starts a document and the ones that follow. The cache
+    has their length, not the context's."""
+    shape = with_cache(design.shape, 1 + design.sample_tokens)
+    return make_plan(decode_buffers(shape, 1, design.dtype, design.plain_ops))
+
+
+def memory_bytes(design: Design) -> dict[str, int]:
+    """Bytes of every allocation that a rank of this run makes on its device."""
+    return design.plan.size_bytes | generation_plan(design).size_bytes

@@ -1,13 +1,14 @@
-"""The saves of a run: judges each state, copies it into host memory; a thread writes it while training continues.
+"""The saves of a run: checks each state, copies it into host memory; a thread writes it while training continues.
 
 Every rank writes its share of the tensors. When all have written, which the exchange at the end of a step tells them, rank
 0's thread commits the checkpoint and removes old ones; a later exchange tells the others. At most one save is under way.
 Without memory for the copy, or with `async_save` off, training waits while rank 0 writes.
 """
 
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,20 +16,110 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from handgrad import checkpoint
 from handgrad.config import RunConfig
-from handgrad.errors import StorageError, storage_errors
+from handgrad.errors import NumericsError, StorageError, storage_errors
 from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.replicas import checksum, who_differs
 from handgrad.run.assemble import Assembly
 from handgrad.run.checkpointing import save_state, stored_tensors
 from handgrad.run.folder import RunFolder
-from handgrad.run.grace import too_slow
 from handgrad.run.host_copy import HostCopy
-from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
+from handgrad.training.state import TrainingState
 
 BUSY, DONE, FAILED = 0.0, 1.0, 2.0  # a rank's part of the save under way
 SHORT_SECONDS = 1.0  # a shorter wait for the save before is not worth a line
+GROWTH = 1000.0  # of a tensor's norm from one checkpoint to the next; of zeros, to numbers of this size
+NAMED = 4  # tensors in a message
+DEFAULT_SECONDS = 30.0  # torchrun's, Kubernetes' (terminationGracePeriodSeconds) and SLURM's (KillWait)
+VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+class SaveCheck:
+    """Checks the numbers of a checkpoint before it is written: broken numbers must not replace clean ones.
+
+    A norm that is not finite shows numbers that are not. One that has grown a thousandfold since the checkpoint before, to
+    large numbers, shows a flipped bit: the highest one of the exponent multiplies a weight by 2 ** 128. Copies that several
+    ranks hold must be equal, bit by bit.
+    """
+
+    def __init__(self, state: TrainingState, ranks: Ranks):
+        self.ranks, self.norms = ranks, tensor_norms(state, ranks)
+        rows = (row for saved in state.saved for row in saved.layout.rows)
+        self.elements = {row.name: math.prod(row.stored_shape) for row in rows}
+
+    def compare(self, state: TrainingState, step: int, last_saved: int) -> None:
+        """Compares with the last checkpoint, or the state that the run started from.
+
+        Raises `NumericsError`, on all ranks, unless the state after `step` may become a checkpoint."""
+        now = tensor_norms(state, self.ranks)
+        names = unsound(self.norms, now, self.elements)
+        if not names:
+            self.compare_copies(state, step)
+            self.norms = now
+            return
+        first, more = names[0], ", ".join(names[1:NAMED]) + (", ..." if len(names) > NAMED else "")
+        others = f"; the same of {len(names) - 1} more: {more}" if more else ""
+        older = f"resumes from the checkpoint of step {last_saved}" if last_saved >= 0 else "starts over: no checkpoint yet"
+        raise NumericsError(
+            f"step {step} is not saved: the norm of {first} is {now[first]:.3g}, {self.norms[first]:.3g} when it was last"
+            f" judged{others}; a bit was flipped in memory, or the run diverged. The same command {older}; if it ends here"
+            " again, lower --learning-rate"
+        )
+
+    def compare_copies(self, state: TrainingState, step: int) -> None:
+        """Compares the buffers that every rank holds whole: any rank may write its own copy."""
+        if self.ranks.size == 1:
+            return
+        copies = [saved.values for saved in state.saved if saved.is_whole]
+        sums = torch.zeros(len(copies), dtype=torch.int64, device=state.parameters.device)
+        for number, flat in enumerate(copies):
+            checksum(sums[number : number + 1], flat, state.design.ops)
+        everyone = self.ranks.all_gather_objects(sums.tolist(), "copies of a checkpoint's tensors")
+        if any(found != everyone[0] for found in everyone):
+            raise NumericsError(
+                f"step {step} is not saved: the ranks hold different weights or moments ({who_differs(everyone)}): a bit"
+                " was flipped in memory; start again from the last checkpoint, without that GPU if it recurs"
+            )
+
+
+def tensor_norms(state: TrainingState, ranks: Ranks) -> dict[str, float]:
+    """The Euclidean norm of each tensor that a checkpoint holds, as all ranks know it. Each reduces its share."""
+    names, sharded, squares = list[str](), list[bool](), list[float]()
+    for saved in state.saved:
+        pieces = list[tuple[int, Tensor]]()
+        for row in saved.layout.rows:
+            shares = [row.stored(saved.values)] if saved.is_whole else [piece for piece, _ in saved.pieces(row)]
+            pieces += [(len(names), piece) for piece in shares]
+            names.append(row.name)
+            sharded.append(not saved.is_whole)
+            squares.append(0.0)
+        # A transfer for each buffer: with offload some lie on the host.
+        norms = torch.stack([norm_of(piece) for _, piece in pieces]).tolist() if pieces else []
+        for (index, _), norm in zip(pieces, norms, strict=True):
+            squares[index] += norm * norm
+    columns = zip(*ranks.all_gather_numbers(squares, "norms of a checkpoint"), strict=True)
+    totals = [sum(column) if cut else worst(column) for column, cut in zip(columns, sharded, strict=True)]
+    return {name: math.sqrt(total) for name, total in zip(names, totals, strict=True)}
+
+
+def norm_of(piece: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(piece, dtype=torch.float32 if piece.itemsize == 2 else None)
+
+
+def worst(squares: tuple[float, ...]) -> float:
+    """The largest of the ranks' copies; NaN if one is NaN."""
+    return math.nan if any(math.isnan(square) for square in squares) else max(squares)
+
+
+def unsound(before: dict[str, float], now: dict[str, float], elements: dict[str, int]) -> list[str]:
+    """The names of the tensors whose norm is not finite or has jumped. `elements`: of each tensor."""
+    limits = {name: GROWTH * max(before[name], math.sqrt(elements[name])) for name in now}
+    return [name for name, norm in now.items() if not (math.isfinite(norm) and norm <= limits[name])]
 
 
 @dataclass
@@ -53,14 +144,14 @@ class Saves:
         folder: RunFolder,
         ranks: Ranks,
         log: RunLog,
-        judge: Judge,
+        check: SaveCheck,
         copy: HostCopy | None,
         extra_files: dict[str, bytes],
         seal: Callable[[Path, dict[str, Any]], None],
     ):
         """`copy`: None makes training wait while a state is written. `extra_files`: the tokenizer's. `seal` takes the
         folder and the manifest of a complete checkpoint."""
-        self.config, self.folder, self.ranks, self.log, self.judge = config, folder, ranks, log, judge
+        self.config, self.folder, self.ranks, self.log, self.check = config, folder, ranks, log, check
         self.copy, self.extra_files, self.seal = copy, extra_files, seal
         self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # of a complete checkpoint
         best = partial(checkpoint.best_validated, folder.path)
@@ -82,8 +173,8 @@ class Saves:
         waited = self.await_earlier(step)
         save = Save(final, step, manifest, time.perf_counter(), step_seconds)
         training.await_weights()
-        self.poisoned = True  # until the judge has said otherwise
-        self.judge.check(training.state, step, self.last_saved)
+        self.poisoned = True  # until the check has passed
+        self.check.compare(training.state, step, self.last_saved)
         self.poisoned = False
         if self.copy is None:
             self.log.sync()  # no checkpoint is ahead of its record
@@ -223,3 +314,27 @@ def finished() -> Future[None]:
     work: Future[None] = Future()
     work.set_result(None)
     return work
+
+
+def grace_seconds(environment: Mapping[str, str]) -> float:
+    """The seconds that a launcher leaves between its stop signal and SIGKILL."""
+    try:
+        return float(environment.get(VARIABLE, DEFAULT_SECONDS))
+    except ValueError:
+        return DEFAULT_SECONDS
+
+
+def too_slow(
+    save_seconds: float, step_seconds: float, environment: Mapping[str, str], under_way_seconds: float = 0.0
+) -> str:
+    """A line about a stop that would be killed, "" for one that would not. A stop takes the step under way, the save that
+    may be under way behind it, and its own save."""
+    grace, needed = grace_seconds(environment), save_seconds + step_seconds + under_way_seconds
+    if needed <= grace:
+        return ""
+    earlier = f" and {under_way_seconds:.1f} s of a save under way" if under_way_seconds else ""
+    return (
+        f"a stop takes {needed:.1f} s ({save_seconds:.1f} s to save after a step of {step_seconds:.1f} s{earlier}), longer"
+        f" than the {grace:g} s between a launcher's stop signal and SIGKILL; give it more: {VARIABLE}={2 * needed:.0f},"
+        f" #SBATCH --signal=TERM@{2 * needed:.0f}, terminationGracePeriodSeconds"
+    )

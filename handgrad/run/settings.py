@@ -1,8 +1,10 @@
-"""A run's configuration from a preset, a recipe, a model's name and single settings."""
+"""A run's configuration, or a sweep's, from a preset, a recipe, a model's name and single settings."""
 
+import itertools
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ BEGINNINGS = {
     "scratch": "a run starts from nothing without it",
 }
 WITHOUT, WITH = "without", "with"  # settings that change the list `techniques`: no fields of their own
+DEFAULT_OUT = "runs/sweep"
+SEED = "seed"  # runs that differ in nothing else are repetitions
 
 
 def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], command: str = "train") -> RunConfig:
@@ -49,14 +53,14 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         merged |= presets.model(model)
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
-    bare = not name and not recipe_file  # without either, `run.suited` chooses the rest
+    bare = not name and not recipe_file  # without either, `run.autosize` chooses the rest
     if weights := merged.get("init_from"):
         if weights in BEGINNINGS and not Path(weights).exists():
             raise UsageError(f"init_from names the weights to start from, found {weights!r}: {BEGINNINGS[weights]}")
         merged = from_weights(merged, bare=bare)
     elif bare and "num_layers" not in merged:
         check_data(merged, command)
-        from handgrad.run.suited import chosen_settings  # imports torch, which `--help` spares
+        from handgrad.run.autosize import chosen_settings  # imports torch, which `--help` spares
 
         merged = {**chosen_settings(merged), **merged}
     architecture = merged.get("architecture", RunConfig.architecture)
@@ -143,7 +147,7 @@ def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
     them."""
     from handgrad import checkpoint  # imports torch, which `--help` spares
     from handgrad.interop.sources import SIZES, read_sizes, shape_fields
-    from handgrad.run.suited_finetuning import chosen_finetuning
+    from handgrad.run.autosize import chosen_finetuning
 
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None and begun.get("init_from") != settings["init_from"]:
@@ -153,3 +157,68 @@ def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
         sizes = read_sizes(settings["init_from"]) if begun is None else shape_fields(begun)
     chosen = chosen_finetuning(settings, sizes, begun) if bare and not settings.get("batch_schedule") else {}
     return {**sizes, **chosen, **settings}
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One combination of values."""
+
+    name: str  # KEY=VALUE,KEY=VALUE
+    settings: dict[str, Any]  # the values of the keys that are swept
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.out)
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The settings that its repetitions share."""
+        return {key: value for key, value in self.settings.items() if key != SEED}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The runs of all combinations, each in a folder of its own, resolved before any of them starts."""
+
+    folder: Path
+    over: dict[str, list[Any]]
+    runs: list[SweepRun]
+
+
+def resolve_sweep(
+    over: Iterable[str], preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], out: str
+) -> Sweep:
+    """The runs of `over` (like "seed=1,2"); the other arguments as `run_config` takes them. Raises its errors for the first
+    run that does not hold."""
+    values = parse_over(over)
+    folder, runs = Path(out or DEFAULT_OUT), dict[str, SweepRun]()
+    for combination in itertools.product(*values.values()):
+        chosen = dict(zip(values, combination, strict=True))
+        name = ",".join(f"{key}={value_text(value)}" for key, value in chosen.items())
+        if name in runs:
+            raise UsageError(f"--over gives {name} twice; each run needs a folder of its own")
+        config = run_config(preset, recipe_file, model, {**settings, **chosen, "out": str(folder / name)}, "sweep")
+        runs[name] = SweepRun(name, chosen, config)
+    return Sweep(folder, values, list(runs.values()))
+
+
+def parse_over(over: Iterable[str]) -> dict[str, list[Any]]:
+    """["seed=1,2"] -> {"seed": [1, 2]}, the values as the field's type."""
+    values: dict[str, list[Any]] = {}
+    for text in over:
+        key, equals, listed = text.partition("=")
+        name = key.removeprefix("--").replace("-", "_")
+        if not equals:
+            raise UsageError(f"--over takes KEY=VALUE,VALUE,..., found {text!r}; a preset comes before it")
+        if name == "out":
+            raise UsageError("--over cannot vary out: each run has a folder of its own in --out")
+        if name in values:
+            raise UsageError(f"--over names {name} twice; give all its values at once, with commas")
+        values[name] = [value if name in (WITHOUT, WITH) else convert(name, value) for value in listed.split(",")]
+    return values
+
+
+def value_text(value: Any) -> str:
+    """A value in a folder's name."""
+    return str(value).lower() if isinstance(value, bool) else str(value).replace("/", "_")

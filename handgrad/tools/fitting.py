@@ -9,7 +9,7 @@ import torch
 from handgrad.config import RunConfig
 from handgrad.format import human_bytes
 from handgrad.run.checks import can_offload
-from handgrad.run.memory import memory_bytes
+from handgrad.run.resolve import memory_bytes
 from handgrad.training.design import Design
 
 RECOMPUTE_LEVELS = (0, 1, 2, 3)

@@ -14,8 +14,7 @@ from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
 from handgrad.run.folder import resolve_lanes
-from handgrad.run.memory import memory_bytes
-from handgrad.run.resolve import largest_micro_batch, micro_batches
+from handgrad.run.resolve import largest_micro_batch, memory_bytes, micro_batches
 from handgrad.tools import measured
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.roofline import step_time

@@ -15,9 +15,8 @@ from handgrad.run.checks import check_offload, check_shared_gradients, checkpoin
 from handgrad.run.folder import as_begun, model_of, resolve_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
-from handgrad.run.memory import memory_bytes
 from handgrad.run.packing import resolve_packing
-from handgrad.run.resolve import largest_micro_batch, resolve, with_precision, with_tuned_gemms
+from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve, with_precision, with_tuned_gemms
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, candidates, fitting_lines
 from handgrad.tools.rates import gemm_flops
 from handgrad.training.design import Design

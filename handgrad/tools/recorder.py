@@ -43,7 +43,7 @@ def gradients_flops(t: Named) -> int:
 
 def pair_flops(t: Named) -> int:
     """FLOPs of one GEMM over all visible pairs of queries and keys."""
-    (N, C), T, starts = plain(t["out"]).shape, t["lse"].shape[-1], t.get("document_starts")
+    (N, C), T, starts = plain(t["out"]).shape, t["lse"].shape[-1], t["mask"].document_starts
     pairs = N * (T + 1) // 2
     if starts is not None:
         pairs -= int(starts.sum())  # the keys before the document of each query

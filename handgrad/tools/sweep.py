@@ -20,7 +20,7 @@ from handgrad.files import write_durably
 from handgrad.format import human_seconds
 from handgrad.parallel.local import LAUNCHER, POLL_SECONDS, command_line, noted_signals, send, worst_code
 from handgrad.run.listing import FINISHED, summarize
-from handgrad.run.sweep import Sweep, SweepRun
+from handgrad.run.settings import Sweep, SweepRun
 
 STARTS = "starts"  # in the sweep's folder: the recipe of each run, and the errors of its last process
 RESULTS_FILE = "sweep.json"

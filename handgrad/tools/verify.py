@@ -18,7 +18,7 @@ from handgrad.errors import AuditError, ConfigError, UsageError
 from handgrad.evaluation.load import CHAT
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
 from handgrad.run.loop import Run
-from handgrad.run.start import open_run
+from handgrad.run.open import open_run
 from handgrad.run_files import CHECKPOINTS, LOCK_FILE
 from handgrad.tools.record import RunRecord, check_data, check_initial, config_of, machine_differences
 from handgrad.training.step import StepResult

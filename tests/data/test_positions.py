@@ -10,7 +10,7 @@ import pytest
 from handgrad.config import RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training.feed import BatchFeed
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, same_bits

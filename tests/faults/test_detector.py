@@ -3,7 +3,7 @@
 import pytest
 
 from handgrad.config import RunConfig
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training import spikes
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits

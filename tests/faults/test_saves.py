@@ -17,7 +17,7 @@ from handgrad import checkpoint, manifest
 from handgrad.config import RunConfig
 from handgrad.errors import DataError, StorageError
 from handgrad.files import file_sha256
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.distributed.runs import saved_steps
 from tests.test_checkpoints import stored
 from tests.test_runs import elsewhere, same_bits

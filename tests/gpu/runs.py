@@ -9,8 +9,8 @@ import torch
 from handgrad.config import RunConfig
 from handgrad.ops import cuda as kernels
 from handgrad.run.assemble import assemble
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from tests.gpu.models import ZipfTokens
 from tests.test_runs import elsewhere, same_bits
 

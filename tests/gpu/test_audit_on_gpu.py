@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 from handgrad.audit.chain import content_of, links, read_chain
 from handgrad.cli import main
 from handgrad.config import RunConfig
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.run_files import AUDIT_FILE
 from tests.test_runs import elsewhere
 

@@ -12,7 +12,7 @@ if torch.cuda.get_device_capability() < (8, 9):
 
 from handgrad.cli import main
 from handgrad.config import RunConfig
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_fp8_evaluation import BASE, KINDS, evaluated, losses_found  # noqa: F401 - a fixture
 from tests.test_runs import records
 

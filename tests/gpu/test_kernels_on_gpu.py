@@ -21,8 +21,8 @@ from handgrad.ops import cuda as kernels, reference
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.sizes import TURING_TILES
 from handgrad.run.assemble import assemble
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from handgrad.training.step import StepResult
 from tests.gpu.models import LLAMA, LLAMA_UNTIED, MODERN, MODERN_NEW, SHAPE, ZipfBytes, ZipfTokens, gradients, statistics
 from tests.gpu.runs import check_allocations, leave_the_same_bits

@@ -23,7 +23,7 @@ from handgrad.models.passes import run
 from handgrad.models.rows import named
 from handgrad.networks.lora import parse_lora
 from handgrad.ops import cuda, reference
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.conftest import make_model, small_run
 from tests.gpu.runs import check_allocations
 from tests.test_fp8_lora import LAYERS, LENGTH as FP8_LENGTH, SMALL, AdaptedInFp8, gemms_of

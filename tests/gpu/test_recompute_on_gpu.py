@@ -8,7 +8,7 @@ import torch
 
 from handgrad.config import RunConfig
 from handgrad.run import loop
-from handgrad.run.start import train
+from handgrad.run.open import train
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere
 from tests.test_suspicion import FAULTY, events, flip, outlier, same_state

@@ -7,7 +7,7 @@ import torch
 
 from handgrad.config import RunConfig
 from handgrad.ops import reference
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.gpu.models import gradients
 from tests.gpu.runs import leave_the_same_bits
 from tests.test_runs import elsewhere, records

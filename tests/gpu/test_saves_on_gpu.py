@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 from handgrad import checkpoint
 from handgrad.config import RunConfig
-from handgrad.run.start import train
+from handgrad.run.open import train
 from tests.test_runs import elsewhere, records, same_bits
 
 

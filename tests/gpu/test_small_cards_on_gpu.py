@@ -14,8 +14,8 @@ from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.ops import cuda as kernels
 from handgrad.run.assemble import assemble
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from handgrad.training.step import StepResult
 from tests.gpu.models import ZipfTokens
 from tests.gpu.runs import check_allocations, leave_the_same_bits

@@ -7,6 +7,7 @@ import torch
 
 from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
 from handgrad.dropout.masks import Dropout
+from handgrad.mask import Mask
 from handgrad.ops import cuda as kernels
 from tests.documents import document_starts
 from tests.kernels.memory_checks import Case, Draw, Tensors, classifier_inputs, copy, nan, statistics_dtype
@@ -24,8 +25,8 @@ def attention(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int) -> C
         sizes = {"batch": B, "length": T, "num_heads": H, "kv_heads": K, "head_width": D, "dtype": qkv.dtype}
         size = ops.attention_scratch_bytes(**sizes, documents=t["starts"] is not None)
         scratch = torch.full((size + 16,), 255, dtype=torch.uint8, device=qkv.device)
-        ops.attention_forward(out, lse, qkv, scratch=scratch, document_starts=t["starts"])
-        ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, document_starts=t["starts"])
+        ops.attention_forward(out, lse, qkv, scratch=scratch, mask=Mask(t["starts"]))
+        ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, mask=Mask(t["starts"]))
         assert not checked or (scratch[size:] == 255).all()  # a graph that is captured has no numbers yet
         if max(map(max, lengths)) == 1:
             return {"out": out, "lse": lse, "dqkv": dqkv}
@@ -55,8 +56,8 @@ def attention_with_dropout(draw: Draw, lengths: list[list[int]], H: int, D: int)
         out, lse, dqkv = nan(qkv, *dout.shape), nan(qkv, B, H, T, dtype=statistics_dtype(qkv)), nan(qkv, *qkv.shape)
         sizes = {"batch": B, "length": T, "num_heads": H, "head_width": D, "dtype": qkv.dtype}
         scratch = torch.full((backend.attention_scratch_bytes(**sizes),), 255, dtype=torch.uint8, device=qkv.device)
-        backend.attention_forward(out, lse, qkv, site, document_starts=t["starts"])
-        more = {"scratch": scratch, "document_starts": t["starts"]}
+        backend.attention_forward(out, lse, qkv, site, mask=Mask(t["starts"]))
+        more = {"scratch": scratch, "mask": Mask(t["starts"])}
         backend.attention_backward(dqkv, dout, out, lse, qkv, site, **more)
         return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), dqkv.split(H * D, 1), strict=True))}
 

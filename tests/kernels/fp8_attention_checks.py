@@ -14,6 +14,7 @@ from torch import Tensor
 from handgrad.fp8 import formats, reference
 from handgrad.fp8.cuda import attention
 from handgrad.fp8.formats import CLIPPED, VANISHED, Quantized
+from handgrad.mask import Mask
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.sizes import attention_scratch_bytes, rows_of
 from tests.kernels.fp8_checks import copy, forms_of, make, same, totals
@@ -63,9 +64,9 @@ def run(
     lse = torch.full((B, H, T), math.nan, device=draw.device)
     size = attention_scratch_bytes(batch=B, length=T, num_heads=H)
     scratch = torch.full((size,), 255, dtype=torch.uint8, device=draw.device)
-    documents = {"document_starts": None if starts is None else starts.to(draw.device)}
-    attention_triton.attention_forward(out, lse, qkv, **documents)
-    attention_triton.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, **documents)
+    mask = Mask(None if starts is None else starts.to(draw.device))
+    attention_triton.attention_forward(out, lse, qkv, mask=mask)
+    attention_triton.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, mask=mask)
 
     def programs(kernel: str) -> int:
         return B * H * triton.cdiv(T, rows_of(kernel, attention_triton.choose_config(kernel, qkv, D)))
@@ -77,7 +78,7 @@ def run(
         found = replace(prepared(form, used), plain=torch.full_like(out, math.nan))
         wanted = expected(found, out)
         found_lse = torch.full_like(lse, math.nan)
-        attention.attention_forward(found, found_lse, qkv, scratch=scratch, **documents)
+        attention.attention_forward(found, found_lse, qkv, scratch=scratch, mask=mask)
         assert found.plain is not None and torch.equal(found.plain, out) and torch.equal(found_lse, lse), name
         same(found, wanted)
         counts(found, counting)
@@ -88,7 +89,7 @@ def run(
         with_plain = replace(prepared(form, used), plain=torch.full_like(dqkv, math.nan))
         before = copy(with_plain)
         inputs = dout, replace(copy(tensor), plain=out), lse, qkv
-        attention.attention_backward(with_plain, *inputs, scratch=scratch, **documents)
+        attention.attention_backward(with_plain, *inputs, scratch=scratch, mask=mask)
         assert with_plain.plain is not None
         same(with_plain, expected(before, with_plain.plain))
         counts(with_plain, counting)
@@ -96,7 +97,7 @@ def run(
         eps = torch.finfo(draw.dtype).eps
         assert (with_plain.plain - dqkv).norm() <= eps * dqkv.norm()
         found = prepared(form, used)
-        attention.attention_backward(found, *inputs, scratch=scratch, **documents)
+        attention.attention_backward(found, *inputs, scratch=scratch, mask=mask)
         for name in ("rows", "columns"):
             ours, theirs = getattr(found, name), getattr(with_plain, name)
             if ours is not None:

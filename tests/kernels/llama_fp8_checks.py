@@ -10,6 +10,7 @@ from torch import Tensor
 from handgrad.fp8 import reference
 from handgrad.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, rotary, swiglu
 from handgrad.fp8.formats import Form
+from handgrad.mask import Mask
 from handgrad.networks.llama import LlamaShape
 from handgrad.ops.cuda import attention_triton, swiglu as plain_swiglu
 from handgrad.ops.sizes import rows_of
@@ -113,8 +114,8 @@ def attention_forward(
     qkv = wide(draw, N, (H + 2 * K) * D)
     outs = [torch.full((N, C), math.nan, dtype=draw.dtype, device=draw.device) for _ in range(2)]
     lses = [torch.full((B, H, T), math.nan, device=draw.device) for _ in range(2)]
-    documents = {"document_starts": None if starts is None else starts.to(draw.device)}
-    attention_triton.attention_forward(outs[0], lses[0], qkv, **documents)
+    mask = Mask(None if starts is None else starts.to(draw.device))
+    attention_triton.attention_forward(outs[0], lses[0], qkv, mask=mask)
     config = attention_triton.choose_config("forward", qkv, D, True, starts is not None)
     parts = max(B * H * triton.cdiv(T, rows_of("forward", config)), frames.parts_of(N, C))
     tensor = make(N, C, parts, kind, draw.device, scale=SCALES[kind])
@@ -122,6 +123,6 @@ def attention_forward(
         found = replace(copy(form), plain=outs[1].fill_(math.nan))
         expected = frames.fresh(form)
         reference.quantize(expected, outs[0])
-        attention.attention_forward(found, lses[1].fill_(math.nan), qkv, scratch=scratch_of(draw), **documents)
+        attention.attention_forward(found, lses[1].fill_(math.nan), qkv, scratch=scratch_of(draw), mask=mask)
         same(replace(found, plain=None), expected)
         assert torch.equal(outs[0], outs[1]) and torch.equal(lses[0], lses[1])

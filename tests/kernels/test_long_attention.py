@@ -13,6 +13,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
+from handgrad.mask import Mask
 from handgrad.ops import cpu
 from handgrad.ops.cuda import attention_triton as kernels
 from handgrad.ops.sizes import AttentionTile
@@ -35,14 +36,14 @@ def test_a_row_of_32768_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     def torch_has(dtype: torch.dtype) -> tuple[Tensor, ...]:
         out, dqkv, lse = (torch.empty(shape, dtype=dtype) for shape in ((T, D), (T, 3 * D), (1, 1, T)))
         inputs = qkv.to(dtype), dout.to(dtype)
-        cpu.attention_forward(out, lse, inputs[0], document_starts=starts)
-        cpu.attention_backward(dqkv, inputs[1], out, lse, inputs[0], document_starts=starts)
+        cpu.attention_forward(out, lse, inputs[0], mask=Mask(starts))
+        cpu.attention_backward(dqkv, inputs[1], out, lse, inputs[0], mask=Mask(starts))
         return out, lse, *dqkv.split(D, 1)
 
     out, dqkv, lse = (torch.full(shape, math.nan) for shape in ((T, D), (T, 3 * D), (1, 1, T)))
     scratch = torch.empty(kernels.attention_scratch_bytes(batch=1, length=T, num_heads=1), dtype=torch.uint8)
-    kernels.attention_forward(out, lse, qkv, document_starts=starts)
-    kernels.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, document_starts=starts)
+    kernels.attention_forward(out, lse, qkv, mask=Mask(starts))
+    kernels.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, mask=Mask(starts))
     found = out, lse, *dqkv.split(D, 1)
     names = "out", "lse", "dq", "dk", "dv"
     for name, f, plain, exact in zip(names, found, torch_has(torch.float32), torch_has(torch.float64), strict=True):

@@ -1,17 +1,16 @@
 """Attention with dropout, in the Triton loops for heads of any width: cuDNN draws its masks from a generator of its own,
 which the reference could not repeat."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from handgrad.dropout.cuda.masks import RANDOM, head_key, kept, kernel_arguments, row_keys, sample_key
 from handgrad.dropout.masks import Dropout
+from handgrad.mask import CAUSAL, Mask
 from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
 from handgrad.ops.cuda.attention_tiles import key_block, load_vector, query_block, store_tile, store_vector
-from handgrad.ops.cuda.attention_triton import checked, launch_blocks, sums_in
+from handgrad.ops.cuda.attention_triton import launch_blocks, sums_in
 
 # M a mask of zeros and ones and c = 1 / (1 - p):  y = c (M P) v,  dv = c (M P)^T dy,
 # dS = P (c M dP - delta) = c P (M dP - delta / c). So c stays out of the loops: they take M and delta / c, and what they
@@ -85,16 +84,8 @@ def dkdv_kernel(
     store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
 
 
-def more_arguments(dropout: Dropout, document_starts: Tensor | None, lse: Tensor) -> dict[str, Any]:
-    """The arguments that dropout adds to a launch."""
-    starts = checked(document_starts, lse)
-    return {"more": (starts, *kernel_arguments(dropout)), "documents": starts is not None}
-
-
-def attention_forward(
-    out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout, *, document_starts: Tensor | None = None
-) -> None:
-    launch_blocks("forward", forward_kernel, lse, out, lse, qkv, **more_arguments(dropout, document_starts, lse))
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout, *, mask: Mask = CAUSAL) -> None:
+    launch_blocks("forward", forward_kernel, lse, out, lse, qkv, mask=mask, more=kernel_arguments(dropout))
 
 
 def attention_backward(
@@ -106,8 +97,8 @@ def attention_backward(
     dropout: Dropout,
     *,
     scratch: Tensor,
-    document_starts: Tensor | None = None,
+    mask: Mask = CAUSAL,
 ) -> None:
-    sums, more = sums_in(scratch, lse), more_arguments(dropout, document_starts, lse)
-    launch_blocks("dq", dq_kernel, lse, dqkv, sums, dout, out, lse, qkv, **more)
-    launch_blocks("dkdv", dkdv_kernel, lse, dqkv, sums, dout, qkv, **more)
+    sums, more = sums_in(scratch, lse), kernel_arguments(dropout)
+    launch_blocks("dq", dq_kernel, lse, dqkv, sums, dout, out, lse, qkv, mask=mask, more=more)
+    launch_blocks("dkdv", dkdv_kernel, lse, dqkv, sums, dout, qkv, mask=mask, more=more)

@@ -9,6 +9,7 @@ from torch import Tensor
 from handgrad.fp8 import formats
 from handgrad.fp8.cuda.quantizing import UNALIGNED, at_own_scale, limits, quantize, rounded, store_statistics
 from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.mask import CAUSAL, Mask
 from handgrad.ops.cuda import attention, attention_triton
 from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
 from handgrad.ops.cuda.attention_tiles import (
@@ -20,7 +21,7 @@ from handgrad.ops.cuda.attention_tiles import (
     store_tile,
     store_vector,
 )
-from handgrad.ops.cuda.attention_triton import blocks, checked, sums_in
+from handgrad.ops.cuda.attention_triton import blocks, sums_in
 from handgrad.ops.cuda.launch import launch
 
 SCALE = tl.constexpr(formats.SCALE)
@@ -117,7 +118,7 @@ def launch_blocks(
     name: str,
     kernel: Any,
     tensors: tuple[Tensor | None, ...],
-    starts: Tensor | None,
+    mask: Mask,
     quantized: Quantized,
     first_part: int,
     lse: Tensor,
@@ -125,6 +126,7 @@ def launch_blocks(
 ) -> int:
     """Launches a kernel over all blocks of all heads and returns the number of its programs; each writes a part of the
     statistics of `quantized`, from `first_part` on. `width`: channels of a head."""
+    starts = mask.starts_like(lse)
     statistics, parts = quantized.statistics, quantized.statistics.shape[1]
     forms = quantized.rows, quantized.columns, quantized.scaling
     programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors, documents=starts is not None, width=width)
@@ -135,17 +137,15 @@ def launch_blocks(
     return programs
 
 
-def attention_forward(
-    out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, document_starts: Tensor | None = None
-) -> None:
+def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL) -> None:
     if isinstance(out, Tensor):
-        attention.attention_forward(out, lse, qkv, scratch=scratch, document_starts=document_starts)
+        attention.attention_forward(out, lse, qkv, scratch=scratch, mask=mask)
     elif out.current:
-        attention_triton.attention_forward(plain(out), lse, qkv, document_starts=document_starts)
+        attention_triton.attention_forward(plain(out), lse, qkv, mask=mask)
         quantize(out, plain(out))
     else:
-        width, starts = out.shape[1] // lse.shape[1], checked(document_starts, lse)
-        launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), starts, out, 0, lse, width)
+        width = out.shape[1] // lse.shape[1]
+        launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), mask, out, 0, lse, width)
 
 
 def attention_backward(
@@ -156,24 +156,24 @@ def attention_backward(
     qkv: Tensor,
     *,
     scratch: Tensor,
-    document_starts: Tensor | None = None,
+    mask: Mask = CAUSAL,
 ) -> None:
     """A quantised dqkv needs no 16-bit form: with a current scale, the kernels compute all of it twice. The faster of cuDNN
     and Triton fills its `workspace`, if it has one (heads that share keys always do), and an operation between attention
     and the GEMM quantises it."""
     inputs = dout, plain(out), lse, qkv
     if isinstance(dqkv, Quantized) and dqkv.workspace is not None:
-        attention.attention_backward(dqkv.workspace, *inputs, scratch=scratch, document_starts=document_starts)
+        attention.attention_backward(dqkv.workspace, *inputs, scratch=scratch, mask=mask)
         return
     if isinstance(dqkv, Tensor):
         either = attention if isinstance(out, Tensor) else attention_triton
-        either.attention_backward(dqkv, *inputs, scratch=scratch, document_starts=document_starts)
+        either.attention_backward(dqkv, *inputs, scratch=scratch, mask=mask)
         return
     assert qkv.shape[1] == 3 * dout.shape[1], "heads that share keys are quantised behind attention"
-    sums, starts, width = sums_in(scratch, lse), checked(document_starts, lse), dout.shape[1] // lse.shape[1]
+    sums, width = sums_in(scratch, lse), dout.shape[1] // lse.shape[1]
 
     def run() -> None:
-        parts = launch_blocks("dq", dq_kernel, (dqkv.plain, sums, *inputs), starts, dqkv, 0, lse, width)
-        launch_blocks("dkdv", dkdv_kernel, (dqkv.plain, sums, dout, qkv), starts, dqkv, parts, lse, width)
+        parts = launch_blocks("dq", dq_kernel, (dqkv.plain, sums, *inputs), mask, dqkv, 0, lse, width)
+        launch_blocks("dkdv", dkdv_kernel, (dqkv.plain, sums, dout, qkv), mask, dqkv, parts, lse, width)
 
     at_own_scale(dqkv, run)

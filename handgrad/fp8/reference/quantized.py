@@ -10,6 +10,7 @@ from torch import Tensor
 
 from handgrad.fp8.formats import Form, Quantized, plain, plain_or_workspace
 from handgrad.fp8.reference.quantizing import quantize, write_forms
+from handgrad.mask import CAUSAL, Mask
 from handgrad.ops import reference
 
 
@@ -63,11 +64,11 @@ def attention_backward(
     qkv: Tensor,
     *,
     scratch: Tensor | None = None,
-    document_starts: Tensor | None = None,
+    mask: Mask = CAUSAL,
 ) -> None:
     """A dqkv with a `workspace` is left there: an operation between attention and the product quantises it."""
     into = dqkv.workspace if isinstance(dqkv, Quantized) and dqkv.workspace is not None else dqkv
-    attention_backward_into(into, dout, plain(out), lse, qkv, document_starts=document_starts)
+    attention_backward_into(into, dout, plain(out), lse, qkv, mask=mask)
 
 
 def quantizing_workspace(operation: Callable[..., None]) -> Callable[..., None]:

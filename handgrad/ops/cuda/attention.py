@@ -4,6 +4,7 @@ documents: cuDNN's graphs know no such mask."""
 import torch
 from torch import Tensor
 
+from handgrad.mask import CAUSAL, Mask
 from handgrad.ops import sizes
 from handgrad.ops.cuda import attention_cudnn, attention_triton
 
@@ -24,13 +25,11 @@ def attention_scratch_bytes(
     return sizes.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 
-def attention_forward(
-    out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, document_starts: Tensor | None = None
-) -> None:
-    if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]) and document_starts is None:
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL) -> None:
+    if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]) and mask.document_starts is None:
         attention_cudnn.attention_forward(out, lse, qkv, scratch=scratch)
     else:
-        attention_triton.attention_forward(out, lse, qkv, document_starts=document_starts)
+        attention_triton.attention_forward(out, lse, qkv, mask=mask)
 
 
 def attention_backward(
@@ -41,10 +40,10 @@ def attention_backward(
     qkv: Tensor,
     *,
     scratch: Tensor,
-    document_starts: Tensor | None = None,
+    mask: Mask = CAUSAL,
 ) -> None:
     inputs = dout, out, lse, qkv
-    if attention_cudnn.runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and document_starts is None:
+    if attention_cudnn.runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and mask.document_starts is None:
         attention_cudnn.attention_backward(dqkv, *inputs, scratch=scratch)
     else:
-        attention_triton.attention_backward(dqkv, *inputs, scratch=scratch, document_starts=document_starts)
+        attention_triton.attention_backward(dqkv, *inputs, scratch=scratch, mask=mask)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from handgrad.mask import CAUSAL, Mask
 from handgrad.ops.cuda.attention_configs import choose_config
 from handgrad.ops.cuda.attention_loops import (
     LN_2,
@@ -141,27 +142,18 @@ def launch_blocks(
     kernel: Any,
     lse: Tensor,
     *tensors: Tensor,
+    mask: Mask,
     more: tuple[Any, ...] = (),
     width: int = 0,
-    documents: bool = False,
 ) -> None:
-    """Launches a kernel over all blocks of all heads. `more`: arguments between its tensors and the sizes."""
-    programs, sizes, options = blocks(name, lse, *tensors, width=width, documents=documents)
-    launch(kernel, (programs,), *tensors, *more, *sizes, **options)
+    """Launches a kernel over all blocks of all heads. `more`: arguments between the mask's and the sizes."""
+    starts = mask.starts_like(lse)
+    programs, sizes, options = blocks(name, lse, *tensors, width=width, documents=starts is not None)
+    launch(kernel, (programs,), *tensors, starts, *more, *sizes, **options)
 
 
-def checked(document_starts: Tensor | None, lse: Tensor) -> Tensor | None:
-    """The document starts, if there are any, as the kernels read them."""
-    if document_starts is not None:
-        shape, kind = tuple(document_starts.shape), document_starts.dtype
-        fits = shape == (lse.shape[0], lse.shape[2]) and kind == torch.int32 and document_starts.is_contiguous()
-        assert fits, f"document starts {shape} {kind} for lse {tuple(lse.shape)}"
-    return document_starts
-
-
-def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, document_starts: Tensor | None = None) -> None:
-    options = {"more": (checked(document_starts, lse),), "documents": document_starts is not None}
-    launch_blocks("forward", forward_kernel, lse, out, lse, qkv, width=out.shape[1] // lse.shape[1], **options)
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, mask: Mask = CAUSAL) -> None:
+    launch_blocks("forward", forward_kernel, lse, out, lse, qkv, width=out.shape[1] // lse.shape[1], mask=mask)
 
 
 def sums_in(scratch: Tensor, lse: Tensor) -> Tensor:
@@ -180,10 +172,9 @@ def attention_backward(
     qkv: Tensor,
     *,
     scratch: Tensor,
-    document_starts: Tensor | None = None,
+    mask: Mask = CAUSAL,
 ) -> None:
     sums, (_, H, _), C = sums_in(scratch, lse), lse.shape, out.shape[1]
     dkdv = dkdv_kernel if qkv.shape[1] == 3 * C else grouped_dkdv_kernel
-    options = {"more": (checked(document_starts, lse),), "documents": document_starts is not None, "width": C // H}
-    launch_blocks("dq", dq_kernel, lse, dqkv, sums, dout, out, lse, qkv, **options)
-    launch_blocks("dkdv", dkdv, lse, dqkv, sums, dout, qkv, **options)
+    launch_blocks("dq", dq_kernel, lse, dqkv, sums, dout, out, lse, qkv, mask=mask, width=C // H)
+    launch_blocks("dkdv", dkdv, lse, dqkv, sums, dout, qkv, mask=mask, width=C // H)

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from handgrad.mask import CAUSAL, Mask
+
 # Causal attention (Vaswani et al. 2017), per head: S = q k^T / sqrt(D) for keys at or before the query,
 # P = softmax(S) = exp(S - lse),  y = P v.
 # Backward: dv = P^T dy,  dP = dy v^T,  dS = P (dP - rowsum(dy y)),  dq = dS k / sqrt(D),  dk = dS^T q / sqrt(D).
@@ -12,8 +14,7 @@ from torch import Tensor
 # Grouped heads (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245): K heads of keys and values, each for H / K heads of
 # queries in a row; its dk and dv are the sums over these.
 #
-# Documents side by side in a row: document_starts (B, T) int32 says at which position the document of each position starts,
-# and query i sees key j if document_starts[i] <= j <= i. Nothing else changes: P = 0 for the other keys, and with it dS.
+# A mask may hide more keys (`Mask`). Nothing else changes: P = 0 for these keys, and with it dS.
 
 
 def split_heads(packed: Tensor, batch: int, num_heads: int, head_width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,15 +45,6 @@ def masked_scores(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
     return scores.masked_fill_(hidden, -math.inf)
 
 
-def causal_scores(q: Tensor, k: Tensor, starts: Tensor | None) -> Tensor:
-    """Scores of (H, T, D) each, without keys after the query, or before the start (T) of the query's document."""
-    T = q.shape[-2]
-    hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu_(1)
-    if starts is not None:
-        hidden |= torch.arange(T, device=q.device) < starts.unsqueeze(1)
-    return masked_scores(q, k, hidden)
-
-
 def attention_scratch_bytes(
     *,
     batch: int,
@@ -63,27 +55,18 @@ def attention_scratch_bytes(
     kv_heads: int = 0,
     documents: bool = False,
 ) -> int:
-    """Bytes of `scratch` that the backward of attention needs, with `documents` one that is given `document_starts`: none
-    here."""
+    """Bytes of `scratch` that the backward of attention needs, with `documents` one within documents: none here."""
     return 0
 
 
-def attention_forward(
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor | None = None,
-    document_starts: Tensor | None = None,
-) -> None:
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None, mask: Mask = CAUSAL) -> None:
     """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C), or (N, (H + 2K) D) with grouped
-    heads: C = H D. document_starts (B, T) keeps each document of a row to itself."""
+    heads: C = H D."""
     B, H, T = lse.shape
     q, k, v = split_heads(qkv.to(lse.dtype), B, H, out.shape[1] // H)
     y = out.view(B, T, H, -1).transpose(1, 2)
     for b in range(B):  # one batch entry at a time bounds the (H, T, T) scores
-        starts = None if document_starts is None else document_starts[b]
-        scores = causal_scores(q[b], for_queries(k[b], H), starts)
+        scores = masked_scores(q[b], for_queries(k[b], H), mask.hidden(b, T, qkv.device))
         lse[b] = scores.logsumexp(-1)
         weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
         y[b] = torch.matmul(weights, for_queries(v[b], H))
@@ -97,7 +80,7 @@ def attention_backward(
     qkv: Tensor,
     *,
     scratch: Tensor | None = None,
-    document_starts: Tensor | None = None,
+    mask: Mask = CAUSAL,
 ) -> None:
     """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C) or (N, (H + 2K) D)."""
     B, H, T = lse.shape
@@ -108,8 +91,8 @@ def attention_backward(
     scale = 1.0 / math.sqrt(q.shape[-1])
     for b in range(B):
         keys, values = for_queries(k[b], H), for_queries(v[b], H)
-        starts = None if document_starts is None else document_starts[b]
-        weights = torch.exp_(causal_scores(q[b], keys, starts).sub_(lse[b].unsqueeze(-1)))
+        scores = masked_scores(q[b], keys, mask.hidden(b, T, qkv.device))
+        weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
         dweights = torch.matmul(dy[b], values.transpose(-1, -2))
         dscores = dweights.sub_((dy[b] * y[b]).sum(-1, keepdim=True)).mul_(weights)
         dv[b] = group_sums(torch.matmul(weights.transpose(-1, -2), dy[b]), K)

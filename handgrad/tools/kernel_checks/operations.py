@@ -11,6 +11,7 @@ import torch
 
 from handgrad.dropout import reference as dropout_reference
 from handgrad.dropout.masks import Dropout
+from handgrad.mask import Mask
 from handgrad.ops import reference
 from handgrad.ops.cases import CALLS, OPTIMIZING, Arguments, B, C, Draw, F, N, T
 from handgrad.tools.kernel_checks.checking import attempt, compare
@@ -32,7 +33,7 @@ def documents(d: Draw) -> Arguments:
     """Three in the first row, one of them a token; one in the second."""
     starts = torch.zeros(B, T, dtype=torch.int32, device=d.device)
     starts[0, 40:], starts[0, 41:] = 40, 41
-    return {"document_starts": starts}
+    return {"mask": Mask(starts)}
 
 
 GROUPED = {"H": 2, "K": 1, "D": 64}  # two heads of queries share one of keys and values

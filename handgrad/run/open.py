@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from handgrad import devices
 from handgrad.config import RunConfig, check, to_dict
 from handgrad.data.shards import Dataset, open_dataset
@@ -40,31 +42,22 @@ from handgrad.run.tasks import make_task_evaluation
 
 @contextlib.contextmanager
 def open_run(
-    config: RunConfig, *, allow_changes: bool = False, strict: bool = False, console: ConsoleMode = "live"
+    asked: RunConfig, *, allow_changes: bool = False, strict: bool = False, console: ConsoleMode = "live"
 ) -> Iterator[Run]:
-    """The run in `config.out`, ready to make steps; this process owns the folder until the end of the `with` block.
+    """The run in `asked.out`, ready to make steps; this process owns the folder until the end of the `with` block.
     `strict`: resumed from the newest checkpoint, or refused; the same for the weights of `init_from`.
 
     Raises the errors of an input or a folder that does not fit.
     """
-    check(config)
-    check_names(config)
+    check_names(asked)
     info = find_rank_info(os.environ)
-    device = devices.resolve_device(config.device, info.local_rank)
-    seconds = config.join_seconds, config.silence_seconds, config.stall_seconds
-    with joined(info, device, Timeouts(*seconds, Path(config.out) / "stacks")) as ranks:
-        asked = config
-        inherited = ranks.from_rank_0(lambda: inherited_settings(asked), "the run so far")
-        config = check(with_precision(replace(config, **inherited), device))
-        devices.dtype_of(device, config.precision)  # refuses one that the device lacks, before any data is read
-        tuned = with_tuned_gemms(config, device)
-        ranks.check_equal("configuration", to_dict(tuned))
-        config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")))
+    device = devices.resolve_device(asked.device, info.local_rank)
+    seconds = asked.join_seconds, asked.silence_seconds, asked.stall_seconds
+    with joined(info, device, Timeouts(*seconds, Path(asked.out) / "stacks")) as ranks:
+        config, dataset = complete(asked, device, ranks)
         check_shared_gradients(config, ranks.size)
         check_offload(config, device, ranks.size)
         ranks.from_rank_0(lambda: sinks.chosen(config.log_to), "log_to")  # refuses one that is not installed
-        dataset = open_dataset(config.data, model_of(config))
-        config = check(replace(config, packing=resolve_packing(config.packing, dataset)))
         ranks.from_rank_0(lambda: check_tokenizer(config, dataset, allow_changes=allow_changes), "the tokenizer")
         design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)
         tasks = make_task_evaluation(config, design, dataset.tokenizer, ranks)
@@ -81,6 +74,22 @@ def open_run(
             run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, console=console)
             with contextlib.closing(run.log), contextlib.closing(run.saves), record_stop(run):
                 yield run
+
+
+def complete(asked: RunConfig, device: torch.device, ranks: Ranks) -> tuple[RunConfig, Dataset]:
+    """(the configuration of the run, its data). Settings that `asked` leaves open come from the run that has begun in
+    `asked.out`, then from the device, the ranks and the data.
+
+    Raises `UsageError`: a setting, or two together, with which no run holds; the errors of data and ranks.
+    """
+    inherited = ranks.from_rank_0(lambda: inherited_settings(asked), "the run so far")
+    precise = with_precision(replace(asked, **inherited), device)
+    devices.dtype_of(device, precise.precision)  # refuses one that the device lacks, before any data is read
+    tuned = with_tuned_gemms(precise, device)
+    ranks.check_equal("configuration", to_dict(tuned))
+    lanes = ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")
+    dataset = open_dataset(asked.data, model_of(asked))
+    return check(replace(tuned, lanes=lanes, packing=resolve_packing(tuned.packing, dataset))), dataset
 
 
 @contextlib.contextmanager
