@@ -85,8 +85,8 @@ def complete(asked: RunConfig, device: torch.device, ranks: Ranks) -> tuple[RunC
     inherited = ranks.from_rank_0(lambda: inherited_settings(asked), "the run so far")
     tuned = with_tuned_gemms(with_precision(replace(asked, **inherited), device), device)
     ranks.check_equal("configuration", to_dict(tuned))
-    lanes = ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")
-    config = check(replace(tuned, lanes=lanes))  # before any data is read
+    config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")))
+    devices.dtype_of(device, config.precision)  # refuses one that the device lacks, before any data is read
     data = open_dataset(asked.data, model_of(asked))
     return check_packing(replace(config, packing=resolve_packing(config.packing, data))), data
 
