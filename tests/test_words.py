@@ -1,4 +1,4 @@
-"""The package's words: phrases that read as translated stay out of its docstrings, comments and messages."""
+"""Phrases that read as translated stay out of the package's docstrings, comments and messages, and out of the pages."""
 
 import ast
 import io
@@ -16,6 +16,7 @@ PHRASES = ("that of", "those that", "those of", "whoever", "in the place of", "n
 OPENINGS = ("Of", "In which", "That", "Those", "Beside", "What", "Whether", "Where", "How", "Which", "Who")  # of docstrings
 
 PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})\b".replace(" ", r"\s+"), re.IGNORECASE)
+FENCED = re.compile(r"^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 OPENING = re.compile(rf"({'|'.join(OPENINGS)})\s")
 
 
@@ -60,6 +61,16 @@ def test_no_phrase_of_the_package_reads_as_translated() -> None:
         for miss in misses(path.read_text(encoding="utf-8"))
     ]
     assert not bad, "name the thing instead:\n" + "\n".join(bad)
+
+
+def test_no_phrase_of_the_pages_reads_as_translated() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    bad = [
+        f"{page.relative_to(ROOT)}: {match[0]!r}"
+        for page in sorted(pages)
+        for match in PHRASE.finditer(FENCED.sub("", page.read_text()))
+    ]
+    assert len(pages) > 50 and not bad, "name the thing instead:\n" + "\n".join(bad)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 A collective waits for ever for a rank that is dead, stopped or stuck, or until a library's limit that names no rank. So a
 thread of each rank writes beats into the store where the ranks met and reads others: rank 0 all of them, the rest rank 0's.
 The first rank to find a fault writes it under one key that all ranks read. Clocks of machines are never compared, and a
-pause of all ranks together is no rank's silence (`running_clock`).
+pause of all ranks together is no rank's silence (`RunningClock`).
 
 A call to a store whose host is stopped does not return, whatever its time limit. So a second thread, the guard, which never
 calls the store, watches the first and ends the process.
@@ -25,13 +25,31 @@ import torch.distributed as dist
 
 from handgrad.errors import RESUMABLE, NumericsError
 from handgrad.parallel.order import Entry, difference_text, first_difference, named_ranks
-from handgrad.parallel.running_clock import RunningClock
 
 INTERVAL_SECONDS = 1.0  # between beats
 WORK_FACTOR = 6  # a rank may work so many times as long as all may wait for each other
 SUSPECT_SECONDS = 5.0  # of silence are enough once a collective has failed
 READ_SECONDS = 0.05  # between two looks whether the others know of an error
 GRACE_SECONDS = 3.0  # between finding a fault and ending the process: it may be about to end by itself
+
+
+class RunningClock:
+    """Seconds in which this process ran. Between two reads at most `most_seconds` count, so read it more often than that.
+
+    `scontrol suspend`, `docker pause` and a frozen virtual machine stop all processes of a run together. On a clock of the
+    machine, the first process to continue would take the pause for the others' silence.
+    """
+
+    def __init__(self, most_seconds: float, clock: Callable[[], float] = time.monotonic):
+        self.most_seconds, self.clock = most_seconds, clock
+        self.seconds, self.looked, self.lock = 0.0, clock(), threading.Lock()
+
+    def __call__(self) -> float:
+        with self.lock:
+            now = self.clock()
+            self.seconds += min(now - self.looked, self.most_seconds)
+            self.looked = now
+            return self.seconds
 
 
 class Beat(NamedTuple):

@@ -44,7 +44,7 @@ def skip_passed(items: list[pytest.Item]) -> None:
 
 
 def is_due(name: str, seconds: float | None = None) -> bool:
-    """Whether a recorded test runs again on the day of `seconds`; None: today."""
+    """True if a recorded test runs again on the day of `seconds`; None: today."""
     day = int(time.time() if seconds is None else seconds) // 86400
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % DAYS == day % DAYS
 
@@ -54,7 +54,7 @@ def read_record() -> dict[str, dict[str, str]]:
 
 
 def file_hash(path: Path, root: Path = ROOT, always: Path = ALWAYS) -> str:
-    """Of all that the results of a file of tests depend on."""
+    """The hash of everything that the results of a file of tests depend on."""
     versions = [platform.python_version(), torch.__version__, *map(version, ("triton", "numpy", "pytest"))]
     whole = [*versions, torch.backends.cpu.get_cpu_capability()]
     for source in sorted({*sources(path, root), *sources(always, root)}):
