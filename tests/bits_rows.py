@@ -33,7 +33,7 @@ TEXTS = ["the old river", "bright crow walks under hill", "s"]
 KINDS = ("step", "validation", "sample", "event", "fp8", "evaluation", "end")  # the other records are of times and machines
 TIMES = ("step_ms", "tokens_per_second", "time")
 STATE = ("step", "vocab_size", "tokenizer", "identity", "loss_window", "norm_window", "skips_in_a_row", "loss_scale", "fp8")
-VERSIONS = r"\| (handgrad|torch|device|triton|products|attention) \|.*\n|(?<=handgrad )\d[\w.]*"  # in a model card
+VERSIONS = r"\| (handgrad|sources|torch|device|triton|products|attention) \|.*\n|(?<=handgrad )\d[\w.]*"  # in a model card
 RANKS_SECONDS = 180
 
 Result = dict[str, Any]
