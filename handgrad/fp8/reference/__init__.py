@@ -50,8 +50,19 @@ gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forwa
 mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
 
-def statistics_parts(**_sizes: int) -> int:
-    """Parts in which a tensor's statistics come at most (`ops.sizes.statistics_parts`): a tensor is quantised whole."""
+def statistics_parts(
+    *,
+    batch: int,
+    length: int,
+    num_heads: int,
+    head_width: int,
+    channels: int,
+    feed_forward: int,
+    widest: int,
+    padded_vocab_size: int,
+) -> int:
+    """Parts in which a tensor's statistics come at most: a tensor is quantised in one piece. `feed_forward`: numbers of a
+    token that a nonlinearity makes; `widest`: the longest side of a block's matrices, whose other side is `channels`."""
     return 1
 
 
