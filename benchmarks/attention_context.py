@@ -29,9 +29,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_step import libraries
 from benchmarks.record import keep_commit, rounded, write_record
-from handgrad import devices
-from handgrad.mask import Mask
+from handgrad.machine import devices
 from handgrad.ops import cpu
+from handgrad.ops.mask import Mask
 from handgrad.ops.reference.attention import split_heads
 from handgrad.tools.rates import launch_milliseconds
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.saves import arguments, asked_preset, publish, timed, write_tokens
-from handgrad import devices
-from handgrad.config import RunConfig, check
-from handgrad.models.rows import count_parameters
-from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.local import run_ranks
+from handgrad.joins.parallel.launchers import find_rank_info
+from handgrad.joins.parallel.local import run_ranks
+from handgrad.machine import devices
+from handgrad.memory.rows import count_parameters
 from handgrad.run.loop import Run
 from handgrad.run.open import open_run
-from handgrad.run_files import AUDIT_FILE
+from handgrad.settings.config import RunConfig, check
+from handgrad.storage.run_files import AUDIT_FILE
 from handgrad.tools.record import open_record
 from handgrad.tools.verify import Span, check_machine, replay
 

@@ -19,9 +19,10 @@ from benchmarks.record import write_record
 from benchmarks.same_batch import assemble_on_one_batch
 from benchmarks.step import CPU, VOCABULARY, config_of
 from benchmarks.turns import Peer, answers, note, say
-from handgrad import presets, processor, threads
-from handgrad.devices import keep_freed_memory
+from handgrad.machine import processor, threads
+from handgrad.machine.devices import keep_freed_memory
 from handgrad.run.resolve import resolve
+from handgrad.settings import presets
 
 TURNS, SECONDS, BUSY = 5, 1.5, 3
 STRANGERS = 0.1  # cores

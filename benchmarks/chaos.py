@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from benchmarks.record import keep_commit, write_record
-from handgrad import checkpoint
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import INTERRUPTED
+from handgrad.storage import checkpoint
 from tests.conftest import write_text
 from tests.distributed.runs import Launcher, Started, arguments, same_run
 from tests.faults import moments

@@ -18,17 +18,17 @@ import torch
 from benchmarks.record import write_record
 from benchmarks.run_record import lines_of, losses, seconds_in_steps
 from handgrad.api.model import Model, load
-from handgrad.arena import make_plan
-from handgrad.config import RunConfig, check
 from handgrad.data.chat_template import ChatTemplate
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.questions import NAMES, check as is_right, conversation, kind_of
 from handgrad.data.shards import open_dataset
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.memory.arena import make_plan
+from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
-from handgrad.models.rows import count_parameters
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig, check
 
 CONVERSATIONS, ASKED, ASKED_SEED = 200_000, 2000, 1  # another seed than the data's: other held-out conversations
 BATCH, LONGEST_ANSWER = 64, 24  # texts at once, tokens

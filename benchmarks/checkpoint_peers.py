@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.record import keep_commit, write_record
-from handgrad import checkpoint
-from handgrad.checkpoint import Stored
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import Stored
 
 TRIES = 20
 TENSORS, ELEMENTS = 12, 1 << 18  # 12 MiB

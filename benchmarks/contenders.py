@@ -13,14 +13,15 @@ from torch import Tensor
 from benchmarks.gpu_twin import TwinTrainer
 from benchmarks.llama_twin import SHAPES as LLAMAS, sizes as llama_sizes
 from benchmarks.twin_switches import Switches
-from handgrad import devices, presets
-from handgrad.config import FIELDS, RunConfig, check
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
+from handgrad.machine import devices
 from handgrad.names import nearest_name
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve, with_tuned_gemms
+from handgrad.settings import presets
+from handgrad.settings.config import FIELDS, RunConfig, check
 from handgrad.training.feed import Source
 from handgrad.training.step import TrainStep
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.twin import Block, Twin, optimizer_of, twin_step
-from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
+from handgrad.memory.rows import ParameterRow, initialize
 from handgrad.models import parameter_table
-from handgrad.models.rows import ParameterRow, initialize
+from handgrad.settings.config import ModelShape, RunConfig
 
 # PyTorch returns a freed tensor's memory to the system, and the next one is zeroed page by page. These variables of glibc's
 # allocator, which it reads when the process starts, keep it.

@@ -13,11 +13,11 @@ from types import ModuleType
 
 from benchmarks.record import keep_commit, write_record
 from benchmarks.sampling import Handgrad, sizes
-from handgrad import devices
 from handgrad.generation.generate import Decoder
-from handgrad.graphs import Replayed
+from handgrad.machine import devices
+from handgrad.machine.graphs import Replayed
+from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
-from handgrad.models.rows import count_parameters
 from handgrad.ops.cuda import attention_decode, row_products
 from handgrad.tools.rates import copy_bandwidth, launch_milliseconds
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.gpu_twin import TwinTrainer, head_loss
 from benchmarks.twin import optimizer_of
 from benchmarks.twin_switches import Switches
-from handgrad.config import ModelShape, RunConfig
+from handgrad.settings.config import ModelShape, RunConfig
 
 SWITCHES = Switches(attention="cudnn", bf16_stream=True)  # the fastest of the twins on one H200 without Liger
 

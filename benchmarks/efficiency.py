@@ -13,11 +13,11 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 
-from handgrad import presets
-from handgrad.config import ModelShape
-from handgrad.layout import buckets_of
+from handgrad.memory.layout import buckets_of
+from handgrad.memory.rows import flat_elements
 from handgrad.models import parameter_table
-from handgrad.models.rows import flat_elements
+from handgrad.settings import presets
+from handgrad.settings.config import ModelShape
 
 RESULTS = Path(__file__).parent / "results"
 GPUS = (8, 32, 128, 512)

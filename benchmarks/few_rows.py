@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import keep_commit, write_record
-from handgrad import threads
+from handgrad.machine import threads
 
 ROWS, SHAPES = (1, 2, 4, 8, 16, 32), ((2304, 768), (3072, 768), (768, 3072))  # (N, K) of the weights
 COPIES, TURNS = 12, 15

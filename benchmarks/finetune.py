@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.record import write_record
 from benchmarks.run_record import lines_of, losses, seconds_in_steps
-from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.presets import demo
 from handgrad.reports.page import write_report
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.settings.presets import demo
 
 STORIES, STORY_STEPS, STEPS = 30_000, 1500, 500
 LEARNING_RATES = (2e-3, 4e-3)

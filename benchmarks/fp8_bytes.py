@@ -9,12 +9,12 @@ from math import prod
 
 import torch
 
-from handgrad.arena import Buffer
-from handgrad.config import ModelShape
-from handgrad.fp8.formats import E5M2
-from handgrad.fp8.tables import Fp8Gemms, activation_buffers
+from handgrad.joins.fp8.formats import E5M2
+from handgrad.joins.fp8.tables import Fp8Gemms, activation_buffers
+from handgrad.memory.arena import Buffer
 from handgrad.models import architecture
 from handgrad.ops import reference
+from handgrad.settings.config import ModelShape
 
 Units = tuple[int, int]  # read and written
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.fp8_bytes import ROWS
-from handgrad.config import ModelShape
-from handgrad.fp8 import cuda as kernels, reference
-from handgrad.fp8.cuda import gelu as gelu_fp8
-from handgrad.fp8.formats import E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
+from handgrad.joins.fp8 import cuda as kernels, reference
+from handgrad.joins.fp8.cuda import gelu as gelu_fp8
+from handgrad.joins.fp8.formats import E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
 from handgrad.models import head_chunk_tokens
 from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS_TILE, attention_parts, backward_tile, cdiv, forward_tile, tiles
+from handgrad.settings.config import ModelShape
 
 Step = Callable[[], None]
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.contenders import HandgradRun, Settings, tokens_of
-from handgrad import devices
-from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_SCALE_EXPONENT, largest_number
+from handgrad.joins.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_SCALE_EXPONENT, largest_number
+from handgrad.machine import devices
 
 BLOCK = 128  # numbers in a row that share a scale, where blocks have one
 LEARNING_RATE = 6e-4

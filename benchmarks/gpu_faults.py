@@ -22,8 +22,8 @@ import safetensors.torch
 import torch
 
 from benchmarks.record import write_record
-from handgrad import checkpoint
 from handgrad.data.prepare import PrepareOptions, prepare
+from handgrad.storage import checkpoint
 from tests.conftest import write_text
 from tests.distributed.runs import Launcher, Started, arguments, same_run, saved_steps
 from tests.test_runs import records

@@ -20,12 +20,12 @@ from benchmarks import fp8_bytes, fp8_kernels, fp8_products
 from benchmarks.fp8_kernels import Making, Size, Step
 from benchmarks.gpu_kernels import FLUSH_BYTES, copy_bandwidth, milliseconds
 from benchmarks.record import rounded, write_record
-from handgrad import devices
-from handgrad.backend import choose_backend
-from handgrad.config import ModelShape
-from handgrad.fp8.cuda import linear
-from handgrad.fp8.formats import COUNTING
+from handgrad.joins.fp8.cuda import linear
+from handgrad.joins.fp8.formats import COUNTING
+from handgrad.machine import devices
+from handgrad.machine.backend import choose_backend
 from handgrad.ops import cuda as kernels
+from handgrad.settings.config import ModelShape
 from handgrad.tools.kernel_checks.checking import relative_error
 from handgrad.tools.rates import launch_milliseconds
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.record import write_record
-from handgrad import devices
+from handgrad.machine import devices
 from handgrad.ops import CONTROLS, RESULTS
 from handgrad.ops.cuda import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
 from handgrad.ops.sizes import scratch_bytes

@@ -16,8 +16,8 @@ from benchmarks.contenders import HandgradRun, Settings, TwinRun, known_names, t
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, excuses, note, say
 from benchmarks.twin_switches import Switches
-from handgrad import devices
 from handgrad.errors import UsageError
+from handgrad.machine import devices
 
 # name: (backend, precision) of handgrad
 HANDGRADS = {

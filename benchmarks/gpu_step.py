@@ -21,10 +21,10 @@ from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
 from benchmarks.record import rounded, version, write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from benchmarks.twin_switches import ATTENTIONS, OPTIONS, check_libraries, switches_of
-from handgrad import devices
-from handgrad.config import PRECISIONS, check
 from handgrad.errors import UsageError
+from handgrad.machine import devices
 from handgrad.names import nearest_name
+from handgrad.settings.config import PRECISIONS, check
 
 # "handgrad" computes in --precision, "handgrad-PRECISION" in another. Also with a precision behind it: "handgrad-gpt2" is
 # GPT-2 of a modern network's sizes, "handgrad-adamw" the model itself with AdamW in the place of Muon.

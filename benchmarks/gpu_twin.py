@@ -18,11 +18,11 @@ from benchmarks.llama_twin import LlamaGpuTwin
 from benchmarks.modern_twin import ModernGpuTwin, modern_optimizer
 from benchmarks.twin import Block, Twin, liger_loss, optimizer_of, padded_loss
 from benchmarks.twin_switches import ATTENTIONS, Switches, check_float8, check_libraries
-from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
+from handgrad.memory.rows import flat_elements, initialize
 from handgrad.models import parameter_table
-from handgrad.models.rows import flat_elements, initialize
 from handgrad.run.resolve import schedule_of
+from handgrad.settings.config import ModelShape, RunConfig
 
 # In these a graph's outputs are overwritten by its next replay: gradients must be added to tensors of their own.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")

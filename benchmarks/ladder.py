@@ -20,8 +20,8 @@ from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
 from benchmarks.record import continued, rounded, write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from benchmarks.twin_switches import Switches
-from handgrad import devices
 from handgrad.errors import UsageError
+from handgrad.machine import devices
 
 WARM_UP_SECONDS = 1.0
 

@@ -19,8 +19,8 @@ from benchmarks.contenders import HandgradRun, Settings, tokens_of
 from benchmarks.gpu_step import libraries
 from benchmarks.llama_twin import SHAPES
 from benchmarks.record import free_memory, keep_commit, rounded, run_main, write_record
-from handgrad import devices
 from handgrad.errors import UsageError
+from handgrad.machine import devices
 
 WARM_UP_STEPS = 4  # one eager, one captured, two replayed; their losses are compared
 GIB = 1 << 30

@@ -20,8 +20,8 @@ import handgrad
 from benchmarks.llama_twin import SHAPES, sizes
 from benchmarks.record import write_record
 from benchmarks.trainer_run import their_config
-from handgrad.config import RunConfig
 from handgrad.generation.generate import Continuation, SamplingOptions
+from handgrad.settings.config import RunConfig
 
 TOKENS, PROMPT, GREEDY = 256, 16, 200
 SPREADS = (0.02, 0.03)  # of matrices

@@ -26,9 +26,9 @@ from benchmarks.record import keep_commit, rounded, run_main, version, write_rec
 from benchmarks.trainer_run import TrainerRun, trainer_switches
 from benchmarks.turns import Run, answers, contend
 from benchmarks.twin_switches import check_libraries, switches_of
-from handgrad import devices
 from handgrad.errors import UsageError
-from handgrad.gpus import short_name
+from handgrad.machine import devices
+from handgrad.machine.gpus import short_name
 
 TRAINERS = (
     "transformers",

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from benchmarks.modern_twin import rotated
 from benchmarks.twin import Named, liger_loss, padded_loss
 from benchmarks.twin_switches import Switches
-from handgrad.config import ModelShape
-from handgrad.models.rows import ParameterRow
+from handgrad.memory.rows import ParameterRow
+from handgrad.settings.config import ModelShape
 
 # (vocabulary, layers, heads, channels, the family's numbers), as published on the Hub.
 SHAPES: dict[str, tuple[int, int, int, int, str]] = {

@@ -23,15 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad import devices
-from handgrad.arena import Buffer, make_plan
-from handgrad.backend import choose_backend
 from handgrad.data.llmc_header import DEBUG_STATE, HEADER_BYTES, check_size, read_header
 from handgrad.errors import DataError, user_error
 from handgrad.interop.llmc_model import ORDER, LlmcModel, count_elements, read_model, read_numbers, without_padding
+from handgrad.machine import devices
+from handgrad.machine.backend import choose_backend
+from handgrad.memory.arena import Buffer, make_plan
+from handgrad.memory.rows import ParameterRow, flat_elements, named
 from handgrad.models import architecture, named_weights, parameter_table
 from handgrad.models.passes import run
-from handgrad.models.rows import ParameterRow, flat_elements, named
 from handgrad.ops import reference
 
 

@@ -21,12 +21,12 @@ from benchmarks.llama_twin import LARGE, SHAPES, sizes
 from benchmarks.record import keep_commit, run_main, write_record
 from benchmarks.same_batch import assemble_on_one_batch, timed_step
 from benchmarks.turns import Peer, alternate, answers, excuses, memory, say
-from handgrad import devices
-from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
+from handgrad.machine import devices
 from handgrad.run.header import trained_parameters
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
 from handgrad.training.design import Design
 
 WARM_UP = 2  # turns that do not count

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from benchmarks.twin import Named, liger_loss, padded_loss
 from benchmarks.twin_switches import Switches
-from handgrad.config import ModelShape, RunConfig
+from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
-from handgrad.models.rows import ParameterRow
 from handgrad.networks.modern import GATE_CHANNELS
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import ROTARY_BASE
+from handgrad.settings.config import ModelShape, RunConfig
 
 
 def normed(x: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from handgrad import devices
 from handgrad.commands.arguments import parse as parse_arguments
 from handgrad.commands.profile import tokens_of
-from handgrad.config import RunConfig
 from handgrad.errors import HandgradError, UsageError
+from handgrad.machine import devices
 from handgrad.run.assemble import allocate, bind
+from handgrad.settings.config import RunConfig
 from handgrad.tools.profile import set_up
 from handgrad.tools.recorder import Recorder
 from handgrad.tools.traces import OTHER, PREFIX

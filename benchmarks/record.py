@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from handgrad import devices
 from handgrad.errors import DataError, HandgradError
+from handgrad.machine import devices
 
 ROOT = Path(__file__).parents[1]
 

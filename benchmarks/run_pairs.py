@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.record import write_record
 from benchmarks.run_record import lines_of, losses, origin
-from handgrad.config import differences, read_toml
+from handgrad.settings.config import differences, read_toml
 
 LATE = 20  # the last steps, whose losses are averaged
 EVERY = 10  # steps between the recorded training losses

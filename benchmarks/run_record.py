@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import write_record
-from handgrad.config import read_toml
+from handgrad.settings.config import read_toml
 
 EVERY = 25  # of these many parts of the run the record has one training loss each
 

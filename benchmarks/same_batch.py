@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from handgrad import devices
+from handgrad.machine import devices
 from handgrad.run.assemble import Assembly, allocate, bind
 from handgrad.training.design import Design
 

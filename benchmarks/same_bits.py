@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 
 from benchmarks.record import write_record
-from handgrad.config import read_toml
+from handgrad.settings.config import read_toml
 
 QUIET = {"save_every": 0, "sample_tokens": 0, "warmup_steps": 2}
 

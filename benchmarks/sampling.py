@@ -22,15 +22,16 @@ import torch
 from benchmarks.contenders import known_names
 from benchmarks.record import free_memory, version, write_record
 from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, say
-from handgrad import devices, presets
-from handgrad.arena import Buffer, make_plan
-from handgrad.backend import choose_backend
-from handgrad.config import ModelShape
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.machine import devices
+from handgrad.machine.backend import choose_backend
+from handgrad.memory.arena import Buffer, make_plan
+from handgrad.memory.rows import count_parameters, flat_elements, initialize
 from handgrad.models import named_weights, parameter_table
-from handgrad.models.rows import count_parameters, flat_elements, initialize
+from handgrad.settings import presets
+from handgrad.settings.config import ModelShape
 from handgrad.tools.rates import copy_bandwidth
 
 VOCABULARY, CONTEXT = 50257, 1024

@@ -26,17 +26,18 @@ import torch
 
 from benchmarks.record import write_record
 from benchmarks.run_record import lines_of
-from handgrad import checkpoint, presets
-from handgrad.checkpoint import Checkpoint, open_tensors
-from handgrad.config import RunConfig, check
 from handgrad.data.llmc_header import TOKENS, make_header
-from handgrad.manifest import read_manifest
-from handgrad.models.rows import count_parameters
-from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.local import run_ranks
+from handgrad.joins.parallel.launchers import find_rank_info
+from handgrad.joins.parallel.local import run_ranks
+from handgrad.memory.rows import count_parameters
 from handgrad.run.loop import Run
 from handgrad.run.open import open_run
 from handgrad.run.saves import Saves
+from handgrad.settings import presets
+from handgrad.settings.config import RunConfig, check
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import Checkpoint, open_tensors
+from handgrad.storage.manifest import read_manifest
 
 EVERY_SECONDS = 120.0  # between saves, for the loss of throughput
 WARM_UP_STEPS = 3

@@ -28,15 +28,16 @@ import torch.distributed as dist
 from benchmarks.contenders import Settings, Steps, Tokens, TwinSteps, tokens_of
 from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer
 from benchmarks.record import free_memory, write_record
-from handgrad import devices, presets
-from handgrad.config import RunConfig, check
-from handgrad.parallel.gradient_sync import GradientSync
-from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.rendezvous import Timeouts, join, new_overlapped_group
-from handgrad.power import Sampler
+from handgrad.joins.parallel.gradient_sync import GradientSync
+from handgrad.joins.parallel.launchers import find_rank_info
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.joins.parallel.rendezvous import Timeouts, join, new_overlapped_group
+from handgrad.machine import devices
+from handgrad.machine.power import Sampler
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve, with_tuned_gemms
+from handgrad.settings import presets
+from handgrad.settings.config import RunConfig, check
 from handgrad.tools.traces import read_trace
 
 CONTENDERS = ("alone", "together", "no-exchange", "reduce-scatter", "ddp", "fsdp")

@@ -22,12 +22,13 @@ from benchmarks.record import keep_commit, run_main, write_record
 from benchmarks.same_batch import assemble_on_one_batch, timed_step
 from benchmarks.step import VOCABULARY
 from benchmarks.turns import Peer, alternate, answers, excuses, memory, say
-from handgrad import devices, presets
-from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
+from handgrad.machine import devices
 from handgrad.ops import DIGEST_SUMS
 from handgrad.run.resolve import resolve
+from handgrad.settings import presets
+from handgrad.settings.config import RunConfig, check
 from handgrad.training.design import Design
 from handgrad.training.state import TrainingState
 

@@ -21,9 +21,10 @@ from benchmarks.cpu_twin import CpuSwitches, twin_steps
 from benchmarks.record import write_record
 from benchmarks.same_batch import assemble_on_one_batch
 from benchmarks.turns import Peer, alternate, answers, excuses, say
-from handgrad import devices, presets
-from handgrad.config import RunConfig
+from handgrad.machine import devices
 from handgrad.run.resolve import resolve
+from handgrad.settings import presets
+from handgrad.settings.config import RunConfig
 
 VOCABULARY = 50257
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from benchmarks.record import write_record
 from benchmarks.run_pairs import read
 from benchmarks.run_record import lines_of, origin, seconds_in_steps
-from handgrad.config import RunConfig, differences, to_dict
+from handgrad.settings.config import RunConfig, differences, to_dict
 
 
 def group(name: str, folders: list[Path], *, shared: bool) -> dict[str, Any]:

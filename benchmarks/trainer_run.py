@@ -17,12 +17,12 @@ from torch import Tensor
 
 from benchmarks.contenders import More, Tokens
 from benchmarks.gpu_twin import use_attention
-from handgrad import devices
-from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
 from handgrad.interop import huggingface, llama
+from handgrad.machine import devices
+from handgrad.memory.rows import flat_elements, initialize
 from handgrad.models import parameter_table
-from handgrad.models.rows import flat_elements, initialize
+from handgrad.settings.config import ModelShape, RunConfig
 
 STEPS = 1 << 20  # of the Trainer, which the end of the process stops
 TRAINER = "transformers"

@@ -19,12 +19,12 @@ import torch
 from benchmarks.contenders import Settings, Steps, Tokens, tokens_of
 from benchmarks.record import continued, free_memory, keep_commit, rounded, run_main, write_record
 from benchmarks.turns import note, timed_turn
-from handgrad import devices
-from handgrad.backend import choose_backend
-from handgrad.config import RunConfig
 from handgrad.errors import HandgradError, UsageError
+from handgrad.machine import devices
+from handgrad.machine.backend import choose_backend
 from handgrad.run.assemble import assemble, bind
 from handgrad.run.resolve import resolve, with_tuned_gemms
+from handgrad.settings.config import RunConfig
 from handgrad.training.step import TrainStep
 
 MICRO_BATCHES = {"d12": 64, "d24": 32, "d36": 32, "d48": 16}  # the shapes that `handgrad tune` was given

@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.contenders import More
 from benchmarks.record import ROOT
-from handgrad import devices
 from handgrad.errors import HandgradError
-from handgrad.power import Sampler
+from handgrad.machine import devices
+from handgrad.machine.power import Sampler
 
 PATIENCE_SECONDS = 30  # before a process that should end is killed
 

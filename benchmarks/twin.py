@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from handgrad.config import ModelShape, RunConfig
-from handgrad.models.rows import ParameterRow
+from handgrad.memory.rows import ParameterRow
 from handgrad.run.resolve import schedule_of
+from handgrad.settings.config import ModelShape, RunConfig
 
 
 class Named(nn.Module):

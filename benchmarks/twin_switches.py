@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
+from handgrad.settings.config import RunConfig
 
 ATTENTIONS = ("plain", "flash", "cudnn")
 HEADS = ("whole", "chunked", "liger")

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.record import ROOT, keep_commit, write_record
-from handgrad import checkpoint
-from handgrad.audit.chain import differing, meaning
-from handgrad.run_files import CHECKPOINTS
+from handgrad.joins.audit.chain import differing, meaning
+from handgrad.storage import checkpoint
+from handgrad.storage.run_files import CHECKPOINTS
 from handgrad.tools.diff import tensor_differences
 from handgrad.tools.record import open_record
 

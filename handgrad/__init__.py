@@ -13,15 +13,16 @@ A reader of the code starts here, in this order (docs/architecture.md draws the 
     cli, commands             the entry point, a module per command
     run                       the life of a run: resolve, assemble, loop, save, log
     training                  the design, its memory, the step
-    models                    an architecture per file: rows, forward, backward, generation
-    ops                       operations, forward and backward, on given buffers: reference and cuda
-    optimizers, layout        the update; buckets and shards of the flat buffers
-    arena                     named buffers with lifetimes -> one allocation per kind
-    fp8, dropout, parallel    beside the plain path, bound in at set-up
+    models, optimizers        a network per file: tensors, forward, backward, generation; the update
+    ops                       operations, forward and backward, on given buffers: reference, cpu and cuda
+    memory                    parameters and activations as rows -> one allocation per kind
+    joins                     fp8, dropout, adapters, ranks: beside the plain path, bound in at set-up
+    settings, networks        what a run is asked to do; a network's sizes and names, without torch
     data                      text -> tokenizer -> shards -> batches
-    checkpoint, interop       weights at rest, here and in other programs' formats
+    storage, interop          weights at rest, here and in other programs' formats
     evaluation, generation    held-out loss, tasks, text
-    reports, tools, api       pages about runs; plan, doctor, profile, tune; the commands as functions
+    machine                   devices, threads, limits, power
+    reports, tools, api       pages about runs; plan, doctor, profile; the commands as functions
 """
 
 from importlib import import_module
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from handgrad.api.records import metrics
     from handgrad.api.reports import compare, plot, report
     from handgrad.api.training import Training, preset, train
-    from handgrad.config import RunConfig
     from handgrad.errors import HandgradError
+    from handgrad.settings.config import RunConfig
 
 __version__ = "0.2.0"
 
@@ -44,7 +45,7 @@ __version__ = "0.2.0"
 HOMES = {
     "HandgradError": "handgrad.errors",
     "Model": "handgrad.api.model",
-    "RunConfig": "handgrad.config",
+    "RunConfig": "handgrad.settings.config",
     "Training": "handgrad.api.training",
     "compare": "handgrad.api.reports",
     "evaluate": "handgrad.api.actions",
@@ -82,7 +83,7 @@ if not TYPE_CHECKING:  # a type checker that saw it would pass misspelt names
     def __getattr__(name: str) -> Any:
         if name not in HOMES:
             raise AttributeError(f"module 'handgrad' has no attribute {name!r}")
-        import_module("handgrad.threads").choose()  # before the first of them loads torch
+        import_module("handgrad.machine.threads").choose()  # before the first of them loads torch
         return getattr(import_module(HOMES[name]), name)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TextIO, cast
 
 import handgrad
-from handgrad import threads
 from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, Parser, parse
 from handgrad.errors import (
     INTERRUPTED,
@@ -23,6 +22,7 @@ from handgrad.errors import (
     send_to_devnull,
     user_error,
 )
+from handgrad.machine import threads
 from handgrad.names import nearest_name
 
 
@@ -74,7 +74,7 @@ def note_other_checkout(command: str) -> None:
     with contextlib.suppress(OSError):  # a folder that cannot be read
         for folder in (Path.cwd(), *Path.cwd().parents):
             if (folder / "pyproject.toml").is_file() and (folder / "handgrad" / "__init__.py").is_file():
-                from handgrad.parallel.local import is_launched  # whose imports `--help` spares
+                from handgrad.joins.parallel.local import is_launched  # whose imports `--help` spares
 
                 if folder != ours and not is_launched():
                     remedy = f"`cd {shlex.quote(str(folder))} && python -m handgrad {command}` runs the code there"

@@ -23,14 +23,12 @@ if not torch.cuda.is_available():  # Triton reads it when it is first imported: 
 from torch import Tensor
 
 from benchmarks.record import write_record
-from handgrad import processor, threads
-from handgrad.arena import ALWAYS, Plan, make_plan
-from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.dropout.bind import WithDropout, sizing
-from handgrad.fp8 import reference as fp8_reference
-from handgrad.fp8.dropout import WithFp8Dropout, with_workspace
-from handgrad.fp8.formats import (
+from handgrad.joins.documents import within_documents
+from handgrad.joins.dropout.bind import WithDropout, sizing
+from handgrad.joins.fp8 import reference as fp8_reference
+from handgrad.joins.fp8.dropout import WithFp8Dropout, with_workspace
+from handgrad.joins.fp8.formats import (
     COUNTING,
     GRADIENT_FORMATS,
     INVERSE,
@@ -39,7 +37,7 @@ from handgrad.fp8.formats import (
     GradientFormats,
     Quantized,
 )
-from handgrad.fp8.tables import (
+from handgrad.joins.fp8.tables import (
     Fp8Gemms,
     QuantizedRow,
     activation_buffers,
@@ -49,11 +47,13 @@ from handgrad.fp8.tables import (
     scaling_buffers,
     weight_buffers,
 )
-from handgrad.models import architecture, named_weights, parameter_table
-from handgrad.models.documents import document_buffers, within_documents
-from handgrad.models.rows import Table, flat_elements, initialize, named
+from handgrad.machine import processor, threads
+from handgrad.memory.arena import ALWAYS, Plan, make_plan
+from handgrad.memory.rows import Table, flat_elements, initialize, named
+from handgrad.models import architecture, document_buffers, named_weights, parameter_table
 from handgrad.ops import reference
-from handgrad.presets import tiny
+from handgrad.settings.config import ModelShape, RunConfig
+from handgrad.settings.presets import tiny
 from tests import quick_interpreter
 from tests.cpu_times import CpuTimes
 from tests.faults import rows as fault_rows

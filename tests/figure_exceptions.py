@@ -9,7 +9,7 @@ PAGES: dict[str, dict[str, str]] = {
         "have a line at 3.272": "llm.c's publication",
         "is 1.5e-3 after": "a setting",
         "to forty times": "a setting",
-        "spins ten times as long": "a constant of threads.py",
+        "spins ten times as long": "a constant of machine/threads.py",
         "nor a third time without": "an ordinal",
         "limit by about a tenth": "arithmetic",
         "than a tenth of an": "an example of the output",
@@ -21,7 +21,7 @@ PAGES: dict[str, dict[str, str]] = {
         "(NVIDIA H200, 150 GB)": "the machine's name",
         "power limit of 700 W": "the vendor's specification",
         "After 3 s that do not count": "WARM_UP_SECONDS of benchmarks/gpu_step.py",
-        "needs ten times as many": "a constant of threads.py",
+        "needs ten times as many": "a constant of machine/threads.py",
     },
     "docs/distributed.md": {
         "within 8 %": "arithmetic of the lanes' shares",

@@ -1,10 +1,10 @@
 """The records behind the figures of docstrings and comments, file by file, in the words of `tests/figures.py`."""
 
 CLAIMS: dict[str, str] = {
-    "handgrad/fp8/cuda/column_sums.py": """in h200-fp8
+    "handgrad/joins/fp8/cuda/column_sums.py": """in h200-fp8
 4.1 = kernels[size=124M][kernel=bias sums of fc].share_of_copy * copy_terabytes_per_second in TB/s
 4.2 TB/s = copy_terabytes_per_second""",
-    "handgrad/fp8/cuda/linear.py": """in h200-fp8
+    "handgrad/joins/fp8/cuda/linear.py": """in h200-fp8
 6 = products[size=1558M][product=head][direction=dgrad][gradients=e4m3].fp8_other_sums_milliseconds \
  / products[size=1558M][product=head][direction=dgrad][gradients=e4m3].fp8_milliseconds - 1 in %
 42 % = products[size=124M][product=head][direction=forward].fp8_other_sums_milliseconds \
@@ -44,7 +44,7 @@ in h200-fp8-choices
 13x = figures.squared_norm_124m_ms."square and sum" / figures.squared_norm_124m_ms."vector_norm over blocks\"""",
     "handgrad/commands/demo.py": """in cpu-demo
 two minutes = seconds_in_steps in minutes""",
-    "handgrad/presets.py": """in cpu-demo
+    "handgrad/settings/presets.py": """in cpu-demo
 two minutes = seconds_in_steps in minutes""",
     "handgrad/training/feed.py": """in cpu-operation-choices
 0.27 ms = figures.sorted_positions_of_65536_tokens_ms[*]""",
@@ -52,7 +52,7 @@ two minutes = seconds_in_steps in minutes""",
 
 EXCEPTIONS: dict[str, dict[str, str]] = {
     "benchmarks/efficiency.py": {"reaches 90 % of linear": "the definition of the function"},
-    "handgrad/arena.py": {"within 1.6 % of the least": "a bound that tests hold"},
+    "handgrad/memory/arena.py": {"within 1.6 % of the least": "a bound that tests hold"},
     "handgrad/commands/evaluate.py": {"one every 20 s elsewhere": "a constant"},
     "handgrad/data/prepare.py": {
         "about 32 MB of text": "arithmetic: 32 units of a million characters",
@@ -64,7 +64,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "modulo 4 GiB": "the format's",
         "to a tenth": "a constant",
     },
-    "handgrad/devices.py": {"NVIDIA H200, 141 GB": "an example of the output"},
+    "handgrad/machine/devices.py": {"NVIDIA H200, 141 GB": "an example of the output"},
     "handgrad/format.py": {
         "48.3% MFU": "an example of the output",
         "152 GFLOP/s": "an example of the output",
@@ -133,5 +133,5 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "1.5e-10 f'''": "arithmetic",
         "around 1": "arithmetic",
     },
-    "handgrad/training/offload.py": {"a third of a": "a constant"},
+    "handgrad/joins/offload.py": {"a third of a": "a constant"},
 }

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from handgrad import checkpoint
-from handgrad.audit.chain import content_of, linked, read_chain
-from handgrad.manifest import MANIFEST, OPTIMIZER_FILE, WEIGHTS_FILE, content_sha256
-from handgrad.run_files import AUDIT_FILE, METRICS_FILE
-from handgrad.tensor_files import Stored, open_tensors
+from handgrad.joins.audit.chain import content_of, linked, read_chain
+from handgrad.storage import checkpoint
+from handgrad.storage.manifest import MANIFEST, OPTIMIZER_FILE, WEIGHTS_FILE, content_sha256
+from handgrad.storage.run_files import AUDIT_FILE, METRICS_FILE
+from handgrad.storage.tensor_files import Stored, open_tensors
 from handgrad.tools.certificate import certificate_text
 
 Line = dict[str, Any]

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.config import ModelShape
-from handgrad.models.activations import ActivationRow, PassTensors, activation, rows_of_pass
-from handgrad.models.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
+from handgrad.memory.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.rows import ONES, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.passes import Stage, head_backward
-from handgrad.models.rows import ONES, Init, ParameterRow, parameter, parameter_rows, repeated, shared
+from handgrad.settings.config import ModelShape
 from tests import gemma_operations
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)

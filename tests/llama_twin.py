@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from handgrad.config import ModelShape
+from handgrad.settings.config import ModelShape
 
 # A member of each family, of odd sizes: (layers, heads, channels), the family's numbers.
 FAMILIES = {

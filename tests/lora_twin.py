@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from handgrad.config import ModelShape
+from handgrad.settings.config import ModelShape
 
 # The products of a matrix, written out once more.
 PRODUCTS = {

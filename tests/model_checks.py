@@ -8,10 +8,10 @@ from torch import Tensor
 
 from benchmarks.modern_twin import ModernTwin
 from benchmarks.twin import Twin
-from handgrad.arena import make_plan
-from handgrad.config import ModelShape
+from handgrad.memory.arena import make_plan
 from handgrad.models import compute_losses, forward_buffers, named_activations
 from handgrad.ops import reference
+from handgrad.settings.config import ModelShape
 from tests.conftest import Model, make_model
 
 

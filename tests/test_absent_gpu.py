@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad import gpus
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
-from handgrad.gpus import GPUS
+from handgrad.machine import gpus
+from handgrad.machine.gpus import GPUS
 from handgrad.ops import cuda, sizes
 from handgrad.ops.cuda import attention_cudnn
 from handgrad.ops.cuda.launch import collecting
 from handgrad.ops.sizes import cudnn_scratch_bytes
-from handgrad.presets import preset
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig
+from handgrad.settings.presets import preset
 from handgrad.tools.absent import resolve_for, sizes_on
 
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "results"

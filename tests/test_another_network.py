@@ -14,10 +14,10 @@ import pytest
 from torch import Tensor
 
 from handgrad.cli import main
-from handgrad.config import FIELDS, ModelShape, RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.networks import NETWORKS
 from handgrad.run.open import open_run, train
+from handgrad.settings.config import FIELDS, ModelShape, RunConfig, check
 from handgrad.tools.gradient_checks.differences import TOLERANCE
 from handgrad.tools.gradient_checks.models import check_model
 from tests import gemma_model, gemma_operations

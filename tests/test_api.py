@@ -15,9 +15,9 @@ from torch import Tensor
 import handgrad
 from benchmarks.twin import Twin
 from handgrad.cli import main
-from handgrad.config import RunConfig, to_toml
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError, HandgradError, UsageError
+from handgrad.settings.config import RunConfig, to_toml
 from tests.conftest import small_run, write_text
 
 LENGTHS = (5, 32, 1, 17, 9, 2, 30, 8, 3, 11)  # of rows: more than a micro-batch, up to the context
@@ -152,7 +152,7 @@ def test_memory_is_kept_and_grows_only_when_it_must(run: str, rows: list[list[in
 
 
 def test_what_does_not_fit_is_said_before(model: handgrad.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.devices.available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("handgrad.machine.devices.available_bytes", lambda device: 1 << 20)
     before = model._writing.memory.storage.numel()
     with pytest.raises(DataError, match=r"writing 400 text\(s\) at once needs \d+ MiB, cpu has 1 MiB free"):
         model.generate(["a"] * 400, batch=400)

@@ -13,7 +13,7 @@ import pytest
 
 import handgrad
 from handgrad.api.settings import Settings
-from handgrad.config import RunConfig
+from handgrad.settings.config import RunConfig
 
 PATHS = {"data", "out", "init_from"}  # which may be path objects
 

@@ -9,7 +9,7 @@ import pytest
 
 import handgrad
 from handgrad.api.records import KINDS
-from handgrad.config import RunConfig
+from handgrad.settings.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 

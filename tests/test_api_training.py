@@ -14,9 +14,9 @@ import torch
 import handgrad
 from handgrad import errors
 from handgrad.api import records as api_records
-from handgrad.config import RunConfig
 from handgrad.errors import ConfigError, NumericsError, Preempted, UsageError
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, interrupt_at, launch_ahead, records, same_bits
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from handgrad.arena import ALWAYS, Buffer, Plan, make_plan
-from handgrad.config import ModelShape
-from handgrad.fp8.formats import E5M2
-from handgrad.fp8.tables import Fp8Gemms, activation_buffers, fp8_gemms
+from handgrad.joins.fp8.formats import E5M2
+from handgrad.joins.fp8.tables import Fp8Gemms, activation_buffers, fp8_gemms
+from handgrad.memory.arena import ALWAYS, Buffer, Plan, make_plan
 from handgrad.models import gpt2
 from handgrad.ops import reference
+from handgrad.settings.config import ModelShape
 from tests.conftest import make_model
 
 BF16_BYTES = 2

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad import checkpoint
-from handgrad.audit.chain import check_chain, content_of, linked, links, read_chain
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import ConfigError, DataError
-from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
+from handgrad.joins.audit.chain import check_chain, content_of, linked, links, read_chain
 from handgrad.run.open import open_run, train
-from handgrad.run_files import AUDIT_FILE
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
+from handgrad.storage.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
+from handgrad.storage.run_files import AUDIT_FILE
 from handgrad.training.schedule import Schedule
 from handgrad.training.spikes import SpikeWindow
 from handgrad.training.step import TrainStep

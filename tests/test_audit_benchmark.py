@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import audit_cost
-from handgrad.audit.chain import check_chain, read_chain
-from handgrad.run_files import AUDIT_FILE
+from handgrad.joins.audit.chain import check_chain, read_chain
+from handgrad.storage.run_files import AUDIT_FILE
 
 
 @pytest.mark.nightly

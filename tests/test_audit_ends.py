@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.audit.chain import content_of, linked, links
-from handgrad.manifest import MANIFEST
+from handgrad.joins.audit.chain import content_of, linked, links
 from handgrad.run.open import train
-from handgrad.run_files import AUDIT_FILE
+from handgrad.storage.manifest import MANIFEST
+from handgrad.storage.run_files import AUDIT_FILE
 from tests.forging import edit_manifest, edit_tensors, flip, lines_of, make_older, redo, write_lines
 from tests.test_audit import audited, caught, faulty_run, finished, run, swapped_sample, verify
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks import two_torches
-from handgrad.audit.chain import content_of, linked, links
 from handgrad.cli import main
+from handgrad.joins.audit.chain import content_of, linked, links
 from handgrad.run.open import open_run, train
-from handgrad.run_files import AUDIT_FILE
+from handgrad.storage.run_files import AUDIT_FILE
 from handgrad.tools.certificate import signed
 from handgrad.tools.diff import difference
 from handgrad.tools.record import open_record

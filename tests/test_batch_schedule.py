@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from benchmarks.twin import Twin, optimizer_of, twin_step
-from handgrad import checkpoint
-from handgrad.batch_schedule import parse_schedule
-from handgrad.config import RunConfig, check, to_dict
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import ConfigError, DataError, UsageError
@@ -21,6 +18,9 @@ from handgrad.ops import UPDATE, cpu, reference
 from handgrad.run.open import open_run, train
 from handgrad.run.resolve import largest_micro_batch
 from handgrad.run.settings import run_config
+from handgrad.settings.batch_schedule import parse_schedule
+from handgrad.settings.config import RunConfig, check, to_dict
+from handgrad.storage import checkpoint
 from handgrad.training.design import Batch
 from handgrad.training.feed import BatchFeed
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits

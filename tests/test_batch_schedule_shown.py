@@ -9,17 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from handgrad import checkpoint
-from handgrad.batch_schedule import parse_schedule
-from handgrad.config import RunConfig, check
 from handgrad.errors import DataError, UsageError
-from handgrad.graphs import Replayed
 from handgrad.interop.model_card import training_lines
-from handgrad.jsonl import Record
+from handgrad.joins.parallel import step as parallel_step
+from handgrad.joins.parallel.step import ParallelStep, PausedStages
+from handgrad.machine.graphs import Replayed
 from handgrad.models.passes import Stage
-from handgrad.parallel import step as parallel_step
-from handgrad.parallel.step import ParallelStep, PausedStages
-from handgrad.presets import preset
 from handgrad.reports import results
 from handgrad.reports.plots import choose_plots
 from handgrad.reports.reading import read_run, read_start
@@ -27,6 +22,11 @@ from handgrad.reports.runs import Run
 from handgrad.reports.script import tokens_axis
 from handgrad.reports.sections import description, validations
 from handgrad.run.open import train
+from handgrad.settings.batch_schedule import parse_schedule
+from handgrad.settings.config import RunConfig, check
+from handgrad.settings.presets import preset
+from handgrad.storage import checkpoint
+from handgrad.storage.jsonl import Record
 from handgrad.tools.forecast import forecast
 from handgrad.tools.plan import describe_plan
 from handgrad.training.design import Batch

@@ -18,10 +18,10 @@ from benchmarks.contenders import HandgradRun, Settings, tokens_of
 from benchmarks.turns import Peer, PeerFailed, contend, timed_turn
 from benchmarks.twin_switches import ATTENTIONS, OPTIONS, Switches, switches_of
 from handgrad.cli import main
-from handgrad.config import PRECISIONS
 from handgrad.errors import DataError, UsageError
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
+from handgrad.settings.config import PRECISIONS
 
 CPU = torch.device("cpu")
 SMALL = Settings(

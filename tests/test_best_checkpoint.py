@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.errors import DataError
 from handgrad.run import loop
 from handgrad.run.checks import most_checkpoints
 from handgrad.run.log import RunLog
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
 from tests.test_commands import refused
 from tests.test_runs import elsewhere, finished, interrupt_at, same_bits
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from handgrad.config import ModelShape
-from handgrad.layout import (
+from handgrad.memory.layout import (
     RING,
     Bucket,
     Layout,
@@ -22,9 +21,10 @@ from handgrad.layout import (
     state_layout,
     update_parts,
 )
+from handgrad.memory.rows import ALIGN_ELEMENTS, BLOCK_ELEMENTS, ParameterRow, flat_elements
 from handgrad.models import parameter_table
-from handgrad.models.rows import ALIGN_ELEMENTS, BLOCK_ELEMENTS, ParameterRow, flat_elements
 from handgrad.optimizers.adamw import AdamW
+from handgrad.settings.config import ModelShape
 
 TINY = ModelShape(vocab_size=257, sequence_length=32, num_layers=3, num_heads=2, channels=64)
 ODD = ModelShape(vocab_size=1000, sequence_length=50, num_layers=7, num_heads=1, channels=40)  # nothing fits anything

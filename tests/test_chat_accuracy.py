@@ -5,9 +5,9 @@ from pathlib import Path
 
 from benchmarks.chat_accuracy import CONFIG, accuracy, answers, learn, questions
 from handgrad.api.model import load
-from handgrad.config import check
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.questions import NAMES, conversation, known_answer
+from handgrad.settings.config import check
 
 TINY = replace(
     CONFIG,

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import devices
 from handgrad.api.model import Model, load
-from handgrad.arena import make_plan
-from handgrad.config import ModelShape
 from handgrad.generation.decode import padded_length
 from handgrad.generation.generate import Continuation, Decoder
+from handgrad.machine import devices
+from handgrad.memory.arena import make_plan
+from handgrad.settings.config import ModelShape
 from tests.interop.models import make_checkpoint
 from tests.test_sampling import make_decoder, make_model
 

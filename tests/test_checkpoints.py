@@ -10,12 +10,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from handgrad import checkpoint, ops
-from handgrad.checkpoint import Stored
-from handgrad.config import RunConfig
+from handgrad import ops
 from handgrad.errors import DataError, StorageError
 from handgrad.run.loop import Run
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import Stored
 from tests.test_runs import elsewhere, finished, interrupt_at, same_bits, tensors
 
 __all__ = ["finished"]  # a fixture

@@ -8,7 +8,7 @@ import pytest
 
 from handgrad.commands.arguments import COMMANDS, Parser
 from handgrad.names import nearest_name
-from handgrad.recipes import recipe_names
+from handgrad.settings.recipes import recipe_names
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| `")]

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from handgrad import recipes
 from handgrad.cli import COMMANDS, main
-from handgrad.config import FIELDS, RunConfig, read_toml, to_dict, to_toml
 from handgrad.data.shards import HEADER_BYTES, header
-from handgrad.run_files import LOCK_FILE
+from handgrad.settings import recipes
+from handgrad.settings.config import FIELDS, RunConfig, read_toml, to_dict, to_toml
+from handgrad.storage.run_files import LOCK_FILE
 from tests.conftest import write_text
 
 SMALL = [
@@ -330,7 +330,7 @@ def test_a_run_that_does_not_fit_in_memory(
     shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The micro-batch that the line names fits, with the texts that the run writes."""
-    from handgrad import devices
+    from handgrad.machine import devices
 
     monkeypatch.setattr(devices, "available_bytes", lambda device: 1_500_000)
     command = "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run")

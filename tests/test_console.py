@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 import handgrad
-from handgrad.config import RunConfig
 from handgrad.errors import print_message
 from handgrad.run import console
 from handgrad.run.open import train
 from handgrad.run.progress import Cadence, StepFigures
+from handgrad.settings.config import RunConfig
 from handgrad.training.step import StepResult
 from tests.terminal_pictures import markup, seen
 

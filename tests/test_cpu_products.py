@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad import processor
+from handgrad.machine import processor
 from handgrad.ops.cpu import linear
 
 ROOT = Path(__file__).parents[1]

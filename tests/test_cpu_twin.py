@@ -15,9 +15,9 @@ from benchmarks import cpu_twin, step
 from benchmarks.cpu_twin import CpuSwitches, make_twin
 from benchmarks.step import AS_IT_COMES, CONTENDERS, Contender
 from benchmarks.twin import Twin
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.models import parameter_table
+from handgrad.settings.config import RunConfig
 
 VOCABULARY = 301
 TWINS = {name: contender for name, contender in CONTENDERS.items() if contender.twin is not None}

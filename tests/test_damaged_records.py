@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.config import RunConfig
 from handgrad.errors import StorageError
 from handgrad.run.listing import list_runs
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, finished, records
 

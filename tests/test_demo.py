@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import presets
 from handgrad.data.shards import open_dataset
+from handgrad.settings import presets
 from tests.test_runs import records
 
 ROOT = Path(__file__).parents[1]

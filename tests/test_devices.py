@@ -14,7 +14,7 @@ from benchmarks.record import ROOT
 COUNT = """
 import json, resource, sys
 from benchmarks.step import CONTENDERS, config_of, step_of
-from handgrad import devices
+from handgrad.machine import devices
 from handgrad.ops.cpu import linear
 linear.MKL_IS_AS_FAST = False
 if sys.argv[1] == "as it comes":

@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from handgrad import fp8
-from handgrad.dropout.bind import dropout_operations
-from handgrad.fp8 import reference as fp8_reference
-from handgrad.fp8.formats import AMAX, CLIPPED, E4M3, VANISHED, Form, Quantized
+from handgrad.joins import fp8
+from handgrad.joins.dropout.bind import dropout_operations
+from handgrad.joins.fp8 import reference as fp8_reference
+from handgrad.joins.fp8.formats import AMAX, CLIPPED, E4M3, VANISHED, Form, Quantized
 from handgrad.ops import OPERATIONS, SET_UP, cpu, reference
 from handgrad.ops.cases import CALLS, TENSOR, Draw
 from handgrad.tools import doctor
@@ -63,7 +63,7 @@ def test_the_fp8_cases_fit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the cases launch is launched as the kernels take it, here on the reference; each quantising operation is."""
     pytest.importorskip("triton")
     pytest.importorskip("nvmath")
-    from handgrad.fp8 import cuda as kernels
+    from handgrad.joins.fp8 import cuda as kernels
 
     monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
     launched: set[str] = set()
@@ -118,7 +118,7 @@ def test_the_reference_passes_with_dropout(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_dropout_cases_fit_the_kernels() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("nvmath")
-    from handgrad.dropout import cuda as kernels
+    from handgrad.joins.dropout import cuda as kernels
 
     for line, make in DROPOUT_CASES.items():
         operation = operation_of(line)
@@ -290,12 +290,13 @@ def test_a_gpu_that_is_too_old(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.backend.why_no_kernels", lambda device: "")
+    monkeypatch.setattr("handgrad.machine.backend.why_no_kernels", lambda device: "")
     monkeypatch.setattr("handgrad.tools.measured.WITHOUT_TABLE", ())
     told = {"products": "cuBLASLt 13, 42 algorithms", "attention": "Triton"}
     asked = {"versions": lambda: told, "tuning": lambda lost: f"algorithms from a table; {lost}"}
     ops, fp8_ops = backend(**asked), backend(fp8_reference, **asked)
-    monkeypatch.setattr("importlib.import_module", {"handgrad.ops.cuda": ops, "handgrad.fp8.cuda": fp8_ops}.__getitem__)
+    modules = {"handgrad.ops.cuda": ops, "handgrad.joins.fp8.cuda": fp8_ops}
+    monkeypatch.setattr("importlib.import_module", modules.__getitem__)
     without_muon = {line: make for line, make in doctor.CASES.items() if not line.startswith("muon")}
     expected = ops, CUDA, torch.float16, without_muon
     monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([(found == expected, "checked")]))
@@ -324,7 +325,7 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.fault(42)
 def test_kernels_that_cannot_be_loaded(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.backend.why_no_kernels", lambda device: "")
+    monkeypatch.setattr("handgrad.machine.backend.why_no_kernels", lambda device: "")
 
     def fail(name: str) -> None:
         raise OSError("libcublasLt.so.13:\ncannot open")

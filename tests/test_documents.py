@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from handgrad.fp8 import formats, reference as fp8_reference
-from handgrad.mask import Mask
+from handgrad.joins.fp8 import formats, reference as fp8_reference
 from handgrad.ops import cpu, reference
+from handgrad.ops.mask import Mask
 from tests.documents import PACKINGS, document_starts, visible
 from tests.test_operations import close, equal_autograd, randn
 

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.twin import Twin
-from handgrad.config import RunConfig, check
-from handgrad.dropout import reference as dropout_ops
-from handgrad.dropout.masks import Dropout
-from handgrad.dropout.reference import attention_mask
 from handgrad.errors import UsageError
+from handgrad.joins.dropout import reference as dropout_ops
+from handgrad.joins.dropout.masks import Dropout
+from handgrad.joins.dropout.reference import attention_mask
 from handgrad.models import compute_losses
 from handgrad.ops import reference as ops
 from handgrad.run.header import dropout_lines
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
 from handgrad.training.feed import SAMPLE_NUMBERS, fill_inputs, inputs_of
 from tests.conftest import Model, make_model
 from tests.documents import visible

@@ -13,7 +13,6 @@ import torch
 import handgrad
 from handgrad.cli import main
 from handgrad.commands import evaluate
-from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
@@ -23,6 +22,7 @@ from handgrad.ops import reference as ops
 from handgrad.run import loop
 from handgrad.run.assemble import Assembly
 from handgrad.run.open import open_run, train
+from handgrad.settings.config import ModelShape, RunConfig
 from handgrad.training.step import TrainStep
 from tests.conftest import make_model
 from tests.test_runs import records

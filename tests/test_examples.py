@@ -67,7 +67,7 @@ def test_they_leave_the_folders_of_others_alone() -> None:
     texts = {path.name: path.read_text() for path in (*EXAMPLES, NOTEBOOK)}
     for name in ("shards/stories", "runs/stories", "runs/demo", "runs/mine", '"exported"'):
         assert not [path for path, text in texts.items() if name in text], name
-    recipe = (ROOT / "handgrad" / "recipes" / "finetune_chat_own.toml").read_text()
+    recipe = (ROOT / "handgrad" / "settings" / "recipes" / "finetune_chat_own.toml").read_text()
     assert "--tokenizer bytes --out shards/stories-bytes" in recipe and "--out shards/stories\n" not in recipe
 
 

@@ -8,14 +8,14 @@ import pytest
 
 import handgrad
 from handgrad.api.model import load
-from handgrad.checkpoint import find
 from handgrad.cli import main
-from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import ModelShape, with_context
 from handgrad.interop.sources import open_weights
 from handgrad.run.open import train
 from handgrad.run.settings import run_config
+from handgrad.settings.config import RunConfig, check
+from handgrad.storage.checkpoint import find
 from tests.forging import edit_manifest, lines_of, redo
 from tests.interop.models import make_checkpoint
 

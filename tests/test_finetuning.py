@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint, recipes
 from handgrad.cli import main
-from handgrad.config import read_toml
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.evaluation.load import checkpoint_weights, load_model
 from handgrad.generation.decode import decode_buffers
 from handgrad.interop.export import logits
 from handgrad.ops import cpu
 from handgrad.run.open import train
+from handgrad.settings import recipes
+from handgrad.settings.config import read_toml
+from handgrad.storage import checkpoint
 from tests.conftest import small_run, write_text
 from tests.test_commands import refused
 from tests.test_runs import interrupt_at, records, same_bits, tensors

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import first_minutes, small_text
 from handgrad.commands.arguments import parse
-from handgrad.config import RunConfig
 from handgrad.data.prepare import SMALL_TEXT_TOKENIZER
+from handgrad.settings.config import RunConfig
 from tests.figure_values import RECORDS
 
 ROOT = Path(__file__).parents[1]

@@ -10,11 +10,11 @@ import torch
 from benchmarks.llama_twin import sizes
 from handgrad.cli import main
 from handgrad.errors import DataError
-from handgrad.gpus import GPUS
-from handgrad.presets import preset
+from handgrad.machine.gpus import GPUS
 from handgrad.run import resolve as resolving
 from handgrad.run.checks import can_offload, check_fits
 from handgrad.run.resolve import memory_bytes
+from handgrad.settings.presets import preset
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.fitting import candidates
 from handgrad.tools.forecast import bytes_of, forecast

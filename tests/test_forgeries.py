@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import DataError
-from handgrad.manifest import MANIFEST
 from handgrad.run.open import train
-from handgrad.run_files import AUDIT_FILE, METRICS_FILE
+from handgrad.storage import checkpoint
+from handgrad.storage.manifest import MANIFEST
+from handgrad.storage.run_files import AUDIT_FILE, METRICS_FILE
 from handgrad.tools.certificate import certificate_text, signed
 from tests.conftest import write_text
 from tests.forging import (

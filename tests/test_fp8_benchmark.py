@@ -18,12 +18,12 @@ pytest.importorskip("nvmath")
 
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products, gpu_fp8
 from benchmarks.fp8_kernels import Making, Size
-from handgrad.config import ModelShape
-from handgrad.fp8.cuda import gelu as gelu_fp8, linear
-from handgrad.fp8.tables import fp8_gemms
+from handgrad.joins.fp8.cuda import gelu as gelu_fp8, linear
+from handgrad.joins.fp8.tables import fp8_gemms
 from handgrad.ops import cuda as kernels
 from handgrad.ops.cuda import linear as plain_linear
 from handgrad.ops.sizes import forward_tile
+from handgrad.settings.config import ModelShape
 from tests.conftest import make_model
 from tests.kernels import fp8_stand_ins
 

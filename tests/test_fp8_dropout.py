@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad.config import RunConfig, check
-from handgrad.dropout.bind import WithDropout
-from handgrad.fp8.formats import AMAX, GRADIENT_FORMATS, Quantized
+from handgrad.joins.dropout.bind import WithDropout
+from handgrad.joins.fp8.formats import AMAX, GRADIENT_FORMATS, Quantized
 from handgrad.models import compute_losses
 from handgrad.run.header import dropout_lines
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
 from handgrad.training.feed import SAMPLE_NUMBERS
 from tests.conftest import Model, make_model
 from tests.fp8_models import SETTINGS, RoundedProducts, bound, gemms_of, rounds_its_operands, run

@@ -9,13 +9,13 @@ import torch
 
 from handgrad.cli import main
 from handgrad.commands import evaluate
-from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.evaluation import loss as losses
 from handgrad.evaluation.load import load_model
 from handgrad.interop.sources import open_weights
 from handgrad.ops import reference
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from handgrad.training.state import TrainingState
 from tests.conftest import small_run
 from tests.test_commands import refused

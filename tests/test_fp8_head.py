@@ -12,15 +12,15 @@ import torch
 
 from benchmarks import fp8_head
 from handgrad import cli
-from handgrad.checkpoint import peek_config
-from handgrad.config import RunConfig, check
 from handgrad.errors import ConfigError, UsageError
-from handgrad.fp8.formats import E4M3, E5M2, Quantized
-from handgrad.fp8.tables import fp8_gemms
-from handgrad.gpus import GPUS
+from handgrad.joins.fp8.formats import E4M3, E5M2, Quantized
+from handgrad.joins.fp8.tables import fp8_gemms
+from handgrad.machine.gpus import GPUS
 from handgrad.run.folder import as_begun
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
+from handgrad.storage.checkpoint import peek_config
 from handgrad.tools.roofline import product_seconds_per_token
 from tests.test_fp8_training import steps_of
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.llama_twin import LARGE, SHAPES, sizes
-from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
-from handgrad.fp8.formats import E5M2, GRADIENT_FORMATS, SCALE, Quantized
-from handgrad.fp8.tables import Fp8Gemms
-from handgrad.gpus import GPUS
+from handgrad.joins.fp8.formats import E5M2, GRADIENT_FORMATS, SCALE, Quantized
+from handgrad.joins.fp8.tables import Fp8Gemms
+from handgrad.machine.gpus import GPUS
 from handgrad.ops.sizes import power_of_two
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
 from handgrad.tools.absent import resolve_for
 from tests.conftest import Model, make_model, quantized_weights
 from tests.fp8_models import (

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.arena import make_plan
-from handgrad.config import ModelShape, RunConfig, check
-from handgrad.fp8 import frozen, reference as fp8_reference, tables
-from handgrad.fp8.formats import AMAX, COUNTING, E4M3, GRADIENT_FORMATS, SCALE, Quantized
-from handgrad.fp8.frozen import WEIGHT_SCRATCH, WithDequantizedWeights, WithFp8Adapters, WithFp8FrozenProducts
-from handgrad.fp8.tables import Fp8Gemms, fp8_gemms
 from handgrad.generation.decode import prefill
-from handgrad.gpus import GPUS
-from handgrad.lora.bind import WithAdapters, bind
-from handgrad.lora.tables import adapter_buffers
-from handgrad.models.rows import named
+from handgrad.joins.fp8 import frozen, reference as fp8_reference, tables
+from handgrad.joins.fp8.formats import AMAX, COUNTING, E4M3, GRADIENT_FORMATS, SCALE, Quantized
+from handgrad.joins.fp8.frozen import WEIGHT_SCRATCH, WithDequantizedWeights, WithFp8Adapters, WithFp8FrozenProducts
+from handgrad.joins.fp8.tables import Fp8Gemms, fp8_gemms
+from handgrad.joins.lora.bind import WithAdapters, bind
+from handgrad.joins.lora.tables import adapter_buffers
+from handgrad.machine.gpus import GPUS
+from handgrad.memory.arena import make_plan
+from handgrad.memory.rows import named
 from handgrad.ops import cpu, reference
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import ModelShape, RunConfig, check
 from handgrad.tools.absent import resolve_for
 from tests import llama_twin
 from tests.conftest import set_scales

@@ -11,18 +11,18 @@ import torch
 
 from handgrad.api.model import load
 from handgrad.api.training import Training
-from handgrad.checkpoint import find
 from handgrad.cli import main
-from handgrad.config import RunConfig, to_dict
 from handgrad.errors import UsageError
 from handgrad.interop.export import export_model, export_peft
 from handgrad.interop.sources import open_weights
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.joins.parallel.replicas import Replicas
 from handgrad.models import parameter_table
-from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.replicas import Replicas
 from handgrad.run.assemble import Assembly, allocate
 from handgrad.run.open import open_run, train
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, to_dict
+from handgrad.storage.checkpoint import find
 from tests.distributed.runs import Launcher, arguments, same_run
 from tests.test_fp8_runs import manifest, train_until
 from tests.test_lora_runs import LORA, adapting as adapting_in_16_bits, trained_bases

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.config import ModelShape
-from handgrad.fp8.formats import GRADIENT_FORMATS
-from handgrad.fp8.tables import Fp8Gemms
-from handgrad.presets import preset
+from handgrad.joins.fp8.formats import GRADIENT_FORMATS
+from handgrad.joins.fp8.tables import Fp8Gemms
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import ModelShape
+from handgrad.settings.presets import preset
 from tests.conftest import Model, make_model, quantized_weights
 from tests.fp8_models import (
     BOTH_OF_THE_HEAD,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.config import ModelShape, RunConfig
-from handgrad.fp8.formats import E5M2, GRADIENT_FORMATS, SCALE, Quantized
-from handgrad.fp8.scaling import MOST_CALIBRATIONS, UNCALIBRATED
-from handgrad.fp8.tables import Fp8Gemms
-from handgrad.presets import preset
+from handgrad.joins.fp8.formats import E5M2, GRADIENT_FORMATS, SCALE, Quantized
+from handgrad.joins.fp8.scaling import MOST_CALIBRATIONS, UNCALIBRATED
+from handgrad.joins.fp8.tables import Fp8Gemms
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import ModelShape, RunConfig
+from handgrad.settings.presets import preset
 from tests.conftest import Model, make_model, quantized_weights
 from tests.fp8_models import (
     BOTH_OF_THE_HEAD,

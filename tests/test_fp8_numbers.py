@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.fp8 import reference as ops
-from handgrad.fp8.formats import (
+from handgrad.joins.fp8 import reference as ops
+from handgrad.joins.fp8.formats import (
     AMAX,
     CLIPPED,
     COUNTING,

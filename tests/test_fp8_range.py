@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks import fp8_range
 from benchmarks.fp8_range import BLOCK, ROUNDINGS, Rounding, rounded, study
-from handgrad.fp8 import formats, reference
-from handgrad.fp8.formats import E4M3, Quantized
+from handgrad.joins.fp8 import formats, reference
+from handgrad.joins.fp8.formats import E4M3, Quantized
 from tests.kernels.fp8_checks import make
 
 

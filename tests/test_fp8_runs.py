@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.errors import Preempted
-from handgrad.fp8.formats import COUNTING, MARGIN, SCALE
-from handgrad.fp8.scaling import Scaling
+from handgrad.joins.fp8.formats import COUNTING, MARGIN, SCALE
+from handgrad.joins.fp8.scaling import Scaling
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
 from handgrad.training.step import TrainStep
 from tests.conftest import small_run
 from tests.test_commands import SMALL, refused

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.config import RunConfig
 from handgrad.errors import ConfigError
-from handgrad.fp8.formats import CLIPPED, INVERSE, MARGIN, REPORT_PLACES, SCALE, USED_SCALE, VANISHED
-from handgrad.fp8.monitor import findings
-from handgrad.fp8.scaling import Scaling
-from handgrad.fp8.tables import WEIGHT
-from handgrad.manifest import MANIFEST, content_sha256
+from handgrad.joins.fp8.formats import CLIPPED, INVERSE, MARGIN, REPORT_PLACES, SCALE, USED_SCALE, VANISHED
+from handgrad.joins.fp8.monitor import findings
+from handgrad.joins.fp8.scaling import Scaling
+from handgrad.joins.fp8.tables import WEIGHT
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage.manifest import MANIFEST, content_sha256
 from tests.conftest import small_run
 from tests.test_fp8_runs import manifest, train_until
 from tests.test_runs import elsewhere, records, same_bits

@@ -7,14 +7,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from handgrad.config import ModelShape, RunConfig, check
 from handgrad.errors import DataError, UsageError
-from handgrad.fp8.formats import GRADIENT_FORMATS
-from handgrad.fp8.tables import fp8_gemms
-from handgrad.gpus import GPUS
+from handgrad.joins.fp8.formats import GRADIENT_FORMATS
+from handgrad.joins.fp8.tables import fp8_gemms
+from handgrad.machine.gpus import GPUS
 from handgrad.models import gpt2, modern
 from handgrad.run import checks
 from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve
+from handgrad.settings.config import ModelShape, RunConfig, check
 from handgrad.tools import forecast
 from tests.conftest import make_model
 from tests.fp8_models import BOTH_OF_THE_HEAD, RoundedModernProducts, RoundedProducts, rounds_its_operands

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from handgrad.config import RunConfig
-from handgrad.fp8.formats import AMAX, E4M3, E5M2, GRADIENT_FORMATS, MARGIN, SCALE
-from handgrad.fp8.monitor import Finding, findings
-from handgrad.fp8.scaling import weights_of
-from handgrad.fp8.tables import WEIGHT
+from handgrad.joins.fp8.formats import AMAX, E4M3, E5M2, GRADIENT_FORMATS, MARGIN, SCALE
+from handgrad.joins.fp8.monitor import Finding, findings
+from handgrad.joins.fp8.scaling import weights_of
+from handgrad.joins.fp8.tables import WEIGHT
 from handgrad.run.assemble import Assembly
+from handgrad.settings.config import RunConfig
 from handgrad.training.step import StepResult
 from tests.test_fp8_numbers import LARGEST, largest_scales, nearest_codes
 from tests.test_training import assembly_of

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from handgrad.api.actions import evaluate
 from handgrad.api.model import load
-from handgrad.arena import make_plan
 from handgrad.cli import main
 from handgrad.generation.fp8_weights import (
     PRODUCTS,
@@ -23,6 +22,7 @@ from handgrad.generation.fp8_weights import (
     with_fp8_weights,
 )
 from handgrad.interop.sources import open_weights
+from handgrad.memory.arena import make_plan
 from handgrad.models import parameter_table
 from handgrad.ops import DECODE_OPERATIONS
 from tests.interop.models import make_checkpoint

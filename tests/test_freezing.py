@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import NumericsError
+from handgrad.memory.freezing import freeze
+from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
-from handgrad.models.freezing import freeze
-from handgrad.models.rows import count_parameters
 from handgrad.reports.page import write_report
 from handgrad.run.open import train
+from handgrad.settings.config import ModelShape, RunConfig
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits
 from tests.test_training import steps_of

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from handgrad import power
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
+from handgrad.machine import power
 from handgrad.reports.plots import choose_plots
 from handgrad.reports.reading import read_run
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from tests.test_report import make_run, report, run_lines
 from tests.test_runs import records
 

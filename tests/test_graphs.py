@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from handgrad.graphs import no_collection
+from handgrad.machine.graphs import no_collection
 
 
 class Cycle:

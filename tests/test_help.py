@@ -8,8 +8,8 @@ import pytest
 from handgrad.cli import main
 from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, EXAMPLES, FIRST_SETTINGS, GROUPS, Parser, flag, parse
 from handgrad.commands.completion import command_line
-from handgrad.config import AUTO, FIELDS, PRECISIONS
-from handgrad.presets import PRESETS
+from handgrad.settings.config import AUTO, FIELDS, PRECISIONS
+from handgrad.settings.presets import PRESETS
 
 
 def shown(capsys: pytest.CaptureFixture, *arguments: str) -> str:

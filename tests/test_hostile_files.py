@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from handgrad import checkpoint
-from handgrad.config import RunConfig, read_toml
 from handgrad.data import confined
 from handgrad.data.chat_template import ChatTemplate
 from handgrad.data.model_tokenizer import model_tokenizer
@@ -26,10 +24,12 @@ from handgrad.errors import DataError, HandgradError
 from handgrad.evaluation.tasks import load_tasks
 from handgrad.generation.prompts import read_prompts
 from handgrad.interop.huggingface import read_shape, weight_files
-from handgrad.manifest import verify_file
 from handgrad.parsing import MOST_DEPTH, parse_json, parse_toml
 from handgrad.reports.reading import read_run
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig, read_toml
+from handgrad.storage import checkpoint
+from handgrad.storage.manifest import verify_file
 from tests.data.chats import CHATML, made_tokenizer, talk
 from tests.test_report import make_run, start_line
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from handgrad import local_server
 from handgrad.api.model import load
-from handgrad.local_server import listen
 from handgrad.reports.serve import Handler, Watched
+from handgrad.serving import local_server
+from handgrad.serving.local_server import listen
 from tests.interop.models import make_checkpoint
 from tests.test_serve import CHAT, COMPLETIONS, CONTEXT, HELLO, Client
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from handgrad import errors
-from handgrad.config import RunConfig, to_toml
 from handgrad.data import prepare as preparing
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.run.signals import StopSignals
+from handgrad.settings.config import RunConfig, to_toml
 
 ROOT = Path(__file__).parents[1]
 LINE = "handgrad: interrupted\n"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.run.lock import take_lock
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
 from tests.conftest import small_run
 from tests.test_best_checkpoint import scripted, steps_kept
 from tests.test_commands import refused

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint
-from handgrad.config import RunConfig
 from handgrad.errors import NumericsError
 from handgrad.run import saves
 from handgrad.run.loop import Run
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
 from handgrad.training.state import TrainingState
 from handgrad.training.step import TrainStep
 from tests.distributed.runs import Launcher, arguments, same_run, saved_steps

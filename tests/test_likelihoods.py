@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from handgrad.arena import make_plan
-from handgrad.config import ModelShape
 from handgrad.evaluation.likelihoods import Likelihoods, Request, Workload, make_batches, score
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.memory.arena import make_plan
 from handgrad.models import gpt2
 from handgrad.models.passes import run
 from handgrad.ops import reference as ops
-from handgrad.parallel.ranks import Ranks
+from handgrad.settings.config import ModelShape
 from tests.conftest import Model, make_model
 
 SHAPE = ModelShape(37, 40, 2, 2, 16)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad import devices, limits
+from handgrad.machine import devices, limits
 from tests.test_commands import SMALL, refused
 from tests.test_threads import put
 

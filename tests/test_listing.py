@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from handgrad.cli import main
-from handgrad.config import RunConfig, to_toml
 from handgrad.errors import ConfigError, NumericsError, Preempted
 from handgrad.format import human_seconds
 from handgrad.run import lock
 from handgrad.run.listing import list_runs
 from handgrad.run.lock import take_lock
 from handgrad.run.open import train
-from handgrad.run_files import LOCK_FILE
+from handgrad.settings.config import RunConfig, to_toml
+from handgrad.storage.run_files import LOCK_FILE
 from handgrad.training.step import TrainStep
 from tests.test_commands import refused
 from tests.test_runs import elsewhere, interrupt_at

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.config import ModelShape
 from handgrad.generation.decode import prefill
+from handgrad.memory.rows import count_parameters
 from handgrad.models import llama, parameter_table
-from handgrad.models.rows import count_parameters
 from handgrad.ops import cpu, reference
+from handgrad.settings.config import ModelShape
 from tests.conftest import Model, make_model
 from tests.llama_twin import FAMILIES, autograd, logits, shape_of
 from tests.model_checks import check_forward_alone, check_gradients, exact_and_bf16

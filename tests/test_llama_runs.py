@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from handgrad.api.model import load
-from handgrad.checkpoint import find
-from handgrad.config import RunConfig, check, convert, parse_toml, to_toml
 from handgrad.errors import UsageError
 from handgrad.interop.export import export_llmc
 from handgrad.networks.llama import LlamaShape, parse_llama
 from handgrad.run.open import train
 from handgrad.run.settings import run_config
+from handgrad.settings.config import RunConfig, check, convert, parse_toml, to_toml
+from handgrad.storage.checkpoint import find
 from tests.distributed.runs import Launcher, arguments, same_run
 from tests.test_runs import records, same_bits
 

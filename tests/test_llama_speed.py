@@ -14,8 +14,8 @@ from benchmarks import contenders, gpu_step, llama_speed, llama_twin
 from benchmarks.contenders import Settings, tokens_of
 from benchmarks.trainer_run import TrainerRun, TrainerSwitches
 from handgrad.errors import UsageError
+from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
-from handgrad.models.rows import count_parameters
 from tests.llama_twin import FAMILIES
 
 SMALL = Settings(

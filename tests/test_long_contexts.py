@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import handgrad
-from handgrad.arena import Plan
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import UsageError
+from handgrad.memory.arena import Plan
 from handgrad.run.open import train
 from handgrad.run.resolve import generation_plan, resolve
+from handgrad.settings.config import RunConfig
 from tests.conftest import small_run, write_text
 from tests.interop.models import make_checkpoint
 from tests.test_commands import refused

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from handgrad.arena import make_plan
-from handgrad.config import ModelShape, RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.generation.decode import prefill
-from handgrad.lora.bind import WithAdapters, bind
-from handgrad.lora.merge import merged
-from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank
-from handgrad.models.rows import named
+from handgrad.joins.lora.bind import WithAdapters, bind
+from handgrad.joins.lora.merge import merged
+from handgrad.joins.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank
+from handgrad.memory.arena import make_plan
+from handgrad.memory.rows import named
 from handgrad.networks.lora import LoraShape, parse_lora
 from handgrad.ops import cpu, reference
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import ModelShape, RunConfig, check
 from tests import llama_twin
 from tests.conftest import Model, make_model
 from tests.lora_twin import PRODUCTS, added, gpt2_logits

@@ -14,20 +14,20 @@ from benchmarks import lora
 from benchmarks.turns import PeerFailed
 from handgrad.api.model import load
 from handgrad.api.training import Training
-from handgrad.checkpoint import find
 from handgrad.cli import main
-from handgrad.config import RunConfig, to_dict
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.loss import held_out_loss
 from handgrad.interop.export import export_llmc, export_model
 from handgrad.interop.sources import open_weights
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.joins.parallel.replicas import Replicas
 from handgrad.models import parameter_table
-from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.replicas import Replicas
 from handgrad.run.assemble import allocate
 from handgrad.run.open import open_run, train
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, to_dict
+from handgrad.storage.checkpoint import find
 from tests.conftest import small_run
 from tests.distributed.runs import Launcher, arguments, same_run
 from tests.test_runs import records, same_bits, tensors

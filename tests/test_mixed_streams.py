@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.modern_twin import ModernTwin, modern_optimizer
-from handgrad.config import ModelShape, RunConfig
-from handgrad.layout import buckets_of, gradient_ring
+from handgrad.memory.layout import buckets_of, gradient_ring
 from handgrad.models import parameter_table
 from handgrad.ops import UPDATE, cpu, reference
 from handgrad.ops.reference.mix import mix_forward
+from handgrad.settings.config import ModelShape, RunConfig
 from tests.techniques import toggled
 from tests.test_modern_model import shape_without
 from tests.test_modern_operations import normalized

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from handgrad import devices
-from handgrad.config import ModelShape
 from handgrad.format import speed
+from handgrad.machine import devices
+from handgrad.memory.rows import count_parameters
 from handgrad.models import compute_losses, parameter_table
-from handgrad.models.rows import count_parameters
 from handgrad.ops.reference import gelu
+from handgrad.settings.config import ModelShape
 from tests.conftest import Model, make_model
 from tests.model_checks import check_bf16_gradients, check_twin_gradients
 from tests.techniques import toggled

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.config import TECHNIQUES, ModelShape
 from handgrad.generation.decode import prefill
+from handgrad.memory.rows import count_parameters, initialize
 from handgrad.models import compute_losses, modern, parameter_table
 from handgrad.models.passes import head_logits
-from handgrad.models.rows import count_parameters, initialize
 from handgrad.ops import cpu, reference
+from handgrad.settings.config import TECHNIQUES, ModelShape
 from tests.conftest import Model, make_model
 from tests.model_checks import check_bf16_gradients, check_forward_alone, check_twin_gradients
 from tests.techniques import USUAL, toggled

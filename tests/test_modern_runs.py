@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from handgrad.api.model import load
-from handgrad.checkpoint import find
-from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.interop.export import export_llmc
 from handgrad.networks.modern import DEPTHS as MODERN
-from handgrad.presets import preset
 from handgrad.run.open import train
 from handgrad.run.settings import run_config
+from handgrad.settings.config import RunConfig, check
+from handgrad.settings.presets import preset
+from handgrad.storage.checkpoint import find
 from tests.techniques import toggled
 from tests.test_runs import records, same_bits
 

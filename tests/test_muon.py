@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.arena import ALWAYS
-from handgrad.checkpoint import find
-from handgrad.config import RunConfig, check
 from handgrad.errors import ConfigError, UsageError
-from handgrad.gpus import GPUS
 from handgrad.interop.export import export_llmc
-from handgrad.models.rows import ZEROS, ParameterRow
+from handgrad.machine.gpus import GPUS
+from handgrad.memory.arena import ALWAYS
+from handgrad.memory.rows import ZEROS, ParameterRow
 from handgrad.ops import (
     CONTROL_LEARNING_RATE,
     CONTROL_STEP,
@@ -32,10 +30,12 @@ from handgrad.ops.reference.muon import POLAR_EXPRESS, polar
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import MATRIX, Muon
-from handgrad.presets import preset
 from handgrad.run.host_copy import checkpoint_rows
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
+from handgrad.settings.presets import preset
+from handgrad.storage.checkpoint import find
 from handgrad.tools.absent import resolve_for
 from tests.test_training import assembly_of
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import handgrad
-from handgrad.config import ModelShape
+from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
-from handgrad.models.rows import count_parameters
 from handgrad.networks import NETWORKS
+from handgrad.settings.config import ModelShape
 
 PACKAGE = Path(handgrad.__file__).parent
 SHAPES = {

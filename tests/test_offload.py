@@ -14,19 +14,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
-from handgrad.gpus import GPUS
-from handgrad.models.rows import flat_elements
+from handgrad.joins import offload
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.machine.gpus import GPUS
+from handgrad.memory.rows import flat_elements
 from handgrad.ops import LOSS_NOT_FINITE, RESULT_VERDICT
-from handgrad.parallel.ranks import Ranks
-from handgrad.presets import preset
 from handgrad.run import checks, saves
 from handgrad.run.host_copy import HostCopy
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
+from handgrad.settings.presets import preset
 from handgrad.tools.absent import resolve_for
-from handgrad.training import offload
 from tests.test_runs import tensors
 from tests.test_training import assembly_of, steps_of
 

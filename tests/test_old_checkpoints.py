@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import load_file
 
 import handgrad
-from handgrad import checkpoint
-from handgrad.config import RunConfig
-from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
 from handgrad.run.open import train
-from handgrad.tensor_files import Stored
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
+from handgrad.storage.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
+from handgrad.storage.tensor_files import Stored
 
 OLD = Path(__file__).parent / "checkpoints_of_62c5d08"
 CHECKPOINT = Path("checkpoints", "step_00000004")

@@ -8,8 +8,8 @@ import pytest
 
 import handgrad
 from handgrad.cli import main
-from handgrad.config import RunConfig, to_toml
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig, to_toml
 from tests.conftest import small_run
 from tests.test_commands import refused
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from handgrad.config import RunConfig, check
 from handgrad.run.open import complete, open_run
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.config import ModelShape
+from handgrad.joins.documents import within_documents
+from handgrad.joins.masked import WithUntrained
 from handgrad.models import compute_losses, forward_buffers, named_activations
-from handgrad.models.documents import within_documents
-from handgrad.models.untrained import WithUntrained
 from handgrad.ops import cpu, reference
+from handgrad.settings.config import ModelShape
 from handgrad.training.feed import fill_inputs, inputs_of
 from tests.conftest import Model, make_model
 from tests.documents import document_starts

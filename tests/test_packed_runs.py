@@ -14,9 +14,7 @@ import torch
 
 from handgrad.api.actions import evaluate
 from handgrad.api.model import load
-from handgrad.checkpoint import find, open_checkpoint
 from handgrad.cli import main
-from handgrad.config import RunConfig, check, differences, to_dict
 from handgrad.data.batches import Batches, validation_batches
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import open_dataset
@@ -25,6 +23,8 @@ from handgrad.evaluation.load import checkpoint_weights
 from handgrad.run import loop
 from handgrad.run.open import train
 from handgrad.run.packing import identity_of, packing_lines
+from handgrad.settings.config import RunConfig, check, differences, to_dict
+from handgrad.storage.checkpoint import find, open_checkpoint
 from tests.conftest import small_run
 from tests.distributed.runs import Launcher, arguments, same_run
 from tests.test_runs import records

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import checkpoint, manifest
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.errors import DataError, StorageError
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint, manifest
 from tests.test_checkpoints import damage
 from tests.test_runs import elsewhere, finished, interrupt_at, same_bits
 

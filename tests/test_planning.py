@@ -14,13 +14,13 @@ import pytest
 
 import handgrad
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.format import human_seconds
-from handgrad.gpus import GPUS, short_name
-from handgrad.presets import MODELS, preset
+from handgrad.machine.gpus import GPUS, short_name
 from handgrad.run.open import train
 from handgrad.run.resolve import memory_bytes, resolve
+from handgrad.settings.config import RunConfig
+from handgrad.settings.presets import MODELS, preset
 from handgrad.tools import measured, roofline
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.forecast import bytes_of, forecast, resolved_on

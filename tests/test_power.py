@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from handgrad import power
+from handgrad.machine import power
 
 CUDA = torch.device("cuda", 1)
 

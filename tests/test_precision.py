@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import handgrad
-from handgrad import devices, load, processor
-from handgrad.checkpoint import peek_config
-from handgrad.config import RunConfig
+from handgrad import load
 from handgrad.errors import UsageError
-from handgrad.presets import PRESETS
+from handgrad.machine import devices, processor
 from handgrad.run.folder import inherited_settings
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve, with_precision
+from handgrad.settings.config import RunConfig
+from handgrad.settings.presets import PRESETS
+from handgrad.storage.checkpoint import peek_config
 from tests.test_runs import records
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import presets
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.run.open import train
+from handgrad.settings import presets
 from tests.test_runs import records
 
 

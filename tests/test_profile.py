@@ -14,17 +14,18 @@ import pytest
 import torch
 
 from benchmarks.nsight import METRICS, parse, table
-from handgrad import fp8, ops
+from handgrad import ops
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
-from handgrad.fp8 import reference as fp8_reference
-from handgrad.fp8.formats import E4M3
-from handgrad.mask import Mask
+from handgrad.joins import fp8
+from handgrad.joins.fp8 import reference as fp8_reference
+from handgrad.joins.fp8.formats import E4M3
 from handgrad.ops import reference
-from handgrad.presets import tiny
+from handgrad.ops.mask import Mask
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig
+from handgrad.settings.presets import tiny
 from handgrad.tools.profile import MadeUpTokens, rate_text
 from handgrad.tools.recorder import OPERATIONS, PARTS, Recorder, size_bytes
 from handgrad.tools.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
@@ -291,7 +292,7 @@ def test_a_begun_run_is_tuned_as_it_goes_on(
 ) -> None:
     """In its precision and packing, with the words of its data; lanes change no GEMM."""
     train(dataclasses.replace(config, precision="bf16", packing="masked", lanes=2, steps=1))
-    monkeypatch.setattr("handgrad.devices.resolve_device", lambda name, rank=0: torch.device("cuda"))
+    monkeypatch.setattr("handgrad.machine.devices.resolve_device", lambda name, rank=0: torch.device("cuda"))
     found = list[tuple[str, str, int, int]]()
 
     def stop(config: RunConfig, vocab_size: int, *, graphs: bool) -> None:

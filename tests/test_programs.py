@@ -10,7 +10,7 @@ import pytest
 
 import handgrad
 from handgrad.cli import COMMANDS
-from handgrad.parallel.local import LAUNCHER, command_line
+from handgrad.joins.parallel.local import LAUNCHER, command_line
 from tests.test_commands import SMALL
 
 ROOT = Path(__file__).resolve().parents[1]

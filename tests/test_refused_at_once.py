@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.config import RunConfig
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from tests.test_commands import refused
 
 DEMO = "handgrad.commands.demo.prepare_with_progress"

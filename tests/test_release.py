@@ -16,7 +16,7 @@ import yaml
 
 import handgrad
 from handgrad.__main__ import main
-from handgrad.config import ARCHITECTURES, FIELDS
+from handgrad.settings.config import ARCHITECTURES, FIELDS
 from tests.conftest import write_text
 
 ROOT = Path(__file__).parents[1]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import handgrad
-from handgrad.config import FIELDS
 from handgrad.errors import HandgradError
+from handgrad.settings.config import FIELDS
 
 CASES = 8  # configurations of a test, of which about half are refused at first
 LONGEST = 8  # remedies, one after the other; three is usual

@@ -11,7 +11,6 @@ import pytest
 import handgrad
 from handgrad.commands import report as report_command
 from handgrad.commands.arguments import parse
-from handgrad.config import RunConfig
 from handgrad.errors import DataError
 from handgrad.reports.drawing import inline_svg
 from handgrad.reports.main_log import read_main_log
@@ -21,6 +20,7 @@ from handgrad.reports.results import date_text, wall_clock
 from handgrad.reports.sections import description
 from handgrad.run import header
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from tests.test_report import make_run, report, run_lines, start_line, step_line
 
 LOG = """s:0 tel:10.9876

@@ -15,15 +15,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from handgrad import checkpoint
-from handgrad.config import RunConfig, to_toml
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import HEADER_BYTES, header
 from handgrad.errors import ConfigError, DataError, NumericsError, Preempted
-from handgrad.parallel.ranks import Ranks
+from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run import checkpointing, loop
 from handgrad.run.folder import RunFolder
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig, to_toml
+from handgrad.storage import checkpoint
 from handgrad.training.step import TrainStep
 from tests.conftest import write_text
 

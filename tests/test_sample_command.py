@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 import handgrad
-from handgrad import devices
 from handgrad.cli import main
 from handgrad.commands import sample as sample_command
-from handgrad.config import RunConfig
 from handgrad.errors import ConfigError
 from handgrad.generation import prompts
 from handgrad.generation.generate import Decoder
+from handgrad.machine import devices
 from handgrad.run import loop
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from tests.test_commands import SMALL, refused
 
 

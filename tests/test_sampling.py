@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.arena import make_plan
-from handgrad.config import ModelShape
 from handgrad.errors import NumericsError, UsageError
 from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
+from handgrad.memory.arena import make_plan
 from handgrad.models import gpt2
 from handgrad.ops import reference as ops
+from handgrad.settings.config import ModelShape
 from tests.conftest import Model, make_model
 
 GREEDY = SamplingOptions(temperature=0)

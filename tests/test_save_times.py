@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.config import RunConfig
 from handgrad.run.open import train
 from handgrad.run.saves import DEFAULT_SECONDS, VARIABLE, grace_seconds, too_slow
+from handgrad.settings.config import RunConfig
 from tests.test_runs import records
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import saves
-from handgrad import checkpoint
-from handgrad.checkpoint import Stored
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import Stored
 
 
 def test_it_measures_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

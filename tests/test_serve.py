@@ -18,7 +18,7 @@ from handgrad.cli import main
 from handgrad.errors import NumericsError, UsageError
 from handgrad.generation.chat import Talk
 from handgrad.generation.generate import SamplingOptions
-from handgrad.local_server import listen
+from handgrad.serving.local_server import listen
 from handgrad.serving.requests import COMPLETION, Request, read_request
 from handgrad.serving.server import MOST_BYTES, Handler, Served, write_all
 from handgrad.serving.writer import Writer

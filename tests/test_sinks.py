@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.run import sinks
 from handgrad.run.open import train
 from handgrad.run.sinks import Sinks, chosen, figures
+from handgrad.settings.config import RunConfig
 from tests.test_runs import elsewhere, same_bits
 
 

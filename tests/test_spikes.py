@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from handgrad.config import RunConfig
+from handgrad.settings.config import RunConfig
 from handgrad.training.spikes import WINDOW, SpikeWindow
 from tests.test_training import assembly_of
 

@@ -10,11 +10,11 @@ import pytest
 import handgrad
 from handgrad.cli import main
 from handgrad.commands.arguments import COMMANDS, Parser, parse
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.names import SYNONYMS, nearest_name, plain_name
 from handgrad.networks import NETWORKS
 from handgrad.networks.lora import LoraShape, check_lora, products
+from handgrad.settings.config import RunConfig
 from tests.test_commands import refused
 
 TRAIN = {
@@ -243,7 +243,7 @@ def test_every_synonym_leads_to_a_name() -> None:
         for action in parser._actions:
             known |= {plain_name(word) for word in action.option_strings}
             known |= {str(choice) for choice in action.choices or ()} | set(str(action.metavar).split("|"))
-    from handgrad.presets import MODELS
+    from handgrad.settings.presets import MODELS
 
     in_lora = {field.name for field in fields(LoraShape)}
     in_lora |= {name for network in NETWORKS for name in products(RunConfig(architecture=network).shape(1))}

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from handgrad.checkpoint import peek_config
 from handgrad.cli import main
-from handgrad.config import RunConfig, check
 from handgrad.run import autosize
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
+from handgrad.storage.checkpoint import peek_config
 
 GPU = torch.device("cuda")
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from handgrad.checkpoint import find, peek_config
 from handgrad.cli import main
-from handgrad.config import RunConfig, check
 from handgrad.data.shards import open_dataset
 from handgrad.run import autosize
 from handgrad.run.open import train
 from handgrad.run.packing import cut_documents
 from handgrad.run.settings import run_config
+from handgrad.settings.config import RunConfig, check
+from handgrad.storage.checkpoint import find, peek_config
 from tests.data.chats import talk
 from tests.interop.models import make_checkpoint
 from tests.test_runs import records

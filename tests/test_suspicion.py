@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.config import RunConfig, to_toml
 from handgrad.errors import HardwareError
 from handgrad.run import loop
 from handgrad.run.loop import Run
 from handgrad.run.open import open_run, train
 from handgrad.run.step_check import is_overflow
+from handgrad.settings.config import RunConfig, to_toml
+from handgrad.storage import checkpoint
 from handgrad.training.spikes import WINDOW, SpikeWindow
 from handgrad.training.step import StepResult, TrainStep
 from tests.test_runs import elsewhere, records, same_bits

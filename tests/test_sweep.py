@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from handgrad import devices
 from handgrad.api.records import metrics
 from handgrad.cli import main
 from handgrad.commands.arguments import parse
+from handgrad.machine import devices
 from handgrad.run.listing import list_runs
 from handgrad.tools import sweep
 from handgrad.tools.sweep import Group, gpu_places

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.errors import DataError, UsageError
 from handgrad.interop.model_card import evaluation_lines
 from handgrad.reports.page import write_report
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
 from tests.conftest import small_run
 from tests.test_runs import records, same_bits, tensors
 from tests.test_tasks import hellaswag_row

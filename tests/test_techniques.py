@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from handgrad.commands.arguments import parse
-from handgrad.config import ModelShape, RunConfig, check, differences, read_toml, to_dict, to_toml
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import checkpoint_config
 from handgrad.networks import modern as techniques
 from handgrad.networks.modern import EARLIER, NONE, TECHNIQUES, changed, default, listed, of_stored
 from handgrad.run.settings import run_config
+from handgrad.settings.config import ModelShape, RunConfig, check, differences, read_toml, to_dict, to_toml
 
 ON, OFF = default(), [name for name, on in TECHNIQUES.items() if not on]
 

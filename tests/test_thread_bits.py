@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from handgrad.config import RunConfig
-from handgrad.dropout import reference as dropout_reference
-from handgrad.fp8 import reference as fp8_reference
-from handgrad.lora import reference as lora_reference
+from handgrad.joins.dropout import reference as dropout_reference
+from handgrad.joins.fp8 import reference as fp8_reference
+from handgrad.joins.lora import reference as lora_reference
 from handgrad.ops import cases as operation_cases, cpu, reference
 from handgrad.ops.cpu.whole_vectors import GRAIN_ELEMENTS, VECTOR_ELEMENTS, whole_vectors
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from handgrad.tools.kernel_checks import fp8, operations
 from handgrad.tools.kernel_checks.fp8_checking import Fp8Draw
 from tests.conftest import small_run

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import processor, threads
 from handgrad.commands.arguments import COMMANDS, EXAMPLES
+from handgrad.machine import processor, threads
 
 ROOT = Path(__file__).parents[1]
 CHOSEN = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}

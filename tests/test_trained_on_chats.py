@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from handgrad import checkpoint, manifest
 from handgrad.cli import main
 from handgrad.commands import serve
-from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.evaluation.load import trained_on_chats
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint, manifest
 from tests.conftest import small_run, write_text
 
 ONE_STEP = {"steps": 1, "warmup_steps": 0, "eval_every": 0, "sample_tokens": 0}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.twin import Twin
-from handgrad.config import RunConfig
-from handgrad.parallel.ranks import Ranks
+from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.resolve import resolve
 from handgrad.run.step_check import checked_result
+from handgrad.settings.config import RunConfig
 from handgrad.training.step import NOTHING_TRAINED, TrainStep
 
 VOCABULARY = 61

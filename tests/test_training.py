@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from benchmarks.twin import Twin, optimizer_of, twin_step
-from handgrad.config import FIELDS, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
-from handgrad.layout import update_parts
+from handgrad.memory.layout import update_parts
 from handgrad.ops import cpu
 from handgrad.ops.reference.optimizer import round_stochastically
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve, schedule_of
+from handgrad.settings.config import FIELDS, RunConfig
 from handgrad.training.feed import sort_positions
 from handgrad.training.schedule import Schedule
 from handgrad.training.spikes import WINDOW, SpikeWindow

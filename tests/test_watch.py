@@ -15,10 +15,10 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.errors import DataError, UsageError
-from handgrad.local_server import LocalServer, listen
 from handgrad.reports import serve
 from handgrad.reports.page import write_report
 from handgrad.reports.serve import Handler, Watched
+from handgrad.serving.local_server import LocalServer, listen
 from tests.screenshots import LEAST_WINDOW, WIDTHS, ask, chromium, screenshot
 from tests.test_interrupts import start
 from tests.test_report import make_run, run_lines, start_line, step_line

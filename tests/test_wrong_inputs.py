@@ -14,13 +14,13 @@ import pytest
 import handgrad
 from handgrad.cli import main
 from handgrad.commands.arguments import parse
-from handgrad.config import RunConfig
 from handgrad.data import prepare as preparing
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.tokenizer_loading import of_folder
 from handgrad.errors import ConfigError, UsageError
 from handgrad.reports import page as pages
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from tests.conftest import write_text
 from tests.data.chats import made_tokenizer, talk, write_folder
 from tests.interop.models import make_checkpoint

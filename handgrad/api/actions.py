@@ -4,9 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from handgrad import checkpoint
 from handgrad.api.model import Model, load
-from handgrad.config import STREAM
 from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
@@ -16,6 +14,8 @@ from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export
 from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
 from handgrad.names import check_choice
 from handgrad.run.packing import evaluation_packing
+from handgrad.settings.config import STREAM
+from handgrad.storage import checkpoint
 
 
 def prepare(

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad import devices
-from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import (
     Weights,
@@ -29,10 +27,12 @@ from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import Continuation, SamplingOptions, check_writing
 from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
+from handgrad.machine import devices
+from handgrad.memory.rows import count_parameters
 from handgrad.models import architecture, compute_losses, forward_buffers, named_activations, parameter_table
 from handgrad.models.passes import head_logits, run
-from handgrad.models.rows import count_parameters
 from handgrad.names import check_choice
+from handgrad.settings.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 
 MICRO_BATCH = 8  # rows that go through the model at once, as in `handgrad evaluate`
 

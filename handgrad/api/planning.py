@@ -5,8 +5,8 @@ from typing import Unpack
 
 from handgrad.api.settings import Settings, with_settings
 from handgrad.api.training import configuration
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
+from handgrad.settings.config import RunConfig
 from handgrad.tools.forecast import Forecast, bytes_of, forecast
 from handgrad.tools.plan import as_it_runs
 

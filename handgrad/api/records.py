@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from handgrad.errors import DataError, storage_error
-from handgrad.jsonl import parse
 from handgrad.names import check_choice
-from handgrad.run_files import METRICS_FILE
+from handgrad.storage.jsonl import parse
+from handgrad.storage.run_files import METRICS_FILE
 
 POLL_SECONDS = 0.2
 KINDS = (

@@ -18,7 +18,7 @@ from handgrad.reports.page import write_report
 from handgrad.reports.plots import Plot, choose_plots
 from handgrad.reports.reading import read_runs
 from handgrad.reports.runs import Run
-from handgrad.run_files import REPORT_FILE
+from handgrad.storage.run_files import REPORT_FILE
 
 RunFolder = str | os.PathLike[str]
 RESULTS: dict[str, Callable[[Run], float]] = {

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from handgrad import checkpoint, devices
 from handgrad.api.model import Model
 from handgrad.api.settings import Settings, with_settings
-from handgrad.config import RunConfig, to_dict
 from handgrad.errors import NumericsError, Preempted, UsageError
 from handgrad.evaluation.load import Weights
-from handgrad.lora.merge import merged_state
+from handgrad.joins.lora.merge import merged_state
+from handgrad.machine import devices
 from handgrad.run.loop import Run
 from handgrad.run.open import open_run
 from handgrad.run.settings import run_config
 from handgrad.run.signals import preempted
+from handgrad.settings.config import RunConfig, to_dict
+from handgrad.storage import checkpoint
 from handgrad.training.step import StepResult
 
 if TYPE_CHECKING:

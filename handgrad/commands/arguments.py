@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from handgrad import presets
 from handgrad.commands.bench_arguments import bench
 from handgrad.commands.epochs import epochs_in_steps
 from handgrad.commands.model_arguments import (
@@ -19,12 +18,13 @@ from handgrad.commands.model_arguments import (
     serve,
 )
 from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
-from handgrad.config import FIELDS, TECHNIQUES, RunConfig, read_toml
 from handgrad.evaluation.tasks import TASKS
-from handgrad.gpus import GPUS, short_name
-from handgrad.rules import AT_LEAST_1, NOT_NEGATIVE, SECONDS
+from handgrad.machine.gpus import GPUS, short_name
 from handgrad.run import settings
 from handgrad.run.settings import Sweep, resolve_sweep
+from handgrad.settings import presets
+from handgrad.settings.config import FIELDS, TECHNIQUES, RunConfig, read_toml
+from handgrad.settings.rules import AT_LEAST_1, NOT_NEGATIVE, SECONDS
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
 SOURCES = (

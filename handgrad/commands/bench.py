@@ -8,11 +8,12 @@ from pathlib import Path
 from types import ModuleType
 
 import handgrad
-from handgrad import devices, presets
-from handgrad.backend import choose_backend
 from handgrad.commands.arguments import flag
 from handgrad.errors import UsageError
 from handgrad.files import check_replaceable
+from handgrad.machine import devices
+from handgrad.machine.backend import choose_backend
+from handgrad.settings import presets
 
 
 def run(parsed: Namespace) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from handgrad.errors import UsageError, storage_errors
 from handgrad.files import write_durably
-from handgrad.run_files import METRICS_FILE
+from handgrad.storage.run_files import METRICS_FILE
 from handgrad.tools.certificate import certificate_text, evaluations, make_certificate, page, signed
 from handgrad.tools.record import open_record
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from handgrad import checkpoint
-from handgrad.config import RunConfig, read_toml
 from handgrad.errors import DataError
 from handgrad.format import human_age, human_bytes, table
 from handgrad.run.listing import extent
 from handgrad.run.lock import locked
-from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, named_run
+from handgrad.settings.config import RunConfig, read_toml
+from handgrad.storage import checkpoint
+from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, named_run
 
 HEADINGS = ("step", "kind", "size", "loss", "age")
 

@@ -2,8 +2,8 @@
 
 import argparse
 
-from handgrad import presets
 from handgrad.commands.arguments import COMMANDS, Parser
+from handgrad.settings import presets
 
 # shtab's own names of the shells' functions that complete paths (https://docs.iterative.ai/shtab/use/).
 PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}

@@ -4,14 +4,14 @@ import dataclasses
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad import presets
 from handgrad.commands.prepare import prepare_with_progress, show_prepared
 from handgrad.data.prepare import PrepareOptions
 from handgrad.files import check_above
 from handgrad.reports.page import write_report
 from handgrad.run.folder import check_place
 from handgrad.run.open import train
-from handgrad.run_files import REPORT_FILE
+from handgrad.settings import presets
+from handgrad.storage.run_files import REPORT_FILE
 
 DEMO_DOCUMENTS = 60_000
 DEMO_TOKENIZER = "bpe:1024"

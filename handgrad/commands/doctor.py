@@ -3,10 +3,10 @@
 import os
 from argparse import Namespace
 
-from handgrad import devices
 from handgrad.errors import ConfigError
-from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.rendezvous import Timeouts
+from handgrad.joins.parallel.launchers import find_rank_info
+from handgrad.joins.parallel.rendezvous import Timeouts
+from handgrad.machine import devices
 from handgrad.tools.doctor import examine
 from handgrad.tools.network import examine_network
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from handgrad import presets
-from handgrad.config import RunConfig
 from handgrad.errors import HandgradError
 from handgrad.names import STEPS_OF_AN_EPOCH, is_epochs
+from handgrad.settings import presets
+from handgrad.settings.config import RunConfig
 
 
 def epochs_in_steps(config_of: Callable[[Namespace], RunConfig], namespace: Namespace, arguments: Sequence[str]) -> str:

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad import devices
-from handgrad.arena import Buffer, make_plan
-from handgrad.config import STREAM, ModelShape, check_stride
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
 from handgrad.evaluation.likelihoods import Request, Workload
@@ -35,18 +32,27 @@ from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
 from handgrad.files import check_writable
 from handgrad.format import table
-from handgrad.fp8.forward import Fp8Forward
 from handgrad.interop.sources import open_weights
-from handgrad.models import architecture, forward_buffers, forward_rows, named_activations, parameter_table
-from handgrad.models.documents import document_buffers
-from handgrad.models.rows import KIND, named
-from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.rendezvous import Timeouts, joined
+from handgrad.joins.fp8.forward import Fp8Forward
+from handgrad.joins.parallel.launchers import find_rank_info
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.joins.parallel.rendezvous import Timeouts, joined
+from handgrad.machine import devices
+from handgrad.memory.arena import Buffer, make_plan
+from handgrad.memory.rows import KIND, named
+from handgrad.models import (
+    architecture,
+    document_buffers,
+    forward_buffers,
+    forward_rows,
+    named_activations,
+    parameter_table,
+)
 from handgrad.run.checkpointing import with_parts_left
 from handgrad.run.open import open_rank_0_first
 from handgrad.run.packing import evaluation_packing
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import STREAM, ModelShape, check_stride
 
 MEMORY = "evaluation.memory"  # of the loss, then of the tasks
 PROGRESS_SECONDS = 2.0

@@ -3,13 +3,13 @@
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad import checkpoint
 from handgrad.errors import UsageError
 from handgrad.files import check_free
 from handgrad.interop import peft
 from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft, make_repository, push
 from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
 from handgrad.names import check_choice
+from handgrad.storage import checkpoint
 
 
 def run(parsed: Namespace) -> int:

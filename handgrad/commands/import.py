@@ -7,8 +7,8 @@ from pathlib import Path
 from handgrad.commands.arguments import flag
 from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.interop.sources import SIZES, import_model
+from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
-from handgrad.models.rows import count_parameters
 
 
 def run(parsed: Namespace) -> int:

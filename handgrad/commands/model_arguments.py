@@ -1,8 +1,8 @@
 """The flags of the commands that load a model and let it write: sample, chat, serve."""
 
 from handgrad.commands.parser import Parser
-from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
-from handgrad.rules import AT_LEAST_1, between
+from handgrad.settings.config import AUTO, BACKENDS, DEVICES, PRECISIONS
+from handgrad.settings.rules import AT_LEAST_1, between
 
 WATCH_PORT, SERVE_PORT = 8360, 8361
 FP8_NOTE = "; fp8: as a run in fp8 validates"

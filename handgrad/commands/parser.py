@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from handgrad.config import KINDS
 from handgrad.errors import UsageError
 from handgrad.names import check_choice, is_epochs, meanings, nearest_name
-from handgrad.rules import Rule
+from handgrad.settings.config import KINDS
+from handgrad.settings.rules import Rule
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
 

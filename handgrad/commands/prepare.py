@@ -15,7 +15,7 @@ from handgrad.data.prepare import Prepared, PrepareOptions, Progress, prepare as
 from handgrad.data.shards import Dataset
 from handgrad.data.sources import passed_over
 from handgrad.format import human_count
-from handgrad.run_files import BEST, CHECKPOINTS
+from handgrad.storage.run_files import BEST, CHECKPOINTS
 
 
 def run(parsed: Namespace) -> int:

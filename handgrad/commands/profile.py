@@ -4,13 +4,13 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from handgrad import devices
-from handgrad.config import GPT2_VOCABULARY, RunConfig
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
 from handgrad.files import check_replaceable
+from handgrad.machine import devices
 from handgrad.run.folder import as_begun, model_of
 from handgrad.run.packing import resolve_packing, training_batches
+from handgrad.settings.config import GPT2_VOCABULARY, RunConfig
 from handgrad.tools.profile import MadeUpTokens, profile_run
 from handgrad.training.feed import Source
 

@@ -2,9 +2,9 @@
 
 import argparse
 
-from handgrad import recipes
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
+from handgrad.settings import recipes
 
 
 def run(args: argparse.Namespace) -> int:

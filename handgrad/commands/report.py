@@ -6,7 +6,7 @@ from pathlib import Path
 
 from handgrad.errors import HandgradError
 from handgrad.reports.page import write_report
-from handgrad.run_files import REPORT_FILE
+from handgrad.storage.run_files import REPORT_FILE
 
 
 def run(parsed: Namespace) -> int:

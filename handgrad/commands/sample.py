@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 import handgrad
-from handgrad import devices
 from handgrad.commands.writing import sampling_options
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import LoadedModel, Machine, Weights, load_model, machine, rounded_to_fp8
@@ -26,6 +25,7 @@ from handgrad.generation.generate import Continuation, Decoder, SamplingOptions,
 from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
+from handgrad.machine import devices
 
 PROGRESS_SECONDS = 5  # between two lines of progress
 

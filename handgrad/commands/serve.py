@@ -9,7 +9,7 @@ from handgrad.commands.model_arguments import SERVE_PORT
 from handgrad.commands.writing import context_of, open_talking_model, sampling_options
 from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.generation.generate import check_writing
-from handgrad.local_server import LocalHandler, listen
+from handgrad.serving.local_server import LocalHandler, listen
 from handgrad.serving.requests import Request
 from handgrad.serving.server import Handler, Served, write_all
 from handgrad.serving.writer import Writer

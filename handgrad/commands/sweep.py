@@ -5,12 +5,12 @@ import signal
 import sys
 from argparse import Namespace
 
-from handgrad import devices
 from handgrad.commands.report import leave_out
 from handgrad.errors import INTERRUPTED, HandgradError, Preempted, print_message, shown
+from handgrad.machine import devices
 from handgrad.reports.page import write_report
 from handgrad.run.header import warmup_lines
-from handgrad.run_files import REPORT_FILE
+from handgrad.storage.run_files import REPORT_FILE
 from handgrad.tools.sweep import Runner, exit_code_of, gpu_places, groups_of, table, write_results
 
 

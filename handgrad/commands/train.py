@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from handgrad import checkpoint, devices, threads
 from handgrad.errors import UsageError
-from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.local import command_line, end_with_launcher, is_launched, run_ranks
-from handgrad.parallel.supervisor import supervise
+from handgrad.joins.parallel.launchers import find_rank_info
+from handgrad.joins.parallel.local import command_line, end_with_launcher, is_launched, run_ranks
+from handgrad.joins.parallel.supervisor import supervise
+from handgrad.machine import devices, threads
 from handgrad.run.open import open_run
-from handgrad.run_files import REPORT_FILE
+from handgrad.storage import checkpoint
+from handgrad.storage.run_files import REPORT_FILE
 
 
 def run(parsed: Namespace) -> int:

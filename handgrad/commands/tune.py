@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from handgrad import devices
-from handgrad.backend import choose_backend
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.files import check_replaceable
+from handgrad.machine import devices
+from handgrad.machine.backend import choose_backend
 from handgrad.run.assemble import allocate, bind
 from handgrad.run.resolve import with_precision
+from handgrad.settings.config import RunConfig
 from handgrad.tools.plan import as_it_runs
 from handgrad.tools.profile import set_up
 from handgrad.tools.rates import seconds_of
@@ -63,7 +63,7 @@ def run(parsed: Namespace) -> int:
         kept = []
         for line in slower_in_fp8(every, vocab_size, kept):
             print(line, flush=True)
-        from handgrad.fp8.cuda.linear import keep_bf16_key
+        from handgrad.joins.fp8.cuda.linear import keep_bf16_key
 
         key = keep_bf16_key(config.micro_batch * config.sequence_length, config.channels)
         decided = cublaslt.read_table(path, "keep_bf16") | {key: ",".join(kept)}

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from handgrad import threads
-from handgrad.audit.chain import FORMAT
 from handgrad.errors import UsageError
 from handgrad.files import check_free
-from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.local import command_line, end_with_launcher, is_launched, run_ranks
+from handgrad.joins.audit.chain import FORMAT
+from handgrad.joins.parallel.launchers import find_rank_info
+from handgrad.joins.parallel.local import command_line, end_with_launcher, is_launched, run_ranks
+from handgrad.machine import threads
 from handgrad.tools.record import open_record
 from handgrad.tools.verify import Span, check_machine, holds, replay, spans_of
 

@@ -5,8 +5,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from handgrad.commands.model_arguments import WATCH_PORT
-from handgrad.local_server import listen
 from handgrad.reports.serve import Handler, Watched
+from handgrad.serving.local_server import listen
 
 
 def run(parsed: Namespace) -> int:

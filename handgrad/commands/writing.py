@@ -3,8 +3,6 @@
 from argparse import Namespace
 from dataclasses import fields
 
-from handgrad import devices
-from handgrad.arena import make_plan
 from handgrad.errors import print_message
 from handgrad.evaluation.load import Weights, is_taught_to_talk, load_model, machine, rounded_to_fp8
 from handgrad.evaluation.writing import Writing
@@ -13,6 +11,8 @@ from handgrad.generation.chat import Talk
 from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import SamplingOptions
 from handgrad.interop.sources import open_weights
+from handgrad.machine import devices
+from handgrad.memory.arena import make_plan
 
 
 def sampling_options(parsed: Namespace) -> SamplingOptions:

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from handgrad.config import AUTO, STREAM, WHOLE
 from handgrad.data.packing import Stretches, rows_of_whole_documents, starts_within
 from handgrad.data.permutation import mix, permute
 from handgrad.data.shards import Dataset, Shard
 from handgrad.errors import DataError, UsageError
+from handgrad.settings.config import AUTO, STREAM, WHOLE
 
 if TYPE_CHECKING:
     from torch import Tensor  # `prepare` shares this package and runs without torch

@@ -34,7 +34,7 @@ from handgrad.data.tokenizer_loading import load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_error, storage_errors
 from handgrad.files import file_sha256
 from handgrad.parsing import parse_json
-from handgrad.run_files import CONFIG_FILE
+from handgrad.storage.run_files import CONFIG_FILE
 
 MAX_SHARD_TOKENS = (1 << 31) - 1  # the header's count is an int32
 

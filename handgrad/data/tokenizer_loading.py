@@ -7,7 +7,7 @@ from handgrad.data.model_tokenizer import MODEL_FILE, of_record, of_transformers
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, bytes_tokenizer, gpt2_tokenizer, parse_bpe, read_small
 from handgrad.data.tokenizer_names import answer
 from handgrad.errors import DataError, UsageError
-from handgrad.run_files import BEST, CHECKPOINTS, named_run
+from handgrad.storage.run_files import BEST, CHECKPOINTS, named_run
 
 
 def load_tokenizer(spec: str) -> Tokenizer:

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad.arena import Buffer, make_plan
-from handgrad.config import ModelShape
-from handgrad.dtypes import accumulation_dtype
 from handgrad.evaluation.loss import OnTokens
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.memory.arena import Buffer, make_plan
 from handgrad.models import architecture, forward_buffers, head_chunk_tokens, named_activations
 from handgrad.models.passes import run
-from handgrad.parallel.ranks import Ranks
+from handgrad.settings.config import ModelShape
 
 KIND = "evaluation"
 LENGTH_MULTIPLE = 16  # of a batch's positions: few shapes to compile and tune kernels for

@@ -15,9 +15,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from handgrad import devices
-from handgrad.arena import make_plan
-from handgrad.checkpoint import find
 from handgrad.errors import UsageError
 from handgrad.evaluation.likelihoods import Request, score
 from handgrad.evaluation.load import (
@@ -32,6 +29,9 @@ from handgrad.evaluation.load import (
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.generation.text import TextStream
+from handgrad.machine import devices
+from handgrad.memory.arena import make_plan
+from handgrad.storage.checkpoint import find
 
 assert lm_eval.models
 SLOTS = 8  # texts at a time

@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from handgrad import devices
-from handgrad.arena import Buffer, make_plan
-from handgrad.backend import choose_backend
-from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
-from handgrad.config import FIELDS, STREAM, WHOLE, ModelShape, RunConfig, check, convert
 from handgrad.data.chat_template import template_text
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.generation.fp8_weights import rounded
+from handgrad.machine import devices
+from handgrad.machine.backend import choose_backend
+from handgrad.memory.arena import Buffer, make_plan
+from handgrad.memory.rows import ParameterRow, flat_elements
 from handgrad.models import named_weights, parameter_table
-from handgrad.models.rows import ParameterRow, flat_elements
 from handgrad.networks.modern import of_stored
+from handgrad.settings.config import FIELDS, STREAM, WHOLE, ModelShape, RunConfig, check, convert
+from handgrad.storage.checkpoint import WEIGHTS_FILE, Checkpoint
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
 CHAT = "chat"  # in a manifest: true if the shards that a run trained on are conversations

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from handgrad import devices
-from handgrad.config import STREAM, WHOLE, ModelShape, check_stride
 from handgrad.data.batches import Batches
 from handgrad.data.recommended import tokenizer_of
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
+from handgrad.joins.documents import within_documents
+from handgrad.joins.masked import WithUntrained
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.machine import devices
 from handgrad.models import compute_losses
-from handgrad.models.documents import within_documents
-from handgrad.models.untrained import WithUntrained
-from handgrad.parallel.ranks import Ranks
+from handgrad.settings.config import STREAM, WHOLE, ModelShape, check_stride
 from handgrad.training.feed import READ, copy_all, fill_inputs, inputs_of
 
 OnTokens = Callable[[int, int], object]  # (positions done by this rank, its total)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from handgrad.checkpoint import Checkpoint
 from handgrad.errors import storage_errors
 from handgrad.evaluation.scoring import TaskResult
 from handgrad.evaluation.tasks import TaskData
 from handgrad.files import write_durably
-from handgrad.run_files import LOCK_FILE, METRICS_FILE
+from handgrad.storage.checkpoint import Checkpoint
+from handgrad.storage.run_files import LOCK_FILE, METRICS_FILE
 
 IN_TRAINING, AFTERWARDS = "train", "evaluate"  # the maker of a record
 

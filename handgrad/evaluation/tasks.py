@@ -13,9 +13,9 @@ from pathlib import Path
 from handgrad.data.sources import batches, open_parquet, open_plain, reading
 from handgrad.errors import DataError, UsageError
 from handgrad.files import file_sha256
-from handgrad.jsonl import Record, numbered_lines, parse, record
 from handgrad.names import nearest_name
 from handgrad.parsing import parse_json
+from handgrad.storage.jsonl import Record, numbered_lines, parse, record
 
 SHOTS = "mmlu_dev"  # solved questions that precede one of mmlu
 MOST_SHOTS = 5

@@ -6,11 +6,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from handgrad import devices
-from handgrad.arena import Buffer, make_plan
 from handgrad.evaluation.load import LoadedModel, check_available
 from handgrad.generation.decode import LEAST_CACHE, decode_buffers, decode_tensors, with_cache
 from handgrad.generation.generate import Decoder, SamplingOptions
+from handgrad.machine import devices
+from handgrad.memory.arena import Buffer, make_plan
 
 
 class GrowingMemory:

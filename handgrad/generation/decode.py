@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.arena import Buffer
-from handgrad.config import ModelShape
+from handgrad.memory.arena import Buffer
+from handgrad.memory.rows import named
 from handgrad.models import architecture
-from handgrad.models.rows import named
+from handgrad.settings.config import ModelShape
 
 KIND = "generation"
 PREFILL_TOKENS = 2048  # of prompts at once, if the batch has as many: enough for a GPU's GEMMs to run at full speed

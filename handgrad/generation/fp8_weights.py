@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.arena import Buffer
-from handgrad.config import ModelShape
+from handgrad.memory.arena import Buffer
+from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
 from handgrad.models.overlay import Overlay
-from handgrad.models.rows import ParameterRow
+from handgrad.settings.config import ModelShape
 
 KIND = "fp8 weights"
 E4M3, LARGEST_EXPONENT, LARGEST = torch.float8_e4m3fn, 9, 448.0  # 448 = 7/8 of 2^9

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.config import ModelShape
 from handgrad.errors import NumericsError, UsageError
 from handgrad.generation.decode import prefill
-from handgrad.graphs import Replayed
+from handgrad.machine.graphs import Replayed
 from handgrad.models import architecture
 from handgrad.ops.reference.decode import SMALLEST_TEMPERATURE
+from handgrad.settings.config import ModelShape
 
 END_OF_TEXT, STOP, MAX_TOKENS = "end_of_text", "stop", "max_tokens"  # reasons for the end of a text
 

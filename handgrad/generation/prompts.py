@@ -10,7 +10,7 @@ from typing import Any
 
 from handgrad.errors import ConfigError, DataError, storage_error, storage_errors
 from handgrad.files import check_free, write_durably
-from handgrad.jsonl import numbered_lines, parse
+from handgrad.storage.jsonl import numbered_lines, parse
 
 ADDED = ("text", "stopped", "tokens")  # the keys that an output line adds
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from handgrad.config import ModelShape
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.generation.generate import STOP, Continuation, Decoder, SamplingOptions
+from handgrad.settings.config import ModelShape
 
 
 def document(tokenizer: Tokenizer, text: str) -> list[int]:

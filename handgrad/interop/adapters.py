@@ -6,14 +6,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import Weights
-from handgrad.lora.merge import merged
-from handgrad.lora.tables import Adapter, adapters_of
+from handgrad.joins.lora.merge import merged
+from handgrad.joins.lora.tables import Adapter, adapters_of
+from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
-from handgrad.models.rows import ParameterRow
 from handgrad.networks.lora import parse_lora
+from handgrad.storage.checkpoint import WEIGHTS_FILE, Checkpoint
 
 PLACE = "path"  # of the weights, in a manifest's word on where they came from
 

@@ -26,16 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import (
-    OPTIMIZER_FILE,
-    WEIGHTS_FILE,
-    Checkpoint,
-    Stored,
-    open_tensors,
-    safetensors_bytes,
-    write_file,
-)
-from handgrad.config import ModelShape
 from handgrad.data.chat_template import CHAT_TEMPLATE_FILE, plain_template, template_text
 from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import GENERATION_FILE
@@ -59,10 +49,20 @@ from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import tokenizer_bytes
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.sources import weights_of
+from handgrad.memory.rows import ParameterRow
 from handgrad.models import architecture, parameter_table
-from handgrad.models.rows import ParameterRow
 from handgrad.ops import reference
 from handgrad.parsing import parse_json
+from handgrad.settings.config import ModelShape
+from handgrad.storage.checkpoint import (
+    OPTIMIZER_FILE,
+    WEIGHTS_FILE,
+    Checkpoint,
+    Stored,
+    open_tensors,
+    safetensors_bytes,
+    write_file,
+)
 
 MODEL_FILE, TOKENS_FILE = "model.bin", "gpt2_tokenizer.bin"
 CHECKED_TOKENS = 8  # random tokens, to measure how far rounding moves logits

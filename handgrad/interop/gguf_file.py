@@ -30,8 +30,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import Checkpoint
-from handgrad.config import ModelShape
 from handgrad.errors import StorageError, UsageError
 from handgrad.files import check_free, whole
 from handgrad.interop import huggingface
@@ -39,6 +37,8 @@ from handgrad.interop.export import Exported, added_template, load_to_check, log
 from handgrad.interop.gguf_tokens import add_tokenizer
 from handgrad.interop.sources import weights_of
 from handgrad.models import parameter_table
+from handgrad.settings.config import ModelShape
+from handgrad.storage.checkpoint import Checkpoint
 
 GGUF_TYPES = ("f16", "bf16", "q8_0")
 FLOAT32 = ("position_embd.weight", "rope_freqs.weight")  # beside vectors

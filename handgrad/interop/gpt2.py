@@ -6,8 +6,8 @@ Source: transformers, models/gpt2/modeling_gpt2.py and configuration_gpt2.py.
 from pathlib import Path
 from typing import Any
 
-from handgrad.config import ModelShape
 from handgrad.interop.config_file import Config, Known
+from handgrad.settings.config import ModelShape
 
 KNOWN: tuple[Known, ...] = (
     ("activation_function", "gelu_new", ("gelu_new", "gelu_pytorch_tanh")),  # two names of one formula

@@ -18,17 +18,17 @@ import safetensors
 import torch
 from torch import Tensor
 
-from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import GENERATION_FILE, MODEL_FILE, of_transformers, read_object
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError
 from handgrad.evaluation.load import imported_config
+from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
-from handgrad.models.rows import ParameterRow
 from handgrad.networks import NETWORKS
 from handgrad.parsing import parse_json
+from handgrad.settings.config import ModelShape
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

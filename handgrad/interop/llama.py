@@ -10,10 +10,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from handgrad.config import ModelShape
 from handgrad.errors import UsageError
 from handgrad.interop.config_file import Config, Known
 from handgrad.networks.llama import LlamaShape
+from handgrad.settings.config import ModelShape
 
 YARN_BETAS = (32.0, 1.0)  # fast and slow, in llama.cpp
 MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import write_file
-from handgrad.config import ModelShape
 from handgrad.data.llmc_header import HEADER_BYTES, MODEL, check_size, make_header, read_header
 from handgrad.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from handgrad.errors import DataError
 from handgrad.evaluation.load import imported_config
 from handgrad.interop.llmc_tokenizer import tokenizer_beside
+from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
-from handgrad.models.rows import ParameterRow
+from handgrad.settings.config import ModelShape
+from handgrad.storage.checkpoint import write_file
 
 # Our names in their order; a block's name stands for all layers.
 ORDER = (

@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import write_file
-from handgrad.config import ModelShape
 from handgrad.data.llmc_header import HEADER_BYTES, OPTIMIZER, check_size, make_header, read_header
 from handgrad.errors import DataError
 from handgrad.interop.llmc_model import LlmcModel, Values, all_bytes, count_elements, read_numbers, without_padding
-from handgrad.models.rows import ParameterRow
+from handgrad.memory.rows import ParameterRow
+from handgrad.settings.config import ModelShape
+from handgrad.storage.checkpoint import write_file
 
 TENSORS = ("m", "v", "master")  # of each parameter, in the file's order
 ROUNDING_SEED = 13371337  # llm.c's first state of its generator of stochastic rounding

@@ -8,12 +8,12 @@ Source: llm.c, train_gpt2.py (`write_tokenizer`) and llmc/tokenizer.h.
 
 from pathlib import Path
 
-from handgrad.config import VOCABULARY_MULTIPLE
 from handgrad.data.llmc_header import HEADER_BYTES, TOKENIZER, make_header, read_header
 from handgrad.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_FILE, Tokenizer, read_small
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, UsageError
-from handgrad.models.rows import rounded_up
+from handgrad.memory.rows import rounded_up
+from handgrad.settings.config import VOCABULARY_MULTIPLE
 
 GPT2_VOCAB_SIZE = 50257
 LONGEST_TOKEN_BYTES = 255

@@ -8,16 +8,16 @@ import torch
 from matplotlib.figure import Figure
 
 import handgrad
-from handgrad.batch_schedule import parse_schedule
-from handgrad.checkpoint import Checkpoint
 from handgrad.data.confined import program
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from handgrad.data.vocabulary import vocabulary_files
 from handgrad.evaluation.load import LoadedModel
-from handgrad.jsonl import readable_records
+from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
-from handgrad.models.rows import count_parameters
-from handgrad.run_files import METRICS_FILE
+from handgrad.settings.batch_schedule import parse_schedule
+from handgrad.storage.checkpoint import Checkpoint
+from handgrad.storage.jsonl import readable_records
+from handgrad.storage.run_files import METRICS_FILE
 
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"
 LAST_LOSSES = 5

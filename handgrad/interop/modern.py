@@ -6,12 +6,12 @@ The code, `transformers_code/*.py`, runs where transformers is; nothing in handg
 from pathlib import Path
 from typing import Any
 
-from handgrad.config import SOFTCAP, ModelShape
 from handgrad.errors import DataError, UsageError
 from handgrad.interop.config_file import Config, Known
 from handgrad.networks.modern import of_stored
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import ROTARY_BASE
+from handgrad.settings.config import SOFTCAP, ModelShape
 
 CODE = Path(__file__).with_name("transformers_code")
 KNOWN: tuple[Known, ...] = (

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import Checkpoint, Stored, peek, safetensors_bytes, write_file
-from handgrad.config import ModelShape
 from handgrad.data.model_tokenizer import read_object
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import Weights, checkpoint_weights
@@ -28,9 +26,11 @@ from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop import huggingface
 from handgrad.interop.adapters import PLACE, merging, stored_adapters
 from handgrad.interop.config_file import Config, Known
-from handgrad.lora.tables import Adapter, Part, adapters_of
+from handgrad.joins.lora.tables import Adapter, Part, adapters_of
 from handgrad.models import parameter_table
 from handgrad.networks.lora import MOST_SCALE, LoraShape, parse_lora
+from handgrad.settings.config import ModelShape
+from handgrad.storage.checkpoint import Checkpoint, Stored, peek, safetensors_bytes, write_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -20,9 +20,6 @@ import torch
 from torch import Tensor
 
 import handgrad
-from handgrad import checkpoint
-from handgrad.checkpoint import MANIFEST, Checkpoint, Stored
-from handgrad.config import FIELDS, to_dict
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import CHAT, SHAPE, SIZES, Weights, checkpoint_weights, imported_config, trained_on_chats
@@ -42,10 +39,13 @@ from handgrad.interop.huggingface import (
 )
 from handgrad.interop.llmc_model import LlmcModel, read_model
 from handgrad.interop.llmc_state import OptimizerState, read_state
+from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
-from handgrad.models.rows import ParameterRow
 from handgrad.networks.modern import of_stored
-from handgrad.run_files import CHECKPOINTS, LOCK_FILE, named_run
+from handgrad.settings.config import FIELDS, to_dict
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import MANIFEST, Checkpoint, Stored
+from handgrad.storage.run_files import CHECKPOINTS, LOCK_FILE, named_run
 
 
 def open_weights(

@@ -1,22 +1,18 @@
 """Architectures, a file each: rows, forward, backward, generation.
 
-rows         parameters as rows: their places in the flat buffers, initial weights, views
-activations  activations as rows; `lifetimes` has the clock on which they live
 passes       a pass as a list of stages, attention with its output projection, the loss head
 gpt2         GPT-2
 modern       the network of docs/modern.md
 llama        Llama, Qwen2, Qwen3 and their relatives
 decoding     the buffers of generation
 overlay      operations with some of them replaced
-documents    an overlay for rows that hold several documents
-untrained    an overlay for targets that are not trained
-freezing     parameters that a run leaves as they are
 
 An architecture computes with the operations and tensors that it is given. It knows no memory, no optimizer and no other
 process. Adding one takes a file here and one in `handgrad.networks`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -24,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.arena import Buffer
-from handgrad.config import ModelShape
-from handgrad.models.activations import ActivationRow
-from handgrad.models.documents import document_buffers
+from handgrad.memory.activations import ActivationRow
+from handgrad.memory.arena import Buffer
+from handgrad.memory.rows import KIND, ParameterRow, Table, lay_out, named
 from handgrad.models.passes import head_losses, run
-from handgrad.models.rows import ParameterRow, Table, lay_out, named
+from handgrad.settings.config import ModelShape
 
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
 
@@ -66,6 +61,18 @@ def forward_buffers(
     documents = document_buffers(architecture(shape), batch, length) if packed else []
     rows = forward_rows(shape, batch, length, dtype, ops, chunk=chunk)
     return [*(row.buffer(recompute=0) for row in rows), *documents]
+
+
+def document_buffers(model: ModuleType, batch: int, length: int) -> list[Buffer]:
+    """The inputs of rows that hold several documents (see `joins.documents`), as far as the architecture has them."""
+    places = (batch, length)
+    rows = {
+        "document_starts": (places, torch.int32),
+        "positions": (places, torch.int64),
+        "sorted_by_position": ((batch * length,), torch.int32),
+    }
+    known = {field.name for field in fields(model.Activations)}
+    return [Buffer(name, shape, dtype, KIND) for name, (shape, dtype) in rows.items() if name in known]
 
 
 def forward_rows(

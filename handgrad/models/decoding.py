@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from handgrad.config import ModelShape
-from handgrad.models.activations import ActivationRow, activation, activation_rows, dtypes_of
-from handgrad.models.lifetimes import Clock
+from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
+from handgrad.memory.lifetimes import Clock
 from handgrad.models.passes import Attention, with_projection
+from handgrad.settings.config import ModelShape
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
 Block = TypeVar("Block")

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.config import ModelShape
-from handgrad.models.activations import ActivationRow, PassTensors, activation, rows_of_pass
+from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
+from handgrad.memory.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
@@ -30,9 +31,8 @@ from handgrad.models.decoding import (
     step_attention,
     store_prompts,
 )
-from handgrad.models.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.models.passes import Attention, Launch, Stage, head_backward, no_launch, training_attention
-from handgrad.models.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
+from handgrad.settings.config import ModelShape
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
 

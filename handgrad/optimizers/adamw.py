@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.models.rows import ParameterRow, Table
+from handgrad.memory.rows import ParameterRow, Table
 from handgrad.optimizers import Owned
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.models.rows import ParameterRow, Table, rounded_up
+from handgrad.memory.rows import ParameterRow, Table, rounded_up
 from handgrad.ops.sizes import ALIGN_BYTES
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW

@@ -14,7 +14,7 @@ from handgrad.reports.runs import Run
 from handgrad.reports.script import attribute, axis_choice, script, script_hash
 from handgrad.reports.sections import folded, per_run, section, text
 from handgrad.reports.style import style_sheet
-from handgrad.run_files import REPORT_FILE
+from handgrad.storage.run_files import REPORT_FILE
 
 
 class Live(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from handgrad.errors import DataError, HandgradError, UsageError, storage_errors
-from handgrad.jsonl import Record, numbered_lines, parse
 from handgrad.parsing import parse_toml
 from handgrad.reports.main_log import read_main_log
 from handgrad.reports.runs import DataSource, GpuReadings, Pace, Quantized, Run, Start, Steps, TaskFigure
-from handgrad.run_files import CONFIG_FILE, METRICS_FILE
+from handgrad.storage.jsonl import Record, numbered_lines, parse
+from handgrad.storage.run_files import CONFIG_FILE, METRICS_FILE
 
 Kind = TypeVar("Kind")
 

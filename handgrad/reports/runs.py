@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from handgrad.batch_schedule import BatchSchedule, parse_schedule
+from handgrad.settings.batch_schedule import BatchSchedule, parse_schedule
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from handgrad.config import FIELDS, TUNED, RunConfig, convert
 from handgrad.errors import DataError, UsageError
 from handgrad.networks import NETWORKS
 from handgrad.reports import results
@@ -17,7 +16,8 @@ from handgrad.reports.curves import thin
 from handgrad.reports.results import loss_text
 from handgrad.reports.runs import Run
 from handgrad.reports.style import RUN_COLORS
-from handgrad.run_files import CONFIG_FILE
+from handgrad.settings.config import FIELDS, TUNED, RunConfig, convert
+from handgrad.storage.run_files import CONFIG_FILE
 
 SAMPLES = 6  # per run, spread from the first to the last
 SAMPLE_CHARACTERS = 4000
@@ -115,7 +115,7 @@ def fp8_sentence(run: Run) -> str:
     """Names the GEMMs of an fp8 run that are in fp8, as configured; the history has what left it on the way."""
     if run.start.precision != "fp8":
         return ""
-    from handgrad.fp8.tables import fp8_gemms  # torch takes longer to load than most reports to write
+    from handgrad.joins.fp8.tables import fp8_gemms  # torch takes longer to load than most reports to write
 
     try:
         known = {name: convert(name, value) for name, value in run.config.items() if name in FIELDS}

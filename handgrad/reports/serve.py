@@ -15,14 +15,14 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from handgrad.errors import DataError
-from handgrad.local_server import LocalHandler
 from handgrad.reports.page import Live, document, page
 from handgrad.reports.plots import choose_plots
 from handgrad.reports.reading import read_readable, runs_in
 from handgrad.reports.results import steps_done
 from handgrad.reports.runs import Run
 from handgrad.reports.sections import faint
-from handgrad.run_files import METRICS_FILE
+from handgrad.serving.local_server import LocalHandler
+from handgrad.storage.run_files import METRICS_FILE
 
 REST = 9  # times the seconds that a page took to draw until it is drawn again
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad import devices
-from handgrad.audit.digest import StateDigest, with_digest
-from handgrad.dropout.bind import WithDropout
-from handgrad.fp8.bind import with_fp8
-from handgrad.fp8.dropout import WithFp8Dropout
-from handgrad.fp8.frozen import (
+from handgrad.joins import offload
+from handgrad.joins.audit.digest import StateDigest, with_digest
+from handgrad.joins.documents import within_documents
+from handgrad.joins.dropout.bind import WithDropout
+from handgrad.joins.fp8.bind import with_fp8
+from handgrad.joins.fp8.dropout import WithFp8Dropout
+from handgrad.joins.fp8.frozen import (
     WEIGHT_SCRATCH,
     WithDequantizedWeights,
     WithFp8Adapters,
@@ -21,18 +22,17 @@ from handgrad.fp8.frozen import (
     quantize_frozen,
     shared_operand_views,
 )
-from handgrad.fp8.scaling import Scaling
-from handgrad.layout import gradient_ring, moved
-from handgrad.lora.bind import WithAdapters, adapters_by_weight, with_adapters
-from handgrad.models.documents import within_documents
-from handgrad.models.rows import ParameterRow
-from handgrad.models.untrained import WithUntrained
-from handgrad.parallel.gradient_sync import GradientSync
-from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.replicas import Replicas, with_replicas
-from handgrad.parallel.step import ParallelStep, with_sync
+from handgrad.joins.fp8.scaling import Scaling
+from handgrad.joins.lora.bind import WithAdapters, adapters_by_weight, with_adapters
+from handgrad.joins.masked import WithUntrained
+from handgrad.joins.parallel.gradient_sync import GradientSync
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.joins.parallel.replicas import Replicas, with_replicas
+from handgrad.joins.parallel.step import ParallelStep, with_sync
+from handgrad.machine import devices
+from handgrad.memory.layout import gradient_ring, moved
+from handgrad.memory.rows import ParameterRow
 from handgrad.run.host_copy import host_state
-from handgrad.training import offload
 from handgrad.training.design import Design
 from handgrad.training.feed import SAMPLE_NUMBERS, BatchFeed, Source
 from handgrad.training.state import BASE, TrainingState, make_state, model_weights

@@ -4,19 +4,19 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from handgrad.audit.chain import BEGIN, CHECKPOINT, FORMAT, LINKS, STEP, Line, faults, linked
-from handgrad.checkpoint import Checkpoint
-from handgrad.config import FIELDS, RunConfig, to_dict
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import ConfigError, storage_errors
 from handgrad.evaluation.load import CHAT
 from handgrad.files import file_sha256
-from handgrad.manifest import MANIFEST, contradiction, step_of
-from handgrad.parallel.ranks import Ranks
+from handgrad.joins.audit.chain import BEGIN, CHECKPOINT, FORMAT, LINKS, STEP, Line, faults, linked
+from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
 from handgrad.run.log import RunLog
-from handgrad.run_files import AUDIT_FILE
+from handgrad.settings.config import FIELDS, RunConfig, to_dict
+from handgrad.storage.checkpoint import Checkpoint
+from handgrad.storage.manifest import MANIFEST, contradiction, step_of
+from handgrad.storage.run_files import AUDIT_FILE
 from handgrad.training.step import StepResult
 
 

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-from handgrad import checkpoint, devices, presets
-from handgrad.config import AUTO, WHOLE, RunConfig
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
-from handgrad.parallel.launchers import find_rank_info
+from handgrad.joins.parallel.launchers import find_rank_info
+from handgrad.machine import devices
 from handgrad.run.packing import document_lengths, resolve_packing, row_that_holds
 from handgrad.run.resolve import resolve
+from handgrad.settings import presets
+from handgrad.settings.config import AUTO, WHOLE, RunConfig
+from handgrad.storage import checkpoint
 
 CPU_FLOPS = 2.5e13  # of the whole run: three minutes on two cores
 MEMORY_SHARE = 0.85  # of a GPU's memory that the plan may take

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 import handgrad
-from handgrad import checkpoint, devices
-from handgrad.checkpoint import Checkpoint, Stored
-from handgrad.config import RunConfig, to_dict
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, storage_errors
 from handgrad.evaluation.load import CHAT, Weights
-from handgrad.fp8.tables import HEAD, names_in
-from handgrad.layout import Bucket, bucket_of
-from handgrad.manifest import STATE_SCHEMA
+from handgrad.joins.fp8.tables import HEAD, names_in
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.machine import devices
+from handgrad.memory.layout import Bucket, bucket_of
+from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
-from handgrad.models.rows import ParameterRow
-from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
+from handgrad.settings.config import RunConfig, to_dict
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import Checkpoint, Stored
+from handgrad.storage.manifest import STATE_SCHEMA
 from handgrad.training.spikes import SpikeWindow
 from handgrad.training.state import SavedBuffer, TrainingState
 

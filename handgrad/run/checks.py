@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
-from handgrad import checkpoint, devices
-from handgrad.config import RunConfig, check
 from handgrad.data.batches import validation_batches
 from handgrad.data.recommended import tokenizer_of
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
+from handgrad.machine import devices
 from handgrad.run.host_copy import checkpoint_rows
 from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, memory_bytes
-from handgrad.run_files import BEST, CHECKPOINTS
+from handgrad.settings.config import RunConfig, check
+from handgrad.storage import checkpoint
+from handgrad.storage.run_files import BEST, CHECKPOINTS
 from handgrad.training.design import Design
 
 

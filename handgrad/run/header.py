@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 import handgrad
-from handgrad import devices
-from handgrad.config import RunConfig
 from handgrad.data.shards import Dataset
 from handgrad.evaluation.loss import floor_of, scores_all
 from handgrad.format import human_bytes, human_count, memory_table
-from handgrad.fp8.dropout import more_passes
-from handgrad.models.rows import count_parameters
-from handgrad.parallel.ranks import Ranks
+from handgrad.joins.fp8.dropout import more_passes
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.machine import devices
+from handgrad.memory.rows import count_parameters
 from handgrad.run.packing import packing_lines, training_batches
+from handgrad.settings.config import RunConfig
 from handgrad.training.design import Batch, Design
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint, devices
-from handgrad.arena import Buffer, Plan, make_plan
-from handgrad.checkpoint import Stored
-from handgrad.config import RunConfig
 from handgrad.errors import MemoryShort
 from handgrad.format import human_bytes
-from handgrad.parallel.ranks import Ranks
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.machine import devices
+from handgrad.memory.arena import Buffer, Plan, make_plan
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import Stored
 from handgrad.training.design import Design
 
 KIND = "copy for saves"

@@ -12,13 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from handgrad.batch_schedule import parse_schedule
-from handgrad.config import read_toml
 from handgrad.errors import INTERRUPTED, RESUMABLE, DataError, HandgradError, NumericsError, StorageError, storage_errors
 from handgrad.format import human_age, human_bytes, human_count, human_seconds, table
-from handgrad.jsonl import parse
 from handgrad.run.lock import is_held
-from handgrad.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE
+from handgrad.settings.batch_schedule import parse_schedule
+from handgrad.settings.config import read_toml
+from handgrad.storage.jsonl import parse
+from handgrad.storage.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE
 
 RUNNING, FINISHED, BROKEN = "running", "finished", "broken"
 STOPPED = "stopped"  # by Ctrl-C

@@ -9,7 +9,7 @@ from time import sleep
 from typing import TextIO
 
 from handgrad.errors import ConfigError, storage_errors
-from handgrad.run_files import LOCK_FILE
+from handgrad.storage.run_files import LOCK_FILE
 
 TRIES = 20
 HELD = "; wait for it or choose another --out"

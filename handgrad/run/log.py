@@ -16,16 +16,16 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from handgrad import power
 from handgrad.errors import DataError, StorageError, storage_error, storage_errors
 from handgrad.evaluation.loss import perplexity
 from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_bytes_durably, write_durably
-from handgrad.jsonl import parse
-from handgrad.parallel.ranks import Ranks
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.machine import power
 from handgrad.run.console import ConsoleMode, Display
 from handgrad.run.sinks import Sinks, trackers
-from handgrad.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
+from handgrad.storage.jsonl import parse
+from handgrad.storage.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
 from handgrad.training.step import StepResult
 
 EVALUATION_OF = "evaluation of"  # before a task's name: the kind of its records in `RunLog.recorded`

@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-from handgrad import power
-from handgrad.config import RunConfig, to_dict
 from handgrad.data.batches import validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files
@@ -13,9 +11,10 @@ from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.generation.decode import decode_tensors
 from handgrad.generation.text import write_document
-from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.step import ParallelStep
-from handgrad.parallel.stragglers import Stragglers
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.joins.parallel.step import ParallelStep
+from handgrad.joins.parallel.stragglers import Stragglers
+from handgrad.machine import power
 from handgrad.run import audit
 from handgrad.run.assemble import assemble
 from handgrad.run.checkpointing import begin_state, changed_versions, origin_of, run_facts, run_numbers, versions_of
@@ -31,6 +30,7 @@ from handgrad.run.saves import SaveCheck, Saves
 from handgrad.run.signals import OnStep, StopSignals, preempted
 from handgrad.run.step_check import checked_result, is_overflow
 from handgrad.run.tasks import TaskEvaluation
+from handgrad.settings.config import RunConfig, to_dict
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
 

@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
-from handgrad import devices
-from handgrad.config import RunConfig, check, check_packing, to_dict
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import INTERRUPTED, DataError, StorageError, UsageError
 from handgrad.evaluation.load import CONTEXT, Weights
 from handgrad.interop.adapters import base_of, located
 from handgrad.interop.sources import SHAPE, open_weights
-from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.ranks import Ranks, error_text, exit_code
-from handgrad.parallel.rendezvous import Timeouts, joined
+from handgrad.joins.parallel.launchers import find_rank_info
+from handgrad.joins.parallel.ranks import Ranks, error_text, exit_code
+from handgrad.joins.parallel.rendezvous import Timeouts, joined
+from handgrad.machine import devices
 from handgrad.run import sinks
 from handgrad.run.checks import (
     check_disk,
@@ -38,6 +37,7 @@ from handgrad.run.loop import Run
 from handgrad.run.packing import resolve_packing
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.run.tasks import make_task_evaluation
+from handgrad.settings.config import RunConfig, check, check_packing, to_dict
 
 
 @contextlib.contextmanager

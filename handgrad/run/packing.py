@@ -5,12 +5,12 @@ import json
 
 import numpy as np
 
-from handgrad.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.packing import documents_of
 from handgrad.data.shards import SPLITS, Dataset
 from handgrad.evaluation.loss import scores_all
 from handgrad.run.assemble import TrainedTokens
+from handgrad.settings.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
 
 DOCUMENTS = "documents"  # an identity's entry, which older checkpoints and chains lack
 PACKING_TEXT = {

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from handgrad import devices
-from handgrad.config import RunConfig
 from handgrad.format import human_count, human_seconds, speed
-from handgrad.fp8.monitor import findings, saturation_line, summary
+from handgrad.joins.fp8.monitor import findings, saturation_line, summary
+from handgrad.machine import devices
 from handgrad.run.log import RunLog
+from handgrad.settings.config import RunConfig
 from handgrad.training.design import Design
 from handgrad.training.step import StepResult
 

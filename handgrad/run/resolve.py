@@ -8,30 +8,30 @@ from typing import Any
 
 import torch
 
-from handgrad import devices, models
-from handgrad.arena import Buffer, Plan, make_plan
-from handgrad.backend import choose_backend, plain_backend
-from handgrad.config import TUNED, ModelShape, RunConfig
-from handgrad.dropout.bind import dropout_buffers, sizing
-from handgrad.dtypes import accumulation_dtype
-from handgrad.fp8 import frozen, tables
-from handgrad.fp8.bind import fp8_operations
-from handgrad.fp8.dropout import with_workspace
-from handgrad.fp8.formats import GRADIENT_FORMATS
-from handgrad.fp8.scaling import Fp8Design
+from handgrad import models
 from handgrad.generation.decode import decode_buffers, with_cache
-from handgrad.layout import Layout, Sharding, buckets_of, norm_blocks, shard_elements, state_layout
-from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
-from handgrad.models import documents
-from handgrad.models.activations import ActivationRow
-from handgrad.models.freezing import freeze
-from handgrad.models.rows import Table, flat_elements
+from handgrad.joins import documents, offload
+from handgrad.joins.dropout.bind import dropout_buffers, sizing
+from handgrad.joins.fp8 import frozen, tables
+from handgrad.joins.fp8.bind import fp8_operations
+from handgrad.joins.fp8.dropout import with_workspace
+from handgrad.joins.fp8.formats import GRADIENT_FORMATS
+from handgrad.joins.fp8.scaling import Fp8Design
+from handgrad.joins.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
+from handgrad.joins.parallel.memory import with_sharding
+from handgrad.machine import devices
+from handgrad.machine.backend import choose_backend, plain_backend
+from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.memory.activations import ActivationRow
+from handgrad.memory.arena import Buffer, Plan, make_plan
+from handgrad.memory.freezing import freeze
+from handgrad.memory.layout import Layout, Sharding, buckets_of, norm_blocks, shard_elements, state_layout
+from handgrad.memory.rows import Table, flat_elements
 from handgrad.networks.fp8 import takes_micro_batch
 from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
-from handgrad.parallel.memory import with_sharding
-from handgrad.training import offload
+from handgrad.settings.config import TUNED, ModelShape, RunConfig
 from handgrad.training.design import Batch, Design, Guards
 from handgrad.training.schedule import Schedule
 from handgrad.training.state import flat_buffers, update_scratch
@@ -80,7 +80,7 @@ def resolve(
     state, host_state = state_buffers(config, layout, sharding, optimizer_state, dtype, device)
     buffers = [*state, *activation_buffers(config, rows, fp8, base or parameters, ranks, rounded)]
     if config.packed:
-        buffers += documents.document_buffers(model, config.micro_batch, shape.sequence_length)
+        buffers += models.document_buffers(model, config.micro_batch, shape.sequence_length)
     if config.dropout:
         buffers += dropout_buffers(config.micro_batch)
     if lora is not None:

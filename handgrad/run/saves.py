@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint
-from handgrad.config import RunConfig
 from handgrad.errors import NumericsError, StorageError, storage_errors
-from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.replicas import checksum, who_differs
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.joins.parallel.replicas import checksum, who_differs
 from handgrad.run.assemble import Assembly
 from handgrad.run.checkpointing import save_state, stored_tensors
 from handgrad.run.folder import RunFolder
 from handgrad.run.host_copy import HostCopy
 from handgrad.run.log import RunLog
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
 from handgrad.training.state import TrainingState
 
 BUSY, DONE, FAILED = 0.0, 1.0, 2.0  # a rank's part of the save under way

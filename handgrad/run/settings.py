@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from handgrad import presets, recipes
-from handgrad.config import RunConfig, check, convert, read_toml, to_dict
 from handgrad.data.recommended import prepare_commands
 from handgrad.data.sources import holds_text
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
 from handgrad.networks import NETWORKS
 from handgrad.networks.modern import MODERN, changed, resolve_techniques
-from handgrad.run_files import CHECKPOINTS, CONFIG_FILE
+from handgrad.settings import presets, recipes
+from handgrad.settings.config import RunConfig, check, convert, read_toml, to_dict
+from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE
 
 # Other trainers' words for where a run begins, given as weights.
 BEGINNINGS = {
@@ -145,9 +145,9 @@ def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
     """The settings with the model's sizes, from the weights in `init_from`, or from the run in `out`, which resumes
     without those weights. `bare`: nothing else gives rows, steps and learning rate, so suitable ones come with
     them."""
-    from handgrad import checkpoint  # imports torch, which `--help` spares
     from handgrad.interop.sources import SIZES, read_sizes, shape_fields
     from handgrad.run.autosize import chosen_finetuning
+    from handgrad.storage import checkpoint  # imports torch, which `--help` spares
 
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None and begun.get("init_from") != settings["init_from"]:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from handgrad.errors import HardwareError
+from handgrad.joins.parallel.order import named_ranks
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.joins.parallel.step import ParallelStep
 from handgrad.ops import SMALLEST_LOSS_SCALE
-from handgrad.parallel.order import named_ranks
-from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.step import ParallelStep
 from handgrad.run.assemble import Assembly
 from handgrad.training.step import NOTHING_TRAINED, StepResult
 

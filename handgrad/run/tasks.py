@@ -5,16 +5,16 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.arena import allocation_of, make_plan
-from handgrad.config import RunConfig
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.evaluation.likelihoods import KIND as OWN_KIND, Request, Workload
 from handgrad.evaluation.records import IN_TRAINING, task_record
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import LLMC, TaskData, load_tasks, parse_tasks
-from handgrad.models.rows import KIND
-from handgrad.parallel.ranks import Ranks
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.memory.arena import allocation_of, make_plan
+from handgrad.memory.rows import KIND
 from handgrad.run.log import EVALUATION_OF, RunLog
+from handgrad.settings.config import RunConfig
 from handgrad.training.design import Design
 from handgrad.training.state import TrainingState
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from handgrad.errors import HandgradError, NumericsError, UsageError
 from handgrad.generation.generate import MAX_TOKENS
-from handgrad.local_server import LocalHandler
+from handgrad.serving.local_server import LocalHandler
 from handgrad.serving.requests import CHAT, PATHS, Request, read_request
 from handgrad.serving.writer import Writer, Written
 

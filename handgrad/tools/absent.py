@@ -5,10 +5,10 @@ from functools import lru_cache
 
 import torch
 
-from handgrad.config import RunConfig
-from handgrad.gpus import HOPPER, Gpu
+from handgrad.machine.gpus import HOPPER, Gpu
 from handgrad.ops import sizes
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig
 from handgrad.training.design import Design
 
 

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, canonical, checked_line, faults
-from handgrad.config import RunConfig, to_dict
 from handgrad.errors import DataError, UsageError, storage_errors
-from handgrad.jsonl import readable_records, record
+from handgrad.joins.audit.chain import BEGIN, CHECKPOINT, STEP, Line, canonical, checked_line, faults
 from handgrad.parsing import parse_json
+from handgrad.settings.config import RunConfig, to_dict
+from handgrad.storage.jsonl import readable_records, record
 
 KIND, FORMAT = "handgrad certificate", 1
 REMEDY = "`pip install cryptography`, or leave --key out"

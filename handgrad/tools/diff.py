@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint
-from handgrad.audit.chain import Line, differing, meaning, numbers_text
-from handgrad.checkpoint import Checkpoint
-from handgrad.config import differences
 from handgrad.errors import DataError
-from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
-from handgrad.run_files import CHECKPOINTS
-from handgrad.tensor_files import open_tensors
+from handgrad.joins.audit.chain import Line, differing, meaning, numbers_text
+from handgrad.settings.config import differences
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import Checkpoint
+from handgrad.storage.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
+from handgrad.storage.run_files import CHECKPOINTS
+from handgrad.storage.tensor_files import open_tensors
 from handgrad.tools.record import RunRecord
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 import handgrad
-from handgrad import devices, threads
-from handgrad.backend import REQUIRED, choose_backend
-from handgrad.config import RunConfig
 from handgrad.data.tokenizer_loading import load_tokenizer
-from handgrad.dropout.bind import dropout_operations
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes
-from handgrad.gpus import BF16_CAPABILITY
+from handgrad.joins.dropout.bind import dropout_operations
+from handgrad.machine import devices, threads
+from handgrad.machine.backend import REQUIRED, choose_backend
+from handgrad.machine.gpus import BF16_CAPABILITY
 from handgrad.ops import reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import CASES, Cases, check_dropout_kernels, check_kernels
 from handgrad.tools.measured import lost_without_table

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from handgrad.config import RunConfig
 from handgrad.format import human_bytes
 from handgrad.run.checks import can_offload
 from handgrad.run.resolve import memory_bytes
+from handgrad.settings.config import RunConfig
 from handgrad.training.design import Design
 
 RECOMPUTE_LEVELS = (0, 1, 2, 3)

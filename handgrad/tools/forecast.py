@@ -6,15 +6,15 @@ from functools import partial
 
 import torch
 
-from handgrad import gpus
-from handgrad.config import AUTO, RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
-from handgrad.gpus import GPUS, Gpu
+from handgrad.machine import gpus
+from handgrad.machine.gpus import GPUS, Gpu
 from handgrad.names import check_choice
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
 from handgrad.run.folder import resolve_lanes
 from handgrad.run.resolve import largest_micro_batch, memory_bytes, micro_batches
+from handgrad.settings.config import AUTO, RunConfig, check
 from handgrad.tools import measured
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.roofline import step_time
@@ -28,7 +28,7 @@ UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**2
 class Forecast:
     """A run on `gpus` GPUs of a kind, steps alone: validations, samples and checkpoints come on top."""
 
-    gpu: str  # its name in `handgrad.gpus.GPUS`
+    gpu: str  # its name in `handgrad.machine.gpus.GPUS`
     gpus: int
     precision: str
     memory_bytes: int  # that the run allocates on each

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from handgrad.config import GPT2_VOCABULARY, RunConfig
 from handgrad.networks.fp8 import HEAD_GEMMS
-from handgrad.presets import MODELS
+from handgrad.settings.config import GPT2_VOCABULARY, RunConfig
+from handgrad.settings.presets import MODELS
 
 LENGTH = 1024  # tokens per sample of all of them
 MANY = 8  # micro-batches from which on their number no longer matters: the optimizer's part is a percent or less

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from handgrad import devices
 from handgrad.errors import UsageError
-from handgrad.parallel.launchers import RankInfo
-from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.rendezvous import Timeouts, joined
+from handgrad.joins.parallel.launchers import RankInfo
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.joins.parallel.rendezvous import Timeouts, joined
+from handgrad.machine import devices
 
 MIB = 1 << 20
 SIZES = (1 << 10, MIB)  # bytes of a buffer, and the large one:

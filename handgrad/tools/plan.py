@@ -5,18 +5,18 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from handgrad import devices
-from handgrad.config import GPT2_VOCABULARY, RunConfig, check
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
-from handgrad.models.rows import count_parameters
+from handgrad.machine import devices
+from handgrad.memory.rows import count_parameters
 from handgrad.run.checks import check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import as_begun, model_of, resolve_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.packing import resolve_packing
 from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve, with_precision, with_tuned_gemms
+from handgrad.settings.config import GPT2_VOCABULARY, RunConfig, check
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, candidates, fitting_lines
 from handgrad.tools.rates import gemm_flops
 from handgrad.training.design import Design

@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 
-from handgrad.config import RunConfig
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes, human_count
-from handgrad.gpus import GPUS, Gpu
+from handgrad.machine.gpus import GPUS, Gpu
+from handgrad.settings.config import RunConfig
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, Candidate, candidates, chosen_of, fitting_lines
 from handgrad.tools.forecast import Forecast, forecast, named_gpu, resolved_on

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 import handgrad
-from handgrad import devices, power
-from handgrad.config import RunConfig
 from handgrad.evaluation.load import check_available
 from handgrad.format import human_count
+from handgrad.machine import devices, power
 from handgrad.run.assemble import assemble, bind
 from handgrad.run.checks import check_offload
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
+from handgrad.settings.config import RunConfig
 from handgrad.tools.rates import copy_bandwidth, gemm_flops
 from handgrad.tools.recorder import Recorder
 from handgrad.tools.traces import Spent, read_trace, spent_on_cpu, spent_on_gpu

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from handgrad import devices
+from handgrad.machine import devices
 from handgrad.ops import reference
 
 

@@ -5,21 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from handgrad import checkpoint, devices
-from handgrad.audit.chain import BEGIN, FORMAT, NUMBERS, STEP, Line, canonical, check_chain, links, read_chain
-from handgrad.backend import plain_backend
-from handgrad.config import FIELDS, RunConfig, convert, read_toml
 from handgrad.data.shards import open_dataset
 from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import CONTEXT
 from handgrad.files import file_sha256
-from handgrad.jsonl import readable_records
-from handgrad.manifest import MANIFEST, contradiction, read_manifest
+from handgrad.joins.audit.chain import BEGIN, FORMAT, NUMBERS, STEP, Line, canonical, check_chain, links, read_chain
+from handgrad.machine import devices
+from handgrad.machine.backend import plain_backend
 from handgrad.run.audit import text_facts
 from handgrad.run.checkpointing import SOURCES, versions_of
 from handgrad.run.packing import DOCUMENTS, identity_of
-from handgrad.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE, METRICS_FILE
+from handgrad.settings.config import FIELDS, RunConfig, convert, read_toml
+from handgrad.storage import checkpoint
+from handgrad.storage.jsonl import readable_records
+from handgrad.storage.manifest import MANIFEST, contradiction, read_manifest
+from handgrad.storage.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 from handgrad.tools.certificate import fingerprint, open_certificate
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.dropout.bind import dropout_operations
-from handgrad.fp8.formats import Quantized, plain
+from handgrad.joins.dropout.bind import dropout_operations
+from handgrad.joins.fp8.formats import Quantized, plain
 from handgrad.ops.reference.muon import POLAR_EXPRESS
 from handgrad.tools.traces import PREFIX
 from handgrad.training.design import Design

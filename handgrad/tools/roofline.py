@@ -6,12 +6,12 @@ own share; all other kernels at the rate of the memory; then the optimizer. docs
 
 from dataclasses import dataclass
 
-from handgrad.config import RunConfig
-from handgrad.fp8.dropout import more_passes
-from handgrad.gpus import Gpu
-from handgrad.models.lifetimes import WHOLE_BLOCKS
-from handgrad.models.rows import count_parameters
+from handgrad.joins.fp8.dropout import more_passes
+from handgrad.machine.gpus import Gpu
+from handgrad.memory.lifetimes import WHOLE_BLOCKS
+from handgrad.memory.rows import count_parameters
 from handgrad.networks.fp8 import HEAD_GEMMS
+from handgrad.settings.config import RunConfig
 from handgrad.training.design import Design
 
 # Fitted to steps of 124M and 1558M on an H200 at its power limit; the other sizes and GPUs are predictions.

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from handgrad import format
-from handgrad.config import differences, read_toml, to_dict, to_toml
 from handgrad.errors import HandgradError, storage_errors
 from handgrad.files import write_durably
 from handgrad.format import human_seconds
-from handgrad.parallel.local import LAUNCHER, POLL_SECONDS, command_line, noted_signals, send, worst_code
+from handgrad.joins.parallel.local import LAUNCHER, POLL_SECONDS, command_line, noted_signals, send, worst_code
 from handgrad.run.listing import FINISHED, summarize
 from handgrad.run.settings import Sweep, SweepRun
+from handgrad.settings.config import differences, read_toml, to_dict, to_toml
 
 STARTS = "starts"  # in the sweep's folder: the recipe of each run, and the errors of its last process
 RESULTS_FILE = "sweep.json"

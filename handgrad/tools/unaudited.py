@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from handgrad.audit.chain import BEGIN, NUMBERS, STEP, Line
-from handgrad.checkpoint import peek
-from handgrad.config import FIELDS, RunConfig, convert, read_toml, to_dict
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import CONTEXT
-from handgrad.jsonl import Record, readable_records
-from handgrad.run_files import AUDIT_FILE, CONFIG_FILE, METRICS_FILE
+from handgrad.joins.audit.chain import BEGIN, NUMBERS, STEP, Line
+from handgrad.settings.config import FIELDS, RunConfig, convert, read_toml, to_dict
+from handgrad.storage.checkpoint import peek
+from handgrad.storage.jsonl import Record, readable_records
+from handgrad.storage.run_files import AUDIT_FILE, CONFIG_FILE, METRICS_FILE
 from handgrad.tools.record import RunRecord
 
 KNOWN = ("handgrad", "torch", "device")  # versions that the `run` line of metrics.jsonl has

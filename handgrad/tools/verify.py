@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint
-from handgrad.audit.chain import Line, differing, meaning, numbers_text
-from handgrad.config import RunConfig, check
 from handgrad.errors import AuditError, ConfigError, UsageError
 from handgrad.evaluation.load import CHAT
-from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
+from handgrad.joins.audit.chain import Line, differing, meaning, numbers_text
 from handgrad.run.loop import Run
 from handgrad.run.open import open_run
-from handgrad.run_files import CHECKPOINTS, LOCK_FILE
+from handgrad.settings.config import RunConfig, check
+from handgrad.storage import checkpoint
+from handgrad.storage.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
+from handgrad.storage.run_files import CHECKPOINTS, LOCK_FILE
 from handgrad.tools.record import RunRecord, check_data, check_initial, config_of, machine_differences
 from handgrad.training.step import StepResult
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from handgrad.arena import Buffer, Plan
-from handgrad.batch_schedule import BatchSchedule
-from handgrad.config import ModelShape
-from handgrad.layout import Buckets, Layout, Sharding
-from handgrad.models.rows import Table
+from handgrad.memory.arena import Buffer, Plan
+from handgrad.memory.layout import Buckets, Layout, Sharding
+from handgrad.memory.rows import Table
+from handgrad.settings.batch_schedule import BatchSchedule
+from handgrad.settings.config import ModelShape
 from handgrad.training.schedule import Schedule
 
 

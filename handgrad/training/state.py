@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.arena import Buffer, Interval
-from handgrad.dtypes import accumulation_dtype
-from handgrad.layout import Layout, Sharding, norm_parts, update_parts
-from handgrad.models.rows import BLOCK_ELEMENTS, KIND, ParameterRow, flat_elements, initialize, named
+from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.memory.arena import Buffer, Interval
+from handgrad.memory.layout import Layout, Sharding, norm_parts, update_parts
+from handgrad.memory.rows import BLOCK_ELEMENTS, KIND, ParameterRow, flat_elements, initialize, named
 from handgrad.ops import CONTROLS, RESULTS
 from handgrad.optimizers import Owned
 from handgrad.training.design import Design

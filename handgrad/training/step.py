@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from handgrad.graphs import Replayed
+from handgrad.machine.graphs import Replayed
+from handgrad.memory.rows import BLOCK_ELEMENTS
 from handgrad.models.passes import Stage
-from handgrad.models.rows import BLOCK_ELEMENTS
 from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
 from handgrad.training.spikes import SpikeWindow
 from handgrad.training.state import OPTIMIZER_SCRATCH, TrainingState

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from handgrad.config import RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from handgrad.training.feed import BatchFeed
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, same_bits

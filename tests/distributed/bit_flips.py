@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from handgrad.parallel.gradient_sync import GradientSync
-from handgrad.parallel.step import ParallelStep
+from handgrad.joins.parallel.gradient_sync import GradientSync
+from handgrad.joins.parallel.step import ParallelStep
 from handgrad.training.step import TrainStep
 from tests.faults.firing import fired
 

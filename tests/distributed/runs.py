@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from handgrad import checkpoint
+from handgrad.storage import checkpoint
 from tests.distributed.launching import free_port
 from tests.faults.firing import FIRED
 from tests.test_runs import records, same_bits

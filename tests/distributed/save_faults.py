@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from handgrad import checkpoint
 from handgrad.run.checkpointing import GatheredBucket
 from handgrad.run.log import RunLog
 from handgrad.run.loop import Run
 from handgrad.run.saves import Saves
+from handgrad.storage import checkpoint
 from handgrad.training.step import TrainStep
 from tests.faults.firing import before, fired, send
 

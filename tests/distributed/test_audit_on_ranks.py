@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.audit.chain import content_of, linked, links, read_chain
 from handgrad.cli import main
-from handgrad.run_files import AUDIT_FILE
+from handgrad.joins.audit.chain import content_of, linked, links, read_chain
+from handgrad.storage.run_files import AUDIT_FILE
 from tests.distributed.runs import Launcher, arguments
 
 SETTINGS = {"audit_every": 1, "eval_every": 0, "keep_checkpoints": 0}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import checkpoint
+from handgrad.storage import checkpoint
 from tests.distributed.runs import Launcher, Started, arguments, same_run, saved_steps
 from tests.test_runs import records, tensors
 

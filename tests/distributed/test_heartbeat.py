@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from handgrad.errors import DataError
-from handgrad.parallel import heartbeat
-from handgrad.parallel.heartbeat import Beat, Fault, Heartbeat
-from handgrad.parallel.ranks import error_text
+from handgrad.joins.parallel import heartbeat
+from handgrad.joins.parallel.heartbeat import Beat, Fault, Heartbeat
+from handgrad.joins.parallel.ranks import error_text
 
 TIMEOUT = PATIENCE = 60.0  # seconds, of the ranks by the clock that a test turns, of the tests: reached only on a hang
 STALL = 20.0
@@ -31,7 +31,7 @@ ENDED = "shards/train_000003.bin: expected 100 bytes, found 99"
 # Ranks as processes: forks of one that has imported torch, so that each starts in milliseconds.
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["handgrad.parallel.heartbeat", "tests.distributed.test_heartbeat"])
+FORKS.set_forkserver_preload(["handgrad.joins.parallel.heartbeat", "tests.distributed.test_heartbeat"])
 
 
 # What a rank does. The name of the function must be found in its stacks.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from handgrad.parallel import heartbeat
-from handgrad.parallel.heartbeat import Fault
+from handgrad.joins.parallel import heartbeat
+from handgrad.joins.parallel.heartbeat import Fault
 from tests.distributed.test_heartbeat import PATIENCE, alone, wait_until
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from handgrad.parallel import heartbeat
-from handgrad.parallel.heartbeat import WORK_FACTOR, Fault, Heartbeat, RunningClock
+from handgrad.joins.parallel import heartbeat
+from handgrad.joins.parallel.heartbeat import WORK_FACTOR, Fault, Heartbeat, RunningClock
 from tests.distributed.runs import Launcher, same_run
 from tests.distributed.test_heartbeat import Clock
 from tests.distributed.test_rank_faults import arguments, ended_alike, hit, unharmed

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from handgrad import recipes
+from handgrad.settings import recipes
 from tests.distributed.launching import PATIENCE, TWO_NODES, environment, files_of, free_port, launch, write_recipe
 from tests.distributed.runs import Launcher
 from tests.faults.firing import FIRED

@@ -3,7 +3,7 @@
 import pytest
 
 from handgrad.errors import UsageError
-from handgrad.parallel.launchers import RankInfo, find_rank_info, first_host, tasks_here
+from handgrad.joins.parallel.launchers import RankInfo, find_rank_info, first_host, tasks_here
 
 TORCHRUN = {
     "RANK": "5",

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad import devices, errors
+from handgrad import errors
 from handgrad.cli import main
-from handgrad.parallel import local, rendezvous
-from handgrad.parallel.local import run_ranks, worst_code
+from handgrad.joins.parallel import local, rendezvous
+from handgrad.joins.parallel.local import run_ranks, worst_code
+from handgrad.machine import devices
 from tests.distributed.launching import environment, files_of, wait_for
 from tests.distributed.runs import Launcher, arguments, same_run
 from tests.test_commands import refused
@@ -86,7 +87,7 @@ def test_a_signal_reaches_every_rank_once(number: int, program: Program, tmp_pat
     code = f"count = []\nsignal.signal({int(number)}, lambda *_: count.append(1))\n"
     code += "(here / f'{rank}.up').touch()\nwhile not count: time.sleep(0.01)\n"
     code += "time.sleep(0.2)\n(here / f'{rank}.count').write_text(str(len(count)))\nsys.exit(75)"
-    call = "import os, sys; from handgrad.parallel.local import run_ranks; sys.exit(run_ranks(%r, 2, os.environ, 5))"
+    call = "import os, sys; from handgrad.joins.parallel.local import run_ranks; sys.exit(run_ranks(%r, 2, os.environ, 5))"
     launched = subprocess.Popen([sys.executable, "-c", call % program(code)], env=environment(), start_new_session=True)
     for rank in range(2):
         wait_for(tmp_path / f"{rank}.up")
@@ -97,10 +98,10 @@ def test_a_signal_reaches_every_rank_once(number: int, program: Program, tmp_pat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_ranks_do_not_outlive_their_launcher(program: Program, tmp_path: Path) -> None:
-    code = "from handgrad.parallel.local import end_with_launcher\n"
+    code = "from handgrad.joins.parallel.local import end_with_launcher\n"
     code += "signal.signal(signal.SIGTERM, lambda *_: ((here / f'{rank}.down').touch(), os._exit(75)))\n"
     code += "end_with_launcher()\n(here / f'{rank}.up').touch()\ntime.sleep(300)"
-    call = "import os, sys; from handgrad.parallel.local import run_ranks; sys.exit(run_ranks(%r, 2, os.environ, 5))"
+    call = "import os, sys; from handgrad.joins.parallel.local import run_ranks; sys.exit(run_ranks(%r, 2, os.environ, 5))"
     launched = subprocess.Popen([sys.executable, "-c", call % program(code)], env=environment())
     for rank in range(2):
         wait_for(tmp_path / f"{rank}.up")

@@ -7,7 +7,7 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.commands import doctor
-from handgrad.parallel.rendezvous import Timeouts
+from handgrad.joins.parallel.rendezvous import Timeouts
 from handgrad.tools.network import Link, link_lines, round_robin, sent_bytes
 from tests.distributed.runs import Launcher
 

@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from handgrad.errors import NumericsError
-from handgrad.parallel.heartbeat import Beat, Heartbeat, Seen
-from handgrad.parallel.order import RECENT, Order, difference_text, first_difference
+from handgrad.joins.parallel.heartbeat import Beat, Heartbeat, Seen
+from handgrad.joins.parallel.order import RECENT, Order, difference_text, first_difference
 
 STEP = ("losses", "gradients of blocks.1", "gradients of blocks.0", "weights")
 

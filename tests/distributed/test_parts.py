@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import handgrad
-from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.errors import DataError
-from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
+from handgrad.storage import checkpoint
+from handgrad.storage.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
 from tests.distributed.launching import files_of
 from tests.distributed.runs import Launcher, arguments, same_run, saved_steps
 from tests.test_checkpoints import damage

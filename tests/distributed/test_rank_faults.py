@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import LostRank, UsageError
-from handgrad.parallel import rendezvous
-from handgrad.parallel.launchers import RankInfo
+from handgrad.joins.parallel import rendezvous
+from handgrad.joins.parallel.launchers import RankInfo
 from handgrad.run.checkpointing import sources_sha256
 from tests.conftest import write_text
 from tests.distributed import runs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.parallel.stragglers import WINDOW_STEPS, WINDOWS, Stragglers
+from handgrad.joins.parallel.stragglers import WINDOW_STEPS, WINDOWS, Stragglers
 
 # Milliseconds of each rank's own work, step by step, of a tiny model on two cores: beside the work of others (busy), beside
 # three more processes that never rest (loaded), and with a rank that sleeps 200 ms in each step.

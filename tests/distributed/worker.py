@@ -30,9 +30,9 @@ import torch
 
 import handgrad.commands.train
 from handgrad.cli import main
-from handgrad.parallel import heartbeat, rendezvous
-from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.step import ParallelStep
+from handgrad.joins.parallel import heartbeat, rendezvous
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.joins.parallel.step import ParallelStep
 from handgrad.tools import network
 from handgrad.training.step import TrainStep
 from tests.distributed import bit_flips, save_faults
@@ -45,7 +45,7 @@ POLL_SECONDS = 0.01
 # Modules that a run imports when it needs them: a server imports them before its forks do.
 LATE = (
     *("encodings.idna", "encodings.utf_8_sig", "rich._emoji_codes", "handgrad.api.reports", "handgrad.reports.page"),
-    *("handgrad.dropout.reference", "handgrad.models.llama", "handgrad.models.modern", "handgrad.ops.cpu"),
+    *("handgrad.joins.dropout.reference", "handgrad.models.llama", "handgrad.models.modern", "handgrad.ops.cpu"),
 )
 
 

@@ -13,11 +13,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import handgrad
-from handgrad import checkpoint, errors
-from handgrad.manifest import MANIFEST
-from handgrad.parallel.ranks import Ranks
+from handgrad import errors
+from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run.checkpointing import GatheredBucket
-from handgrad.run_files import CHECKPOINTS
+from handgrad.storage import checkpoint
+from handgrad.storage.manifest import MANIFEST
+from handgrad.storage.run_files import CHECKPOINTS
 from handgrad.training.step import TrainStep
 from tests.faults.firing import before, fired, nth, send
 

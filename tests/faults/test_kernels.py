@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from handgrad import backend
-from handgrad.backend import choose_backend
 from handgrad.errors import StorageError, UsageError
+from handgrad.machine import backend
+from handgrad.machine.backend import choose_backend
 from handgrad.ops.cuda.kernel_cache import refuse_cut_code
 from handgrad.ops.cuda.launch import launch
 

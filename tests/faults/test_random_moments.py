@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import checkpoint
+from handgrad.storage import checkpoint
 from tests.distributed.runs import Launcher, Started, arguments, same_run, saved_steps
 from tests.faults import moments
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad import checkpoint, manifest
-from handgrad.config import RunConfig
 from handgrad.errors import DataError, StorageError
 from handgrad.files import file_sha256
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint, manifest
 from tests.distributed.runs import saved_steps
 from tests.test_checkpoints import stored
 from tests.test_runs import elsewhere, same_bits

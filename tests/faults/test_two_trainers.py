@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.config import RunConfig, to_toml
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig, to_toml
 from handgrad.training.step import TrainStep
 from tests.distributed.runs import Launcher, Started
 from tests.test_runs import elsewhere, same_bits

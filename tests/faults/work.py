@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from handgrad.parallel.step import ParallelStep
+from handgrad.joins.parallel.step import ParallelStep
 from handgrad.training.step import TrainStep
 from tests.faults.firing import fired
 

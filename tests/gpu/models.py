@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.arena import make_plan
-from handgrad.config import ModelShape
-from handgrad.dropout.bind import WithDropout, sizing
-from handgrad.models import architecture, documents, named_weights
+from handgrad.joins import documents
+from handgrad.joins.dropout.bind import WithDropout, sizing
+from handgrad.joins.masked import WithUntrained
+from handgrad.memory.arena import make_plan
+from handgrad.memory.rows import named
+from handgrad.models import architecture, document_buffers, named_weights
 from handgrad.models.passes import run
-from handgrad.models.rows import named
-from handgrad.models.untrained import WithUntrained
+from handgrad.settings.config import ModelShape
 from handgrad.training.feed import BatchFeed
 from tests.conftest import make_model
 from tests.techniques import toggled
@@ -53,7 +54,7 @@ def gradients(
     flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=device)
     sizes: Any = sizing(ops) if dropout else documents.sizing(ops) if packed else ops
     rows = model.activations(shape, BATCH, LENGTH, dtype, sizes, chunk=100, training=True)
-    inputs = documents.document_buffers(model, BATCH, LENGTH) if packed else []
+    inputs = document_buffers(model, BATCH, LENGTH) if packed else []
     views = make_plan([*(row.buffer(recompute) for row in rows if not row.of), *inputs]).allocate(device)
     act, d = named(model.Activations, views, layers), named(model.Gradients, views, layers)
     act.tokens.copy_(source.act.tokens)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from handgrad.config import RunConfig
 from handgrad.ops import cuda as kernels
 from handgrad.run.assemble import assemble
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig
 from tests.gpu.models import ZipfTokens
 from tests.test_runs import elsewhere, same_bits
 

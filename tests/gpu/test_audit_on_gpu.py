@@ -9,11 +9,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad.audit.chain import content_of, links, read_chain
 from handgrad.cli import main
-from handgrad.config import RunConfig
+from handgrad.joins.audit.chain import content_of, links, read_chain
 from handgrad.run.open import train
-from handgrad.run_files import AUDIT_FILE
+from handgrad.settings.config import RunConfig
+from handgrad.storage.run_files import AUDIT_FILE
 from tests.test_runs import elsewhere
 
 SIZES = {"channels": 256, "num_heads": 4, "save_every": 4, "keep_checkpoints": 0, "sample_tokens": 0, "audit_every": 1}

@@ -10,16 +10,16 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad.arena import Buffer, make_plan
-from handgrad.backend import choose_backend
-from handgrad.config import ARCHITECTURES, ModelShape
 from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
 from handgrad.generation.fp8_weights import OLDEST_CAPABILITY, fp8_buffers, tensors_of, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
-from handgrad.graphs import Replayed
+from handgrad.machine.backend import choose_backend
+from handgrad.machine.graphs import Replayed
+from handgrad.memory.arena import Buffer, make_plan
+from handgrad.memory.rows import flat_elements, initialize
 from handgrad.models import architecture, named_weights, parameter_table
-from handgrad.models.rows import flat_elements, initialize
 from handgrad.ops.cuda import attention_decode
+from handgrad.settings.config import ARCHITECTURES, ModelShape
 from tests.kernels import decode_checks as checks
 from tests.kernels.decode_checks import check
 from tests.kernels.memory_checks import Draw

@@ -7,7 +7,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import devices
+from handgrad.machine import devices
 from handgrad.ops import cuda as kernels
 from tests.documents import PACKINGS, document_starts
 from tests.kernels import document_checks as checks

@@ -11,14 +11,15 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import devices, presets
-from handgrad.config import RunConfig
-from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
-from handgrad.dropout.masks import Dropout
-from handgrad.dropout.reference import attention_mask
+from handgrad.joins.dropout import cuda as dropout_kernels, reference as dropout_reference
+from handgrad.joins.dropout.masks import Dropout
+from handgrad.joins.dropout.reference import attention_mask
+from handgrad.machine import devices
 from handgrad.ops import cuda as kernels, reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
+from handgrad.settings import presets
+from handgrad.settings.config import RunConfig
 from handgrad.training.step import StepResult
 from tests.gpu.models import ZipfBytes, ZipfTokens, gradients, statistics
 from tests.gpu.runs import leave_the_same_bits

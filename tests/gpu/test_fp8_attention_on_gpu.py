@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU that computes in fp8", allow_module_level=True)
 
-from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8.formats import E4M3, E5M2
 from tests.documents import document_starts
 from tests.kernels import fp8_attention_checks as checks
 from tests.kernels.memory_checks import Draw

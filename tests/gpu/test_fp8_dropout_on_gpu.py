@@ -12,11 +12,11 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU that computes in fp8", allow_module_level=True)
 
-from handgrad import presets
-from handgrad.config import RunConfig
 from handgrad.ops import cuda as kernels
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
+from handgrad.settings import presets
+from handgrad.settings.config import RunConfig
 from handgrad.training.step import StepResult
 from tests.gpu.models import ZipfBytes, ZipfTokens
 from tests.gpu.runs import check_allocations, leave_the_same_bits

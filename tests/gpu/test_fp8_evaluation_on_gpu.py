@@ -11,8 +11,8 @@ if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU that computes in fp8", allow_module_level=True)
 
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from tests.test_fp8_evaluation import BASE, KINDS, evaluated, losses_found  # noqa: F401 - a fixture
 from tests.test_runs import records
 

@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU that computes in fp8", allow_module_level=True)
 
-from handgrad.fp8 import formats as fp8, reference
-from handgrad.fp8.cuda import quantizing as kernels
-from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8 import formats as fp8, reference
+from handgrad.joins.fp8.cuda import quantizing as kernels
+from handgrad.joins.fp8.formats import E4M3, E5M2
 from handgrad.ops import CONTROL_STEP, CONTROLS
 from handgrad.ops.sizes import QUANTIZE_TILE, tiles
 from tests.kernels import fp8_checks as checks, layernorm_fp8_checks

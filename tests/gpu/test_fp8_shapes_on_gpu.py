@@ -11,11 +11,11 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU that computes in fp8", allow_module_level=True)
 
-from handgrad.config import RunConfig, check
-from handgrad.fp8.cuda import linear
+from handgrad.joins.fp8.cuda import linear
 from handgrad.ops import cuda as kernels, reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
 from tests.gpu.models import ZipfBytes
 
 GPU = torch.device("cuda")

@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a CUDA GPU with fp8", allow_module_level=True)
 
-from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8.formats import E4M3, E5M2
 from tests.kernels import gelu_fp8_checks as checks
 from tests.kernels.memory_checks import Draw
 

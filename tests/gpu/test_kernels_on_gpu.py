@@ -14,15 +14,16 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import devices, presets
-from handgrad.backend import choose_backend
-from handgrad.config import ModelShape, RunConfig
+from handgrad.machine import devices
+from handgrad.machine.backend import choose_backend
 from handgrad.ops import cuda as kernels, reference
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.sizes import TURING_TILES
 from handgrad.run.assemble import assemble
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
+from handgrad.settings import presets
+from handgrad.settings.config import ModelShape, RunConfig
 from handgrad.training.step import StepResult
 from tests.gpu.models import LLAMA, LLAMA_UNTIED, MODERN, MODERN_NEW, SHAPE, ZipfBytes, ZipfTokens, gradients, statistics
 from tests.gpu.runs import check_allocations, leave_the_same_bits

@@ -12,10 +12,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
 
 from benchmarks.contenders import ZipfTokens
 from benchmarks.llama_twin import LARGE, SHAPES, sizes
-from handgrad.config import RunConfig, check
-from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8.formats import E4M3, E5M2
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.resolve import resolve
+from handgrad.settings.config import RunConfig, check
 from tests.documents import document_starts
 from tests.gpu.runs import check_allocations, leave_the_same_bits
 from tests.kernels import llama_fp8_checks as checks

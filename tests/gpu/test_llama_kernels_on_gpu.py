@@ -7,7 +7,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import devices
+from handgrad.machine import devices
 from tests.kernels import llama_checks as checks
 from tests.kernels.memory_checks import Draw, both, check_all
 

@@ -13,17 +13,17 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad.arena import make_plan
-from handgrad.config import ModelShape, RunConfig
-from handgrad.fp8 import cuda as fp8_cuda
-from handgrad.lora.bind import WithAdapters, bind
-from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of
+from handgrad.joins.fp8 import cuda as fp8_cuda
+from handgrad.joins.lora.bind import WithAdapters, bind
+from handgrad.joins.lora.tables import LoraDesign, adapter_buffers, adapters_of
+from handgrad.memory.arena import make_plan
+from handgrad.memory.rows import named
 from handgrad.models import architecture, named_weights
 from handgrad.models.passes import run
-from handgrad.models.rows import named
 from handgrad.networks.lora import parse_lora
 from handgrad.ops import cuda, reference
 from handgrad.run.open import train
+from handgrad.settings.config import ModelShape, RunConfig
 from tests.conftest import make_model, small_run
 from tests.gpu.runs import check_allocations
 from tests.test_fp8_lora import LAYERS, LENGTH as FP8_LENGTH, SMALL, AdaptedInFp8, gemms_of

@@ -8,11 +8,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import presets
-from handgrad.config import RunConfig
 from handgrad.ops.reference.muon import polar
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
+from handgrad.settings import presets
+from handgrad.settings.config import RunConfig
 from tests.gpu.models import ZipfTokens
 from tests.gpu.runs import check_allocations, leave_the_same_bits
 from tests.kernels import muon_checks as checks

@@ -10,10 +10,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import devices
-from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
+from handgrad.machine import devices
 from handgrad.ops import cuda as kernels
+from handgrad.settings.config import ModelShape, RunConfig
 from tests.gpu.models import MODERN, MODERN_NEW, SHAPE, gradients
 from tests.gpu.runs import leave_the_same_bits
 from tests.gpu.test_kernels_on_gpu import DTYPES, GPU, compare, with_scalars_joined

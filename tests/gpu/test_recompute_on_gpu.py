@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from handgrad.config import RunConfig
 from handgrad.run import loop
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere
 from tests.test_suspicion import FAULTY, events, flip, outlier, same_state

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from handgrad.config import RunConfig
 from handgrad.ops import reference
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from tests.gpu.models import gradients
 from tests.gpu.runs import leave_the_same_bits
 from tests.test_runs import elsewhere, records

@@ -9,9 +9,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import checkpoint
-from handgrad.config import RunConfig
 from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
+from handgrad.storage import checkpoint
 from tests.test_runs import elsewhere, records, same_bits
 
 

@@ -9,13 +9,13 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import presets
 from handgrad.cli import main
-from handgrad.config import RunConfig
 from handgrad.ops import cuda as kernels
 from handgrad.run.assemble import assemble
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
+from handgrad.settings import presets
+from handgrad.settings.config import RunConfig
 from handgrad.training.step import StepResult
 from tests.gpu.models import ZipfTokens
 from tests.gpu.runs import check_allocations, leave_the_same_bits

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from handgrad.cli import main
-from handgrad.config import ModelShape
+from handgrad.settings.config import ModelShape
 from tests.interop.models import make_checkpoint
 
 

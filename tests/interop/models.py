@@ -8,14 +8,14 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from handgrad import checkpoint
-from handgrad.checkpoint import Stored
-from handgrad.config import ModelShape, to_dict
 from handgrad.data.tokenizer import Tokenizer, tokenizer_files, tokenizer_record, train_bpe
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.evaluation.load import checkpoint_weights, imported_config, load_model
 from handgrad.models import architecture, forward_buffers, named_activations, parameter_table
 from handgrad.ops import reference
+from handgrad.settings.config import ModelShape, to_dict
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import Stored
 
 transformers.logging.set_verbosity_error()
 TRICKY = (

@@ -15,7 +15,6 @@ from tokenizers import Regex, Tokenizer as Library, decoders, models, pre_tokeni
 import handgrad
 from handgrad.api.model import Model, load
 from handgrad.cli import main
-from handgrad.config import ModelShape
 from handgrad.data.model_tokenizer import model_tokenizer
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
@@ -23,6 +22,7 @@ from handgrad.errors import StorageError, UsageError
 from handgrad.interop import gguf_file, gguf_tokens
 from handgrad.interop.gguf_file import in_halves, interleaved
 from handgrad.interop.llama import gguf_name
+from handgrad.settings.config import ModelShape
 from tests.interop.gguf_twin import GgufModel
 from tests.interop.models import bpe, make_checkpoint
 from tests.test_commands import refused

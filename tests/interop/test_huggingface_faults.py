@@ -14,11 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.data.vocabulary import read_vocabulary
 from handgrad.errors import DataError, StorageError
 from handgrad.interop import export, huggingface, sources
+from handgrad.storage import checkpoint
 from tests.test_commands import refused
 
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint
-from handgrad.checkpoint import Stored
 from handgrad.cli import main
-from handgrad.config import ModelShape
 from handgrad.errors import DataError
 from handgrad.interop.llmc_model import LlmcModel, read_model
 from handgrad.interop.llmc_state import OptimizerState, read_state, write_state
 from handgrad.interop.llmc_tokenizer import read_tokens
 from handgrad.models import parameter_table
+from handgrad.settings.config import ModelShape
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import Stored
 from tests.interop.models import SIZES, TOKENIZERS, make_checkpoint, our_logits, random_tokens, weights
 from tests.test_commands import SMALL, refused
 

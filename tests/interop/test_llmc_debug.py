@@ -11,12 +11,12 @@ from torch import Tensor
 
 from benchmarks.llmc_debug import DebugState, compare, main, read_debug_state
 from benchmarks.twin import Twin
-from handgrad.config import ModelShape
 from handgrad.data.llmc_header import DEBUG_STATE, make_header
 from handgrad.interop.llmc_model import Values, all_bytes, read_model, write_model
+from handgrad.memory.rows import flat_elements
 from handgrad.models import gpt2, parameter_table
-from handgrad.models.rows import flat_elements
 from handgrad.ops import reference
+from handgrad.settings.config import ModelShape
 
 ODD = ModelShape(vocab_size=57, sequence_length=19, num_layers=3, num_heads=3, channels=33)
 CPU = torch.device("cpu")

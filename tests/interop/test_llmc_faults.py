@@ -7,17 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.config import ModelShape
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, StorageError
 from handgrad.interop import export
 from handgrad.interop.llmc_model import read_model, write_model
 from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import read_tokens, tokenizer_bytes
+from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
-from handgrad.models.rows import ParameterRow
+from handgrad.settings.config import ModelShape
+from handgrad.storage import checkpoint
 from tests.interop.models import make_checkpoint, weights
 from tests.interop.test_llmc import make_state
 from tests.test_commands import refused

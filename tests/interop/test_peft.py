@@ -12,11 +12,8 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from handgrad import checkpoint
 from handgrad.api.model import load
-from handgrad.checkpoint import Stored
 from handgrad.cli import main
-from handgrad.config import to_dict
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.data.vocabulary import vocabulary_files
@@ -26,9 +23,12 @@ from handgrad.interop.adapters import located
 from handgrad.interop.export import export_peft
 from handgrad.interop.peft import read_config
 from handgrad.interop.sources import import_model, open_weights, read_sizes
-from handgrad.lora.tables import adapters_of
+from handgrad.joins.lora.tables import adapters_of
 from handgrad.networks.lora import LoraShape, parse_lora
-from handgrad.run_files import CHECKPOINTS
+from handgrad.settings.config import to_dict
+from handgrad.storage import checkpoint
+from handgrad.storage.checkpoint import Stored
+from handgrad.storage.run_files import CHECKPOINTS
 from tests.interop.models import random_tokens, their_logits
 from tests.interop.test_transformers_llama import CONFIGS, byte_tokenizer
 

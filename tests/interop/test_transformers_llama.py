@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from handgrad.api.model import load
-from handgrad.checkpoint import find
 from handgrad.cli import main
-from handgrad.config import ModelShape
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import checkpoint_weights
 from handgrad.interop import huggingface, llama as llama_files, sources
+from handgrad.memory.rows import flat_elements
 from handgrad.models import parameter_table
-from handgrad.models.rows import flat_elements
+from handgrad.settings.config import ModelShape
+from handgrad.storage.checkpoint import find
 from tests.conftest import make_model
 from tests.interop.models import our_logits, random_tokens, their_logits, weights
 from tests.test_commands import refused

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 
-from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.config import ModelShape
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer, read_tokenizer
+from handgrad.settings.config import ModelShape
+from handgrad.storage import checkpoint
 from tests.interop.models import make_checkpoint, our_logits, their_logits
 
 LENGTH = 200  # tokens of text

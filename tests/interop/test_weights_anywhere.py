@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from handgrad.cli import main
-from handgrad.config import ModelShape
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError
 from handgrad.interop.sources import open_weights
+from handgrad.settings.config import ModelShape
 from tests.data.chats import TEMPLATES, made_tokenizer, write_folder
 from tests.interop.models import make_checkpoint
 from tests.test_commands import refused

@@ -5,10 +5,10 @@ from types import ModuleType
 
 import torch
 
-from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
-from handgrad.dropout.masks import Dropout
-from handgrad.mask import Mask
+from handgrad.joins.dropout import cuda as dropout_kernels, reference as dropout_reference
+from handgrad.joins.dropout.masks import Dropout
 from handgrad.ops import cuda as kernels
+from handgrad.ops.mask import Mask
 from tests.documents import document_starts
 from tests.kernels.memory_checks import Case, Draw, Tensors, classifier_inputs, copy, nan, statistics_dtype
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.fp8 import formats, reference
-from handgrad.fp8.cuda import classifier, quantizing as kernels
-from handgrad.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
-from handgrad.fp8.reference import quantizing
+from handgrad.joins.fp8 import formats, reference
+from handgrad.joins.fp8.cuda import classifier, quantizing as kernels
+from handgrad.joins.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
+from handgrad.joins.fp8.reference import quantizing
 from handgrad.ops import CONTROL_STEP, CONTROLS
 from handgrad.ops.sizes import QUANTIZE_TILE, tiles
 from tests.kernels.memory_checks import Draw

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from handgrad.fp8.cuda import (
+from handgrad.joins.fp8.cuda import (
     attention,
     classifier,
     elementwise,

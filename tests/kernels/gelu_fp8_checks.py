@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from handgrad.fp8.cuda import column_sums, gelu as gelu_fp8
-from handgrad.fp8.formats import INVERSE
-from handgrad.fp8.reference.quantizing import write_forms
+from handgrad.joins.fp8.cuda import column_sums, gelu as gelu_fp8
+from handgrad.joins.fp8.formats import INVERSE
+from handgrad.joins.fp8.reference.quantizing import write_forms
 from handgrad.ops.cuda import gelu
 from tests.kernels import fp8_frames as frames
 from tests.kernels.fp8_checks import make, wide

@@ -3,8 +3,8 @@ without a GPU (`tables`)."""
 
 import math
 
-from handgrad.fp8.cuda import column_sums, elementwise, gelu as gelu_fp8
-from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
+from handgrad.joins.fp8.cuda import column_sums, elementwise, gelu as gelu_fp8
+from handgrad.joins.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
 from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE
 from tests.kernels.compiling import compile_kernel
 

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.fp8.cuda import layernorm
-from handgrad.fp8.formats import Form
+from handgrad.joins.fp8.cuda import layernorm
+from handgrad.joins.fp8.formats import Form
 from handgrad.ops.sizes import scratch_bytes
 from tests.kernels.fp8_checks import wide
 from tests.kernels.fp8_frames import norm_backward, norm_forward

@@ -7,12 +7,12 @@ import torch
 import triton
 from torch import Tensor
 
-from handgrad.fp8 import reference
-from handgrad.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, rotary, swiglu
-from handgrad.fp8.formats import Form
-from handgrad.mask import Mask
+from handgrad.joins.fp8 import reference
+from handgrad.joins.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, rotary, swiglu
+from handgrad.joins.fp8.formats import Form
 from handgrad.networks.llama import LlamaShape
 from handgrad.ops.cuda import attention_triton, swiglu as plain_swiglu
+from handgrad.ops.mask import Mask
 from handgrad.ops.sizes import rows_of
 from tests.kernels import fp8_frames as frames
 from tests.kernels.fp8_checks import SCALES, copy, forms_of, make, same, wide

@@ -1,7 +1,7 @@
 """The Llama family's kernels that write fp8 as they are launched at published sizes, compiled without a GPU (`tables`)."""
 
-from handgrad.fp8.cuda import attention, elementwise, gained_qk_norm, gained_rmsnorm, rotary, swiglu
-from handgrad.fp8.formats import VANISHES_AT, largest_number
+from handgrad.joins.fp8.cuda import attention, elementwise, gained_qk_norm, gained_rmsnorm, rotary, swiglu
+from handgrad.joins.fp8.formats import VANISHES_AT, largest_number
 from handgrad.ops.sizes import QUADS, QUADS_TILE, SWIGLU_TILE, attention_tile, backward_tile, forward_tile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.modern_fp8_kernel_table import SIZES, TYPES, UNALIGNED, Launch

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from handgrad import ops
-from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
-from handgrad.dropout.masks import Dropout
+from handgrad.joins.dropout import cuda as dropout_kernels, reference as dropout_reference
+from handgrad.joins.dropout.masks import Dropout
 from handgrad.ops import cases, cuda as kernels, reference, rounding
 from handgrad.ops.cases import SENTINEL, Arguments
 from handgrad.ops.sizes import scratch_bytes

@@ -5,7 +5,7 @@ bf16 on every architecture, and each of the other dtypes on one: a compilation t
 
 import triton
 
-from handgrad.dropout.cuda import elementwise
+from handgrad.joins.dropout.cuda import elementwise
 from handgrad.ops.cuda import classifier, column_sums, digests, embedding, gelu, layernorm, optimizer, reduction
 from handgrad.ops.sizes import BIAS_COLUMNS, BIAS_ROWS, CHUNK, backward_tile, forward_tile
 from tests.kernels.compiling import compile_kernel

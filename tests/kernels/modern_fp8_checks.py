@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.fp8.cuda import mix, relu2, rmsnorm, rotary
-from handgrad.fp8.formats import Form
+from handgrad.joins.fp8.cuda import mix, relu2, rmsnorm, rotary
+from handgrad.joins.fp8.formats import Form
 from handgrad.ops.cuda import relu2 as plain_relu2
 from tests.kernels import fp8_frames as frames
 from tests.kernels.fp8_checks import wide

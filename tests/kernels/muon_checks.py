@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 
 from handgrad import ops as contract
-from handgrad.models.rows import ZEROS, ParameterRow
+from handgrad.memory.rows import ZEROS, ParameterRow
 from handgrad.ops import cuda as kernels, reference
 from handgrad.ops.cuda.muon import polar_bytes
 from handgrad.optimizers import Owned

@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
-from handgrad.dropout.masks import Dropout
+from handgrad.joins.dropout import cuda as dropout_kernels, reference as dropout_reference
+from handgrad.joins.dropout.masks import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.sizes import AttentionTile, attention_scratch_bytes

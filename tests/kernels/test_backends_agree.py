@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("nvmath")
 
-from handgrad import fp8
-from handgrad.fp8 import reference as fp8_reference
+from handgrad.joins import fp8
+from handgrad.joins.fp8 import reference as fp8_reference
 from handgrad.ops import DECODE_OPERATIONS, OPERATIONS, SET_UP, reference
 
 CONTRACT = OPERATIONS + SET_UP

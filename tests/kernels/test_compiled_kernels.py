@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-import handgrad.dropout.cuda
+import handgrad.joins.dropout.cuda
 import handgrad.ops.cuda
 from benchmarks import compiled_kernels
 from handgrad.errors import UsageError
@@ -41,7 +41,7 @@ def is_kernel(function: ast.FunctionDef) -> bool:
 def launched() -> set[Any]:
     """The kernels that the operations hand to a launch: named outside of kernels, and not called."""
     found = set()
-    for package in (handgrad.ops.cuda, handgrad.dropout.cuda):
+    for package in (handgrad.ops.cuda, handgrad.joins.dropout.cuda):
         for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(info.name)
             functions = [

@@ -9,15 +9,15 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("nvmath")
 
-from handgrad.arena import Buffer, make_plan
-from handgrad.config import ModelShape
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.fp8_weights import buffers_of, with_fp8_weights
 from handgrad.generation.generate import Decoder, SamplingOptions
+from handgrad.memory.arena import Buffer, make_plan
+from handgrad.memory.rows import flat_elements
 from handgrad.models import named_weights, parameter_table
-from handgrad.models.rows import flat_elements
 from handgrad.ops import cuda
 from handgrad.ops.cuda.launch import collecting
+from handgrad.settings.config import ModelShape
 
 LLAMA = "kv_heads=1,head_width=64,qk_norm,qkv_bias"
 STEP = {"_embedding": 1, "_greatest": 1, "_join": 1, "_advance": 1}

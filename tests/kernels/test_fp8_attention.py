@@ -12,8 +12,8 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.fp8.cuda import attention
-from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8.cuda import attention
+from handgrad.joins.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.sizes import AttentionTile, attention_parts, attention_tile, rows_of
 from tests.documents import document_starts

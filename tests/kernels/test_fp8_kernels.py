@@ -11,8 +11,8 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.fp8.cuda import linear
-from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8.cuda import linear
+from handgrad.joins.fp8.formats import E4M3, E5M2
 from handgrad.ops import sizes
 from tests.kernels import fp8_checks as checks, fp8_stand_ins, layernorm_fp8_checks
 from tests.kernels.memory_checks import Draw

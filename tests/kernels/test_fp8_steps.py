@@ -12,11 +12,11 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides wh
 pytest.importorskip("triton")
 pytest.importorskip("nvmath")
 
-from handgrad.config import ModelShape
-from handgrad.fp8 import cuda as fp8_kernels
-from handgrad.fp8.formats import E4M3
-from handgrad.fp8.tables import fp8_gemms
+from handgrad.joins.fp8 import cuda as fp8_kernels
+from handgrad.joins.fp8.formats import E4M3
+from handgrad.joins.fp8.tables import fp8_gemms
 from handgrad.ops import cuda as kernels
+from handgrad.settings.config import ModelShape
 from tests.conftest import Model, make_model
 from tests.fp8_models import run
 from tests.techniques import toggled

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from handgrad.fp8.cuda import gelu as gelu_fp8
-from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8.cuda import gelu as gelu_fp8
+from handgrad.joins.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda.gelu import gelu, gelu_derivative
 from tests.kernels import fp8_stand_ins, gelu_fp8_checks as checks
 from tests.kernels.memory_checks import Draw

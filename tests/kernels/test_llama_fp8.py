@@ -11,9 +11,9 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.fp8 import cuda
-from handgrad.fp8.cuda import attention
-from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8 import cuda
+from handgrad.joins.fp8.cuda import attention
+from handgrad.joins.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.sizes import QUADS_TILE, QUANTIZE_TILE, SWIGLU_TILE, AttentionTile, tiles
 from tests.documents import document_starts

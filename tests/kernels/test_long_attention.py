@@ -13,9 +13,9 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.mask import Mask
 from handgrad.ops import cpu
 from handgrad.ops.cuda import attention_triton as kernels
+from handgrad.ops.mask import Mask
 from handgrad.ops.sizes import AttentionTile
 from tests.documents import document_starts
 

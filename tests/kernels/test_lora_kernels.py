@@ -12,9 +12,9 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.fp8 import cuda as fp8_cuda, reference as fp8_reference
-from handgrad.lora import cuda as lora_cuda, reference as lora_reference
-from handgrad.lora.products import add_linear_operations
+from handgrad.joins.fp8 import cuda as fp8_cuda, reference as fp8_reference
+from handgrad.joins.lora import cuda as lora_cuda, reference as lora_reference
+from handgrad.joins.lora.products import add_linear_operations
 from handgrad.ops import cuda, reference
 from handgrad.ops.cuda import linear
 from tests.kernels.test_modern_fp8 import stand_ins  # noqa: F401 - a fixture

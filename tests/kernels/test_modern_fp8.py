@@ -12,8 +12,8 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.fp8.cuda import rotary
-from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8.cuda import rotary
+from handgrad.joins.fp8.formats import E4M3, E5M2
 from tests.kernels import fp8_stand_ins, modern_fp8_checks as checks
 from tests.kernels.fp8_checks import make
 from tests.kernels.memory_checks import Draw

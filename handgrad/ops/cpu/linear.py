@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from handgrad import processor
+from handgrad.machine import processor
 from handgrad.ops import reference
 
 # Rows of a weight gradient that are multiplied before they are added to the accumulator, where the product itself cannot

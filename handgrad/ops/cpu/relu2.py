@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from handgrad.dtypes import accumulation_dtype
+from handgrad.machine.dtypes import accumulation_dtype
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
 
 

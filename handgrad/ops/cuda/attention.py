@@ -4,9 +4,9 @@ documents: cuDNN's graphs know no such mask."""
 import torch
 from torch import Tensor
 
-from handgrad.mask import CAUSAL, Mask
 from handgrad.ops import sizes
 from handgrad.ops.cuda import attention_cudnn, attention_triton
+from handgrad.ops.mask import CAUSAL, Mask
 
 
 def attention_scratch_bytes(

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.mask import CAUSAL, Mask
 from handgrad.ops.cuda.attention_configs import choose_config
 from handgrad.ops.cuda.attention_loops import (
     LN_2,
@@ -34,6 +33,7 @@ from handgrad.ops.cuda.attention_tiles import (
     store_vector,
 )
 from handgrad.ops.cuda.launch import launch
+from handgrad.ops.mask import CAUSAL, Mask
 from handgrad.ops.sizes import WIDEST_HEAD, attention_scratch_bytes, rows_of
 
 

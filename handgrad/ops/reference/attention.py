@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.mask import CAUSAL, Mask
+from handgrad.ops.mask import CAUSAL, Mask
 
 # Causal attention (Vaswani et al. 2017), per head: S = q k^T / sqrt(D) for keys at or before the query,
 # P = softmax(S) = exp(S - lse),  y = P v.

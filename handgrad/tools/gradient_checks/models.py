@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from handgrad.arena import make_plan
+from handgrad.memory.arena import make_plan
+from handgrad.memory.rows import flat_elements, initialize, named
 from handgrad.models import architecture, named_weights, parameter_table
 from handgrad.models.passes import run
-from handgrad.models.rows import flat_elements, initialize, named
 from handgrad.networks import ModelShape
 from handgrad.ops import reference
 from handgrad.tools.gradient_checks.differences import Compared, slope

@@ -13,8 +13,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from handgrad.fp8 import reference
-from handgrad.fp8.formats import (
+from handgrad.joins.fp8 import reference
+from handgrad.joins.fp8.formats import (
     CLIPPED,
     E4M3,
     E5M2,

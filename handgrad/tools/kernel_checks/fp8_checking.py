@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.fp8 import reference
-from handgrad.fp8.formats import (
+from handgrad.joins.fp8 import reference
+from handgrad.joins.fp8.formats import (
     AMAX,
     CLIPPED,
     COUNTING,

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from handgrad.dropout import reference as dropout_reference
-from handgrad.dropout.masks import Dropout
-from handgrad.mask import Mask
+from handgrad.joins.dropout import reference as dropout_reference
+from handgrad.joins.dropout.masks import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cases import CALLS, OPTIMIZING, Arguments, B, C, Draw, F, N, T
+from handgrad.ops.mask import Mask
 from handgrad.tools.kernel_checks.checking import attempt, compare
 
 # Line: the arguments by name of the operation that it launches, which its name begins with. `scratch` is added where the

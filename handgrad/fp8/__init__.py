@@ -1,5 +1,0 @@
-"""Products in fp8, beside the plain path: `handgrad.fp8.reference` and `handgrad.fp8.cuda` are backends with the operations
-of the plain ones and those named here. Their tensors are plain or `Quantized`, each by itself; start at `formats`."""
-
-# What the fp8 backends have beside `handgrad.ops.OPERATIONS`.
-OPERATIONS = ("quantize", "transpose", "fold_statistics", "update_scaling", "statistics_parts", "tuned_keep_bf16")

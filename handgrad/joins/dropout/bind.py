@@ -1,0 +1,120 @@
+"""Binds dropout into the operations of a training.
+
+GPT-2 drops numbers after the embedding, in attention's probabilities, and at the end of both branches of a block, before
+they join the residual stream. The model calls operations by their plain names; those at such a site are bound here.
+"""
+
+from importlib import import_module
+from itertools import count
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.joins.dropout.masks import Dropout
+from handgrad.memory.arena import Buffer
+from handgrad.memory.rows import KIND
+from handgrad.models.overlay import Overlay
+from handgrad.ops.mask import Mask
+from handgrad.training.feed import SAMPLE_NUMBERS
+
+CUDA = "handgrad.ops.cuda", "handgrad.joins.fp8.cuda"  # the backends of NVIDIA GPUs
+
+
+def dropout_buffers(batch: int) -> list[Buffer]:
+    """The rows that dropout adds to a plan: masks take no memory."""
+    return [Buffer(SAMPLE_NUMBERS, (batch,), torch.int64, KIND)]
+
+
+def dropout_operations(ops: ModuleType) -> ModuleType:
+    """`handgrad.joins.dropout.reference` or `handgrad.joins.dropout.cuda`, beside the operations `ops` of a backend."""
+    backend = "cuda" if ops.__name__.startswith(CUDA) else "reference"
+    return import_module(f"handgrad.joins.dropout.{backend}")
+
+
+def sizing(ops: ModuleType) -> Any:
+    """The sizes of scratch that a run with dropout needs: its attention has kernels of its own."""
+    own = dropout_operations(ops).attention_scratch_bytes
+    return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)
+
+
+class WithDropout(Overlay):
+    """The operations `ops` with dropout at the sites of GPT-2."""
+
+    def __init__(
+        self, ops: ModuleType, w: Any, g: Any, act: Any, d: Any, *, samples: Tensor, probability: float, seed: int
+    ):
+        """For passes over these weights, weight gradients, activations and their gradients. samples (B) int64: the numbers
+        of a micro-batch's samples in the run.
+
+        A call is known to belong to a site by a tensor that it carries: the very object that the model passes, in every
+        step. (Gradients of different blocks may share memory, with ZeRO 2.) `dbranch` (N, C) is workspace of the backward;
+        it may lie where the output gradient of a block's layer norm is written next.
+        """
+        super().__init__(ops)
+        self.dropout_ops, self.dbranch = dropout_operations(ops), d.dln
+        self.mask = Mask(act.document_starts)
+        sites = (Dropout(samples, probability, seed, site) for site in count())  # in the order of the forward
+        self.embedding = next(sites)
+        self.sites: dict[Tensor, Dropout] = {}  # by an attention's lse, a product's bias, its weight's gradient
+        self.dbias_acc: dict[Tensor, Tensor] = {}  # of the products before the stream, by their weights' gradients
+        for a, b, db in zip(act.blocks, w.blocks, g.blocks, strict=True):
+            self.sites[a.lse], proj, fcproj = next(sites), next(sites), next(sites)
+            self.sites |= {b.proj_bias: proj, db.proj_weight: proj, b.fcproj_bias: fcproj, db.fcproj_weight: fcproj}
+            self.dbias_acc |= {db.proj_weight: db.proj_bias, db.fcproj_weight: db.fcproj_bias}
+
+    def embedding_forward(self, out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor) -> None:
+        self.ops.embedding_forward(out, tokens, wte, wpe)
+        self.dropout_ops.dropout_forward(out, out, self.embedding)
+
+    def embedding_backward(
+        self, dwte_acc: Tensor, dwpe_acc: Tensor, dout_inout: Tensor, *tokens: Tensor, scratch: Tensor
+    ) -> None:
+        """Drops from dout in place: nothing reads it afterwards."""
+        self.dropout_ops.dropout_backward(dout_inout, dout_inout, self.embedding)
+        self.ops.embedding_backward(dwte_acc, dwpe_acc, dout_inout, *tokens, scratch=scratch)
+
+    def attention_forward(self, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+        self.dropout_ops.attention_forward(out, lse, qkv, self.sites[lse], mask=self.mask)
+
+    def attention_backward(
+        self, dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor
+    ) -> None:
+        tensors = dqkv, dout, out, lse, qkv
+        self.dropout_ops.attention_backward(*tensors, self.sites[lse], scratch=scratch, mask=self.mask)
+
+    def linear_residual_forward(
+        self, out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor
+    ) -> None:
+        """Writes the product to out and reads it again: the library has no epilogue that drops."""
+        self.ops.linear_forward(out, inp, weight, bias, scratch=scratch)
+        self.dropout_ops.dropout_residual_forward(out, residual, self.sites[bias])
+
+    # In the backward the output gradient of such a product is not the stream's, but `dbranch`, from which its bias gradient
+    # is made here: the layer norm above, which sums the stream's gradient for the plain product, does not.
+
+    def layernorm_backward(self, dresidual_inout: Tensor, *tensors: Tensor | None, scratch: Tensor) -> None:
+        self.ops.layernorm_backward(dresidual_inout, *tensors[:-1], None, scratch=scratch)
+
+    def drop_branch(self, dweight_acc: Tensor, dout: Tensor) -> Any:
+        """Fills `dbranch` from the stream's gradient; returns it as the product reads it."""
+        self.dropout_ops.dropout_backward(self.dbranch, dout, self.sites[dweight_acc])
+        return self.dbranch
+
+    def gelu_linear_backward(
+        self, dhidden: Tensor, dweight_acc: Tensor, dout: Tensor, *rest: Tensor, scratch: Tensor
+    ) -> None:
+        dbranch = self.drop_branch(dweight_acc, dout)
+        self.ops.gelu_linear_backward(dhidden, dweight_acc, dbranch, *rest, scratch=scratch)
+        self.ops.bias_backward(self.dbias_acc[dweight_acc], self.dbranch, scratch=scratch)
+
+    def linear_backward(
+        self, dinp: Tensor, dweight_acc: Tensor, dbias_acc: Tensor | None, dout: Tensor, *rest: Tensor, scratch: Tensor
+    ) -> None:
+        if dweight_acc not in self.dbias_acc:
+            self.ops.linear_backward(dinp, dweight_acc, dbias_acc, dout, *rest, scratch=scratch)
+            return
+        dbranch = self.drop_branch(dweight_acc, dout)  # attention's projection
+        self.ops.linear_backward(dinp, dweight_acc, None, dbranch, *rest, scratch=scratch)
+        self.ops.bias_backward(self.dbias_acc[dweight_acc], self.dbranch, scratch=scratch)

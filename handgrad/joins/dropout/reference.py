@@ -1,0 +1,120 @@
+"""Dropout in plain torch: alone, with the residual sum, and in attention."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from handgrad.joins.dropout.masks import PAIR, ROW_STRIDE, ROWS, Dropout
+from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.ops.hashing import BITS32, WEYL, mixed
+from handgrad.ops.mask import CAUSAL, Mask
+from handgrad.ops.reference.attention import attention_scratch_bytes, masked_scores, split_heads  # noqa: F401
+
+# Dropout (Srivastava et al. 2014), inverted: y = M x / (1 - p), M = 1 with probability 1 - p, else 0.
+# Backward: dx = M dy / (1 - p). M is not stored: both make it from (seed, site, sample, row, column).
+
+
+def sample_keys(dropout: Dropout) -> Tensor:
+    """(B) int64: 32 bits for each sample, from its number's two halves."""
+    low, high = dropout.samples & BITS32, (dropout.samples >> 32) & BITS32
+    return mixed(low ^ mixed(high ^ dropout.stream))
+
+
+def head_keys(keys: Tensor, num_heads: int) -> Tensor:
+    """(..., H) from the keys (...) of samples: attention has a mask for every head."""
+    return mixed((torch.arange(num_heads, device=keys.device) * WEYL + keys.unsqueeze(-1)) & BITS32)
+
+
+def kept(key: Tensor, rows: int, columns: int, threshold: int) -> Tensor:
+    """(rows, columns) bool: which numbers are kept under a key, a tensor of one number."""
+    row = torch.arange(rows, device=key.device)
+    first = torch.arange(0, columns, 2 * PAIR, device=key.device)
+    column = (first.unsqueeze(1) + torch.arange(PAIR, device=key.device)).view(-1)  # the first of each pair
+    shared = mixed((row // ROWS * WEYL + key) & BITS32)
+    place = (row % ROWS * ROW_STRIDE).unsqueeze(1) + column
+    number = mixed((place * WEYL + shared.unsqueeze(1)) & BITS32).view(rows, -1, 1, PAIR)
+    return torch.cat([number & 0xFFFF, number >> 16], 2).view(rows, -1)[:, :columns] >= threshold
+
+
+def masks(dropout: Dropout, tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of a tensor (N, C), which of their numbers are kept), sample by sample: a mask's temporaries are large."""
+    N, C = tensor.shape
+    T = N // dropout.samples.shape[0]
+    for sample, key in enumerate(sample_keys(dropout)):
+        yield slice(sample * T, sample * T + T), kept(key, T, C, dropout.threshold)
+
+
+def dropout_forward(out: Tensor, inp: Tensor, dropout: Dropout) -> None:
+    """out (N, C) = inp (N, C) where it is kept, times 1 / (1 - p), else 0. `out` may be `inp`."""
+    for rows, mask in masks(dropout, inp):
+        torch.mul(inp[rows], dropout.scale, out=out[rows]).masked_fill_(~mask, 0)
+
+
+def dropout_backward(dinp: Tensor, dout: Tensor, dropout: Dropout) -> None:
+    """dinp (N, C) from dout (N, C), which it may be: the same mask and factor as forward."""
+    dropout_forward(dinp, dout, dropout)
+
+
+# Dropout and residual in one: out = residual + M x / (1 - p). Backward: dresidual = dout, and dx is
+# `dropout_backward` of dout.
+
+
+def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, dropout: Dropout) -> None:
+    """Turns a branch (N, C) into residual (N, C) + dropout(branch), in place, summed in float32 and rounded once."""
+    exact = accumulation_dtype(residual.dtype)
+    for rows, mask in masks(dropout, residual):
+        branch = (branch_to_out_inout[rows].to(exact) * dropout.scale).masked_fill_(~mask, 0)
+        branch_to_out_inout[rows] = branch.add_(residual[rows])
+
+
+# In attention, M a mask of zeros and 1 / (1 - p):  y = (M P) v,  dv = (M P)^T dy,  dP = M (dy v^T).
+
+
+def attention_mask(weights: Tensor, dropout: Dropout, sample: int) -> Tensor:
+    """M for the probabilities (H, T, T) of one sample. Rows are queries."""
+    H, T, _ = weights.shape
+    keys = head_keys(sample_keys(dropout)[sample], H)
+    mask = torch.stack([kept(key, T, T, dropout.threshold) for key in keys])  # one by one: the temporaries are large
+    return mask.to(weights.dtype).mul_(dropout.scale)
+
+
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout, *, mask: Mask = CAUSAL) -> None:
+    """The plain operation with the probabilities masked, each head's by a mask of its own."""
+    B, H, T = lse.shape
+    q, k, v = split_heads(qkv.to(lse.dtype), B, H)
+    y = out.view(B, T, H, -1).transpose(1, 2)
+    for b in range(B):
+        scores = masked_scores(q[b], k[b], mask.hidden(b, T, qkv.device))
+        lse[b] = scores.logsumexp(-1)
+        weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
+        y[b] = torch.matmul(weights.mul_(attention_mask(weights, dropout, b)), v[b])
+
+
+def attention_backward(
+    dqkv: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    dropout: Dropout,
+    *,
+    scratch: Tensor | None = None,
+    mask: Mask = CAUSAL,
+) -> None:
+    """The plain operation with the masks of the forward."""
+    B, H, T = lse.shape
+    q, k, v = split_heads(qkv.to(lse.dtype), B, H)
+    y, dy = (t.to(lse.dtype).view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
+    dq, dk, dv = split_heads(dqkv, B, H)
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    for b in range(B):
+        scores = masked_scores(q[b], k[b], mask.hidden(b, T, qkv.device))
+        weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
+        keep = attention_mask(weights, dropout, b)
+        dweights = torch.matmul(dy[b], v[b].transpose(-1, -2)).mul_(keep)
+        dscores = dweights.sub_((dy[b] * y[b]).sum(-1, keepdim=True)).mul_(weights)
+        dv[b] = torch.matmul((weights * keep).transpose(-1, -2), dy[b])
+        dq[b] = torch.matmul(dscores, k[b]).mul_(scale)
+        dk[b] = torch.matmul(dscores.transpose(-1, -2), q[b]).mul_(scale)

@@ -1,0 +1,175 @@
+"""Products in fp8 where both operands have the forms for it, in 16 bits otherwise. What was measured:
+docs/operations/fp8.md."""
+
+import torch
+from torch import Tensor
+
+from handgrad.joins.fp8.cuda.column_sums import bias_backward
+from handgrad.joins.fp8.cuda.gelu import gelu_backward_fp8, gelu_forward_fp8
+from handgrad.joins.fp8.cuda.relu2 import relu2_backward_fp8, relu2_forward_fp8
+from handgrad.joins.fp8.cuda.swiglu import swiglu_backward_fp8, swiglu_forward_fp8
+from handgrad.joins.fp8.formats import Form, Operands, Quantized, fp8_operands, plain
+from handgrad.ops import cuda
+from handgrad.ops.cuda import linear
+from handgrad.ops.cuda.cublaslt import BIAS, PLAIN, multiply, read_table, shipped_table, user_table
+
+# Hopper's fp8 tensor cores add up in fewer than 24 bits, unless told to hand over to float32 every 128 terms, which takes 6
+# to 42 % longer. A 16-bit result hides the difference in sums as short as a block's (2.7e-3 off at worst, against 1.7e-3),
+# not in the head's over the vocabulary (6.3e-3), nor does a float32 one over the tokens (5e-3 against 2e-4).
+LONGEST_FAST_SUM = 8192
+
+
+def has_fast_sums(out: Tensor, terms: int) -> bool:
+    return out.dtype != torch.float32 and terms <= LONGEST_FAST_SUM
+
+
+def fp8_product(
+    out: Tensor,
+    operands: Operands,
+    *,
+    bias: Tensor | None = None,
+    added: Tensor | None = None,
+    fast_sums: bool | None = None,
+    scratch: Tensor,
+) -> None:
+    """out (M, N) = left (M, K) right (N, K)^T + bias (N) + added (M, N): both lie along K, as Hopper wants them."""
+    left, right, (left_inverse, right_inverse) = operands
+    fast_sums = has_fast_sums(out, left.shape[1]) if fast_sums is None else fast_sums
+    options = {"bias": bias, "added": added, "inverse_scales": (right_inverse, left_inverse), "fast_sums": fast_sums}
+    multiply(out, right, left, transpose_a=True, epilogue=PLAIN if bias is None else BIAS, **options, scratch=scratch)
+
+
+def linear_forward(out: Form, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor) -> None:
+    operands = fp8_operands(inp, "rows", weight, "rows")
+    if operands is None:
+        cuda.linear_forward(plain(out), plain(inp), plain(weight), bias, scratch=scratch)
+    else:
+        fp8_product(plain(out), operands, bias=bias, scratch=scratch)
+
+
+def linear_backward(
+    dinp: Tensor,
+    dweight_acc: Tensor | None,
+    dbias_acc: Tensor | None,
+    dout: Form,
+    inp: Form,
+    weight: Form,
+    *,
+    scratch: Tensor,
+) -> None:
+    input_backward(dinp, dout, weight, scratch=scratch)
+    if dweight_acc is not None:
+        weight_backward(dweight_acc, dout, inp, scratch=scratch)
+    if dbias_acc is not None:
+        bias_backward(dbias_acc, dout, scratch=scratch)
+
+
+def input_backward(dinp: Tensor, dout: Form, weight: Form, *, scratch: Tensor) -> None:
+    operands = fp8_operands(dout, "rows", weight, "columns")
+    if operands is None:
+        linear.input_backward(dinp, plain(dout), plain(weight), scratch=scratch)
+    else:
+        fp8_product(dinp, operands, scratch=scratch)
+
+
+def weight_backward(dweight_acc: Tensor, dout: Form, inp: Form, *, scratch: Tensor) -> None:
+    operands = fp8_operands(dout, "columns", inp, "columns")
+    if operands is None:
+        linear.weight_backward(dweight_acc, plain(dout), plain(inp), scratch=scratch)
+    else:
+        fp8_product(dweight_acc, operands, added=dweight_acc, scratch=scratch)
+
+
+def linear_residual_forward(
+    out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor
+) -> None:
+    operands = fp8_operands(inp, "rows", weight, "rows")
+    if operands is None:
+        cuda.linear_residual_forward(out, residual, plain(inp), plain(weight), bias, scratch=scratch)
+    else:
+        fp8_product(out, operands, bias=bias, added=residual, scratch=scratch)
+
+
+def linear_gelu_forward(out: Form, hidden: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor) -> None:
+    """The library has no GELU epilogue for fp8."""
+    if isinstance(out, Quantized):
+        linear_forward(hidden, inp, weight, bias, scratch=scratch)
+        gelu_forward_fp8(out, hidden)
+    else:
+        cuda.linear_gelu_forward(out, hidden, plain(inp), plain(weight), bias, scratch=scratch)
+
+
+def gelu_linear_backward(
+    dhidden: Form, dweight_acc: Tensor, dout: Form, inp: Form, hidden: Tensor, weight: Form, *, scratch: Tensor
+) -> None:
+    """The library's fp8 product with the GELU's derivative in its epilogue takes 1.5 ms where the plain one takes 0.32."""
+    if isinstance(dhidden, Tensor):
+        operands = plain(dout), plain(inp), hidden, plain(weight)
+        cuda.gelu_linear_backward(dhidden, dweight_acc, *operands, scratch=scratch)
+        return
+    assert dhidden.workspace is not None and isinstance(inp, Quantized)
+    input_backward(dhidden.workspace, dout, weight, scratch=scratch)
+    gelu_backward_fp8(dhidden, inp, dhidden.workspace, hidden)
+    weight_backward(dweight_acc, dout, inp, scratch=scratch)
+
+
+def linear_relu2_forward(out: Form, inp: Form, weight: Form, *, scratch: Tensor) -> None:
+    if isinstance(out, Quantized):
+        linear_forward(out, inp, weight, None, scratch=scratch)
+        relu2_forward_fp8(out)
+    else:
+        cuda.linear_relu2_forward(out, plain(inp), plain(weight), scratch=scratch)
+
+
+def relu2_linear_backward(
+    dhidden: Form, dweight_acc: Tensor, dout: Form, inp: Form, weight: Form, *, scratch: Tensor
+) -> None:
+    if isinstance(dhidden, Tensor):
+        cuda.relu2_linear_backward(dhidden, dweight_acc, plain(dout), plain(inp), plain(weight), scratch=scratch)
+        return
+    assert dhidden.workspace is not None and isinstance(inp, Quantized)
+    input_backward(dhidden.workspace, dout, weight, scratch=scratch)
+    relu2_backward_fp8(dhidden, inp, dhidden.workspace)
+    weight_backward(dweight_acc, dout, inp, scratch=scratch)
+
+
+def linear_swiglu_forward(out: Form, hidden: Tensor, inp: Form, weight: Form, *, scratch: Tensor) -> None:
+    if isinstance(out, Quantized):
+        linear_forward(hidden, inp, weight, None, scratch=scratch)
+        swiglu_forward_fp8(out, hidden)
+    else:
+        cuda.linear_swiglu_forward(out, hidden, plain(inp), plain(weight), scratch=scratch)
+
+
+def swiglu_linear_backward(
+    dhidden: Form,
+    dinp: Tensor,
+    dweight_acc: Tensor,
+    dout: Form,
+    inp: Form,
+    hidden: Tensor,
+    weight: Form,
+    *,
+    scratch: Tensor,
+) -> None:
+    if isinstance(dhidden, Tensor):
+        operands = plain(dout), plain(inp), hidden, plain(weight)
+        cuda.swiglu_linear_backward(dhidden, dinp, dweight_acc, *operands, scratch=scratch)
+        return
+    assert isinstance(inp, Quantized)
+    input_backward(dinp, dout, weight, scratch=scratch)
+    swiglu_backward_fp8(dhidden, inp, dinp, hidden)
+    weight_backward(dweight_acc, dout, inp, scratch=scratch)
+
+
+# Found by `handgrad tune`, beside the algorithms.
+
+
+def keep_bf16_key(tokens: int, channels: int) -> str:
+    return f"{tokens}x{channels}"
+
+
+def tuned_keep_bf16(*, tokens: int, channels: int) -> str:
+    """Products that were found faster in bf16, for micro-batches and models of this size: "qkv,proj" or ""."""
+    found = read_table(shipped_table(), "keep_bf16") | read_table(user_table(), "keep_bf16")
+    return found.get(keep_bf16_key(tokens, channels), "")

@@ -1,0 +1,195 @@
+"""The gradient of queries, keys and values before QK-norm and rotation, in fp8: read as attention's backward left it in 16
+bits, turned back and written in both forms, in one pass.
+
+The values, which nothing turns, are quantised on the way. A program has all heads of some token rows, so that it makes the
+angles of a row once.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.joins.fp8.cuda.elementwise import QUAD, counted, rounded_and_scaled, widened, word
+from handgrad.joins.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, rounded, store_part, target
+from handgrad.joins.fp8.formats import Form
+from handgrad.ops.cuda import rotary as plain_rotary
+from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.rotary import frequencies_at, heads_of, through_norm, turned, turned_back
+from handgrad.ops.reference.rotary import Frequencies
+from handgrad.ops.sizes import QUADS, QUADS_TILE
+
+# A warp holds 16 pairs of every row: its loads are as wide then as 128 registers of a lane admit.
+PAIRS_PER_WARP, MOST_WARPS = 16, 4
+
+
+def tile(width: int) -> tuple[int, int]:
+    """(padded pairs of a head, warps) of a program."""
+    pairs = triton.next_power_of_2(width // 2)
+    return pairs, min(MOST_WARPS, max(1, pairs // PAIRS_PER_WARP))
+
+
+def rotary_backward(
+    dqkv_inout: Form, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
+) -> None:
+    """Reads the gradient after the rotation from the `workspace` of a quantised dqkv, as do the next two and the norm with
+    gains."""
+    backward(dqkv_inout, None, None, num_heads, length, rotary=True, frequencies=frequencies, scale=scale)
+
+
+def qk_norm_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor) -> None:
+    backward(dqkv_inout, qkv, rstd, rstd.shape[1] // 2, 1, rotary=False)
+
+
+def qk_norm_rotary_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor, *, length: int) -> None:
+    backward(dqkv_inout, qkv, rstd, rstd.shape[1] // 2, length, rotary=True)
+
+
+def backward(
+    dqkv: Form,
+    qkv: Tensor | None,
+    rstd: Tensor | None,
+    num_heads: int,
+    length: int,
+    *,
+    rotary: bool,
+    frequencies: Frequencies = None,
+    scale: float = 1.0,
+) -> None:
+    """Reads the workspace of a quantised dqkv and leaves it as it is. A `plain` form, where there is one, receives the 16
+    bits."""
+    if isinstance(dqkv, Tensor):
+        options = {"rotary": rotary, "frequencies": frequencies, "scale": scale}
+        plain_rotary.backward(dqkv, qkv, rstd, num_heads, length, **options)
+        return
+    assert dqkv.workspace is not None
+    N, columns = dqkv.workspace.shape
+    table, turned_heads, width = heads_of(dqkv.workspace, num_heads, frequencies)
+    check_tile(N, width)
+    programs = triton.cdiv(N, QUADS_TILE[0])
+    tensors = dqkv.plain, dqkv.rows, dqkv.columns, *target(dqkv, programs), dqkv.workspace, qkv, rstd, table
+    pairs, warps = tile(width)
+    sizes = N // QUAD.value, length, columns, columns // width, turned_heads, width, QUADS, pairs
+    arguments = *tensors, *sizes, rotary, scale, *limits(dqkv)
+    at_own_scale(dqkv, lambda: launch(_backward, (programs,), *arguments, num_warps=warps))
+
+
+def check_tile(N: int, width: int) -> None:
+    """Asserts what a tile of quads of rows and pairs of channels can hold."""
+    assert N % QUAD.value == 0, f"the number of tokens must be a multiple of {QUAD.value}, found {N}"
+    assert width % 2 == 0, f"heads must have an even number of channels, found {width}"
+
+
+@triton.jit(do_not_specialize_on_alignment=["scaling", "statistics"])
+def _backward(
+    plain, rows, columns, scaling, statistics, PARTS, dturned, qkv, rstd, frequencies, N4, length, C3: tl.constexpr,
+    HEADS: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr, QUADS: tl.constexpr, BLOCK_P: tl.constexpr,
+    ROTARY: tl.constexpr, TURN_SCALE: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+):  # fmt: skip
+    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. C3: columns of a row. HEADS: of
+    queries, keys and values together; TURNED: of queries and keys. plain may be None, so may one of the
+    forms, and the table of frequencies."""
+    scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
+    quad, pair = tl.program_id(0) * QUADS + tl.arange(0, QUADS)[:, None], tl.arange(0, BLOCK_P)[None, :]
+    in_quad = quad < N4
+    inside = in_quad & (pair < D // 2)
+    row0 = quad.to(tl.int64) * QUAD
+    row1, row2, row3 = row0 + 1, row0 + 2, row0 + 3
+    if ROTARY:
+        frequency = frequencies_at(frequencies, pair, D)
+        cos0, sin0 = scaled_turn(frequency, row0 % length, TURN_SCALE)
+        cos1, sin1 = scaled_turn(frequency, row1 % length, TURN_SCALE)
+        cos2, sin2 = scaled_turn(frequency, row2 % length, TURN_SCALE)
+        cos3, sin3 = scaled_turn(frequency, row3 % length, TURN_SCALE)
+    else:
+        cos0, sin0, cos1, sin1, cos2, sin2, cos3, sin3 = 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0
+    largest = tl.zeros((QUADS, BLOCK_P), tl.float32)
+    clipped, vanished = 0, 0
+    tensors = plain, rows, dturned, qkv, rstd
+    for head in range(HEADS):
+        column = head * D + pair
+        a0, x0, z0 = turned_pairs(tensors, row0, column, head, in_quad, inside, cos0, sin0, scale, C3, TURNED, D, ROTARY)
+        a1, x1, z1 = turned_pairs(tensors, row1, column, head, in_quad, inside, cos1, sin1, scale, C3, TURNED, D, ROTARY)
+        a2, x2, z2 = turned_pairs(tensors, row2, column, head, in_quad, inside, cos2, sin2, scale, C3, TURNED, D, ROTARY)
+        a3, x3, z3 = turned_pairs(tensors, row3, column, head, in_quad, inside, cos3, sin3, scale, C3, TURNED, D, ROTARY)
+        largest = tl.maximum(largest, tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3)))
+        if counting:
+            found = counted_quads((x0, x1, x2, x3), (z0, z1, z2, z3), LARGEST, VANISHES_AT)
+            clipped += found & 65535
+            vanished += found >> 16
+        if columns is not None:
+            store_quads(columns, (x0, x1, x2, x3), (z0, z1, z2, z3), column, quad, inside, N4, D)
+    amax = tl.max(tl.max(largest, 1), 0).to(dturned.dtype.element_ty).to(tl.float32)
+    store_part(statistics, PARTS, tl.program_id(0), amax, clipped, vanished)
+
+
+@triton.jit
+def scaled_turn(frequency, position, TURN_SCALE: tl.constexpr):
+    """(cos, sin) of the angles at `position`, times the scale of rotated heads."""
+    cos, sin = turned(frequency * position.to(tl.float64))
+    if TURN_SCALE != 1.0:
+        cos, sin = cos * TURN_SCALE, sin * TURN_SCALE
+    return cos, sin
+
+
+@triton.jit
+def turned_pairs(
+    tensors, row, column, head, in_quad, inside, cos, sin, scale, C3: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr,
+    ROTARY: tl.constexpr,
+):  # fmt: skip
+    """(larger magnitude of a pair, its first and its second channel in 16 bits and scaled), whose rows it writes."""
+    plain, rows, dturned, qkv, rstd = tensors
+    place = row * C3 + column
+    dx1, dx2 = widened_pairs(dturned + place, inside, D)
+    if head < TURNED:  # a query or a key
+        if rstd is not None:
+            y1, y2 = widened_pairs(qkv + place, inside, D)
+            row_rstd = tl.load(rstd + row * TURNED + head, mask=in_quad, other=0.0)
+            dx1, dx2 = through_norm(dx1, dx2, y1, y2, row_rstd, D)
+        if ROTARY:
+            dx1, dx2 = turned_back(dx1, dx2, cos, sin)
+    return written_pairs((plain, rows), place, inside, dx1, dx2, scale, dturned.dtype.element_ty, D)
+
+
+@triton.jit
+def written_pairs(forms, place, inside, dx1, dx2, scale, TYPE: tl.constexpr, D: tl.constexpr):
+    """The result of `turned_pairs` of float32 pairs, whose rows it writes, and the 16-bit form if there is one."""
+    plain, rows = forms
+    if plain is not None:
+        tl.store(plain + place, dx1.to(plain.dtype.element_ty), mask=inside)
+        tl.store(plain + place + D // 2, dx2.to(plain.dtype.element_ty), mask=inside)
+    s1 = rounded_and_scaled(dx1, scale, TYPE)
+    s2 = rounded_and_scaled(dx2, scale, TYPE)
+    if rows is not None:
+        tl.store(rows + place, rounded(s1, 1.0, rows.dtype.element_ty), mask=inside)
+        tl.store(rows + place + D // 2, rounded(s2, 1.0, rows.dtype.element_ty), mask=inside)
+    return tl.maximum(tl.abs(dx1), tl.abs(dx2)), s1, s2
+
+
+@triton.jit
+def counted_quads(firsts, seconds, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr):
+    """The sum of `counted` over four rows of pairs, scaled."""
+    x0, x1, x2, x3 = firsts
+    z0, z1, z2, z3 = seconds
+    first = counted(x0, LARGEST, VANISHES_AT) + counted(x1, LARGEST, VANISHES_AT)
+    first += counted(x2, LARGEST, VANISHES_AT) + counted(x3, LARGEST, VANISHES_AT)
+    first += counted(z0, LARGEST, VANISHES_AT) + counted(z1, LARGEST, VANISHES_AT)
+    first += counted(z2, LARGEST, VANISHES_AT) + counted(z3, LARGEST, VANISHES_AT)
+    return tl.sum(tl.sum(first, 1), 0)
+
+
+@triton.jit
+def store_quads(columns, firsts, seconds, column, quad, inside, N4, D: tl.constexpr):
+    """Four rows of scaled pairs, whose first channels are `column`, in the transposed form."""
+    x0, x1, x2, x3 = firsts
+    z0, z1, z2, z3 = seconds
+    DTYPE: tl.constexpr = columns.dtype.element_ty
+    into = columns.to(tl.pointer_type(tl.int32)) + tl.trans(column.to(tl.int64) * N4 + quad)
+    tl.store(into, tl.trans(word(x0, x1, x2, x3, DTYPE)), mask=tl.trans(inside))
+    tl.store(into + D // 2 * tl.cast(N4, tl.int64), tl.trans(word(z0, z1, z2, z3, DTYPE)), mask=tl.trans(inside))
+
+
+@triton.jit
+def widened_pairs(first, inside, D: tl.constexpr):
+    """Both channels of the pairs whose first ones are at `first`, in float32."""
+    x1 = widened(tl.load(first, mask=inside, other=0.0))
+    return x1, widened(tl.load(first + D // 2, mask=inside, other=0.0))

@@ -1,0 +1,175 @@
+"""Frozen weights in fp8 beside adapters: their forward and input-gradient products run in fp8.
+
+A frozen weight is quantised once, at a current scale (a delayed one would be the same: the numbers stay), and kept as fp8
+`rows` alone, one byte per number. Everything else follows:
+
+- An input gradient reads columns. Before its product, a transpose writes them into memory that all weights share.
+- Text reads 16 bits, which dequantising writes into the same memory.
+- No weight has a gradient, so no activation and no gradient has columns.
+- Adapters read activations and gradients in 16 bits. So operations write 16 bits, and a product quantises its operand.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.joins.fp8.formats import COUNTING, E4M3, Form, Quantized, on_plain, plain
+from handgrad.joins.fp8.scaling import Fp8Design, Scaling
+from handgrad.joins.fp8.tables import WEIGHT, without_columns
+from handgrad.joins.lora.bind import WithAdapters
+from handgrad.joins.lora.tables import KIND as ADAPTER_KIND
+from handgrad.memory.activations import ActivationRow
+from handgrad.memory.arena import Buffer
+from handgrad.memory.rows import KIND, Table, lay_out
+from handgrad.models.overlay import Overlay
+
+OPERAND = "fp8.operand"
+WEIGHT_SCRATCH = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits
+
+
+def with_16_bits(rows: Iterable[ActivationRow]) -> tuple[ActivationRow, ...]:
+    """The rows of activations and gradients with a 16-bit form of each."""
+    form = {"keeps_16bit": True, "workspace": ""}
+    return tuple(replace(row, fp8=replace(row.fp8, **form)) if row.fp8 else row for row in rows)
+
+
+def with_shared_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
+    """The buffers of an fp8 run without columns, and with one that the rows of activations and gradients share: a product
+    makes its operand and reads it."""
+    shared, others = list[Buffer](), list[Buffer]()
+    for buffer in without_columns(buffers):
+        (shared if buffer.kind == KIND and buffer.name.endswith(".rows") else others).append(buffer)
+    ticks = sorted({tick for buffer in shared for interval in buffer.lifetimes for tick in interval})
+    elements = max(math.prod(buffer.shape) for buffer in shared)
+    return [*others, Buffer(OPERAND, (elements,), E4M3, KIND, tuple((tick, tick) for tick in ticks))]
+
+
+def shared_operand_views(fp8: Fp8Design, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of every activation and gradient, by name."""
+    found = {}
+    for row in fp8.table:
+        if row.kind != WEIGHT:
+            wide = views[row.plain]
+            found[f"{row.stored_as}.rows"] = views[OPERAND][: wide.numel()].view(row.format).view(wide.shape)
+    return found
+
+
+def rounded_weights(fp8: Fp8Design) -> frozenset[str]:
+    """The names of the weights in fp8."""
+    return frozenset(row.name for row in fp8.table if row.kind == WEIGHT)
+
+
+def split_by_precision(base: Table, rounded: frozenset[str]) -> tuple[Table, Table]:
+    """(the rows of all frozen weights in their order, the rows that a flat buffer of 16 bits holds)."""
+    kept = {row.name: row for row in lay_out(row for row in base if row.name not in rounded)}
+    return tuple(kept.get(row.name, row) for row in base), tuple(kept.values())
+
+
+def weight_scratch_buffer(base: Table, rounded: frozenset[str], dtype: torch.dtype) -> Buffer:
+    return Buffer(WEIGHT_SCRATCH, (max(row.elements for row in base if row.name in rounded),), dtype, ADAPTER_KIND)
+
+
+def quantize_frozen(scaling: Scaling, views: Mapping[str, Tensor], name: str, values: Tensor) -> None:
+    """Quantises a frozen weight (O, I), once for the run, and counts its clipped and vanished numbers."""
+    weight = scaling.tensors[name]
+    wide = scratch_view(views[WEIGHT_SCRATCH], weight)
+    wide.copy_(values)
+    weight.scaling[COUNTING] = 1.0
+    scaling.ops.quantize(replace(weight, current=True), wide)
+
+
+def scratch_view(memory: Tensor, weight: Quantized) -> Tensor:
+    """The scratch of a weight (O, I) in 16 bits."""
+    return memory[: weight.shape.numel()].view(weight.shape)
+
+
+class WithFp8FrozenProducts(Overlay):
+    """The plain operations `ops`, which read the 16-bit forms, with the products of quantised weights, which run in fp8."""
+
+    def __init__(self, ops: ModuleType, fp8: Any, memory: Tensor):
+        """`fp8`: the operations on quantised tensors; `memory`: the view of `weight_scratch_buffer`."""
+        super().__init__(ops)
+        self.fp8, self.memory = fp8, memory
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.ops, name)
+        return on_plain(found) if callable(found) else found
+
+    def linear_forward(self, out: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor) -> None:
+        if isinstance(weight, Tensor):
+            self.ops.linear_forward(out, plain(inp), weight, bias, scratch=scratch)
+        else:
+            self.fp8.linear_forward(out, self.quantize_operand(inp), weight, bias, scratch=scratch)
+
+    def linear_residual_forward(
+        self, out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor
+    ) -> None:
+        if isinstance(weight, Tensor):
+            self.ops.linear_residual_forward(out, residual, plain(inp), weight, bias, scratch=scratch)
+        else:
+            self.fp8.linear_residual_forward(out, residual, self.quantize_operand(inp), weight, bias, scratch=scratch)
+
+    def linear_backward(
+        self,
+        dinp: Form,
+        dweight_acc: Tensor | None,
+        dbias_acc: Tensor | None,
+        dout: Form,
+        inp: Form,
+        weight: Form,
+        *,
+        scratch: Tensor,
+    ) -> None:
+        if isinstance(weight, Tensor):
+            gradients = plain(dinp), dweight_acc, dbias_acc
+            self.ops.linear_backward(*gradients, plain(dout), plain(inp), weight, scratch=scratch)
+            return
+        columns = self.memory.view(E4M3)[: weight.shape.numel()].view(weight.shape[::-1])
+        self.fp8.transpose(columns, weight.rows)
+        frozen = replace(weight, columns=columns)
+        self.fp8.linear_backward(plain(dinp), None, None, self.quantize_operand(dout), inp, frozen, scratch=scratch)
+
+    def quantize_operand(self, tensor: Form) -> Quantized:
+        """Makes the fp8 rows of an activation or a gradient from its 16 bits, and returns it."""
+        assert isinstance(tensor, Quantized)
+        self.fp8.quantize(tensor, plain(tensor))
+        return tensor
+
+
+class WithFp8Adapters(WithAdapters):
+    """`WithAdapters` for operations whose tensors may be quantised."""
+
+    def add_forward(self, out: Form, inp: Form, weight: Any, scratch: Tensor) -> None:
+        super().add_forward(plain(out), plain(inp), weight, scratch)
+
+    def add_backward(self, dinp: Form, dout: Form, inp: Form, weight: Any, scratch: Tensor) -> None:
+        super().add_backward(plain(dinp), plain(dout), plain(inp), weight, scratch)
+
+    def composed_or_fused(self, name: str, *tensors: Form | None, **options: Any) -> None:
+        """Composed: no fused operation has a product in fp8."""
+        self.composed[name](*tensors, **options)
+
+
+class WithDequantizedWeights(Overlay):
+    """The plain operations `ops` of text and tasks: a frozen weight in fp8 is read in 16 bits."""
+
+    def __init__(self, ops: ModuleType, memory: Tensor):
+        """`memory`: the view of `weight_scratch_buffer`."""
+        super().__init__(ops)
+        self.memory = memory
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.ops, name)
+        if name == "decode":
+            return WithDequantizedWeights(found, self.memory)
+        return on_plain(found, self.in_16_bits) if callable(found) else found
+
+    def in_16_bits(self, weight: Form) -> Tensor:
+        """Exact: the scale is a power of two."""
+        assert isinstance(weight, Quantized) and weight.rows is not None
+        return scratch_view(self.memory, weight).copy_(weight.rows).mul_(weight.inverse_scale)

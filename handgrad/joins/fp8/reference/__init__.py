@@ -1,0 +1,76 @@
+"""The operations in plain torch where tensors may be quantised: each is the plain one, then `quantize`; a GEMM of two
+quantised tensors multiplies their fp8 numbers."""
+
+# ruff: noqa: F401
+from typing import Any
+
+from handgrad.joins.fp8.formats import on_plain, plain_or_workspace
+from handgrad.joins.fp8.reference.linear import (
+    bias_backward,
+    gelu_linear_backward,
+    linear_backward,
+    linear_forward,
+    linear_gelu_forward,
+    linear_relu2_forward,
+    linear_residual_forward,
+    linear_swiglu_forward,
+    relu2_linear_backward,
+    swiglu_linear_backward,
+)
+from handgrad.joins.fp8.reference.quantized import (
+    attention_backward,
+    attention_forward,
+    classifier_forward_backward,
+    gained_qk_norm_rotary_backward,
+    gained_rmsnorm_backward,
+    gained_rmsnorm_forward,
+    layernorm_backward,
+    layernorm_forward,
+    mix_rmsnorm_backward,
+    mix_rmsnorm_forward,
+    qk_norm_backward,
+    qk_norm_rotary_backward,
+    rmsnorm_backward,
+    rmsnorm_forward,
+    rotary_backward,
+)
+from handgrad.joins.fp8.reference.quantizing import fold_statistics, quantize, transpose, update_scaling
+from handgrad.ops import reference
+from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
+
+classifier_forward = on_plain(reference.classifier_forward)
+value_embedding_forward = on_plain(reference.value_embedding_forward)
+value_embedding_backward = on_plain(reference.value_embedding_backward, plain_or_workspace)
+layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
+rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
+rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
+gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
+
+
+def statistics_parts(
+    *,
+    batch: int,
+    length: int,
+    num_heads: int,
+    head_width: int,
+    channels: int,
+    feed_forward: int,
+    widest: int,
+    padded_vocab_size: int,
+) -> int:
+    """Parts in which a tensor's statistics come at most: a tensor is quantised in one piece. `feed_forward`: numbers of a
+    token that a nonlinearity makes; `widest`: the longest side of a block's matrices, whose other side is `channels`."""
+    return 1
+
+
+def tuned_keep_bf16(*, tokens: int, channels: int) -> str:
+    """Products of fp8 runs that are faster in bf16: nothing was measured here."""
+    return ""
+
+
+def __getattr__(name: str) -> Any:
+    """All other operations are the plain ones."""
+    return getattr(reference, name)

@@ -1,0 +1,111 @@
+"""The other operations that quantise their result: norms, attention and the rotation before it, the loss's gradient. Each
+is the plain one in 16 bits, then `quantize`."""
+
+from collections.abc import Callable
+from inspect import Signature, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.joins.fp8.formats import Form, Quantized, plain, plain_or_workspace
+from handgrad.joins.fp8.reference.quantizing import quantize, write_forms
+from handgrad.ops import reference
+from handgrad.ops.mask import CAUSAL, Mask
+
+
+def quantizing(operation: Callable[..., None], result: str) -> Callable[..., None]:
+    """The operation, whose `result` may be quantised: it makes the 16-bit form, or a temporary where there is none."""
+
+    plain_one = signature(operation)
+
+    def call(*tensors: Any, **named: Any) -> None:
+        given = plain_one.bind(*tensors, **named).arguments
+        out = given[result]
+        if isinstance(out, Quantized):
+            alike = (t for t in given.values() if isinstance(t, Tensor) and t.shape == out.shape)
+            given[result] = torch.empty_like(next(alike)) if out.plain is None else out.plain
+        operation(**given)
+        if isinstance(out, Quantized):
+            quantize(out, given[result])
+
+    call.__signature__ = taking_forms(operation, result)  # type: ignore[attr-defined]
+    return call
+
+
+def taking_forms(operation: Callable[..., None], name: str) -> Signature:
+    """The operation's signature, with a tensor that may be quantised under `name`."""
+    plain_one = signature(operation)
+    parameters = [p.replace(annotation=Form) if p.name == name else p for p in plain_one.parameters.values()]
+    return plain_one.replace(parameters=parameters)
+
+
+layernorm_forward = quantizing(reference.layernorm_forward, "out")
+rmsnorm_forward = quantizing(reference.rmsnorm_forward, "out")
+gained_rmsnorm_forward = quantizing(reference.gained_rmsnorm_forward, "out")
+mix_rmsnorm_forward = quantizing(reference.mix_rmsnorm_forward, "out")
+attention_forward = quantizing(reference.attention_forward, "out")
+
+# The stream's gradient is quantised as it passes by, for the product below that reads it in fp8.
+layernorm_backward = quantizing(reference.layernorm_backward, "dresidual_inout")
+rmsnorm_backward = quantizing(reference.rmsnorm_backward, "dresidual_inout")
+gained_rmsnorm_backward = quantizing(reference.gained_rmsnorm_backward, "dresidual_inout")
+mix_rmsnorm_backward = quantizing(reference.mix_rmsnorm_backward, "dstream_inout")
+
+
+attention_backward_into = quantizing(reference.attention_backward, "dqkv")
+
+
+def attention_backward(
+    dqkv: Form,
+    dout: Tensor,
+    out: Form,
+    lse: Tensor,
+    qkv: Tensor,
+    *,
+    scratch: Tensor | None = None,
+    mask: Mask = CAUSAL,
+) -> None:
+    """A dqkv with a `workspace` is left there: an operation between attention and the product quantises it."""
+    into = dqkv.workspace if isinstance(dqkv, Quantized) and dqkv.workspace is not None else dqkv
+    attention_backward_into(into, dout, plain(out), lse, qkv, mask=mask)
+
+
+def quantizing_workspace(operation: Callable[..., None]) -> Callable[..., None]:
+    """The operation, which changes attention's input gradient in place. A quantised one lies in its `workspace`, where
+    attention's backward left it, and is quantised from there."""
+
+    def call(dqkv_inout: Form, *tensors: Any, **named: Any) -> None:
+        gradient = plain_or_workspace(dqkv_inout)
+        operation(gradient, *tensors, **named)
+        if isinstance(dqkv_inout, Quantized):
+            quantize(dqkv_inout, gradient)
+            if dqkv_inout.plain is not None:
+                dqkv_inout.plain.copy_(gradient)
+
+    call.__signature__ = taking_forms(operation, "dqkv_inout")  # type: ignore[attr-defined]
+    return call
+
+
+rotary_backward = quantizing_workspace(reference.rotary_backward)
+qk_norm_backward = quantizing_workspace(reference.qk_norm_backward)
+qk_norm_rotary_backward = quantizing_workspace(reference.qk_norm_rotary_backward)
+gained_qk_norm_rotary_backward = quantizing_workspace(reference.gained_qk_norm_rotary_backward)
+
+
+def classifier_forward_backward(
+    losses: Tensor,
+    logits_to_dlogits_inout: Form,
+    targets: Tensor,
+    scale: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
+    untrained: bool = False,
+) -> None:
+    """Quantises at the scale as it stands, which follows from the largest number that the gradient can have."""
+    logits = plain(logits_to_dlogits_inout)
+    options = {"vocab_size": vocab_size, "softcap": softcap, "untrained": untrained}
+    reference.classifier_forward_backward(losses, logits, targets, scale, **options)
+    if isinstance(logits_to_dlogits_inout, Quantized):
+        write_forms(logits_to_dlogits_inout, logits)

@@ -1,0 +1,192 @@
+"""The scales of an fp8 run: their beginning, their update from step to step, their part in a checkpoint.
+
+Delayed scaling (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): a step quantises with scales that follow from
+the largest numbers of earlier steps, so one pass produces and quantises a tensor. Before the first step one micro-batch
+runs ahead, with scales made from the very tensors they are for. A tensor that is 0 there, as the gradients below a
+projection that starts from zeros are, gets its first scale before the next step or the one after it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.joins.fp8 import formats
+from handgrad.joins.fp8.formats import AMAX, COUNTING, E5M2, INVERSE, LARGEST_EXPONENT, MARGIN, SCALE
+from handgrad.joins.fp8.tables import WEIGHT, Fp8Gemms, QuantizedRow, quantized_tensors, scaling_buffers, weight_buffers
+from handgrad.memory.arena import Buffer
+from handgrad.memory.rows import Table
+
+MOST_CALIBRATIONS = 8  # a tensor that is still 0 then may stay so: a frozen one
+UNCALIBRATED = "uncalibrated"  # a checkpoint's mark that the next step calibrates as well
+
+
+@dataclass(frozen=True)
+class Fp8Design:
+    """The resolved fp8 of a run."""
+
+    gemms: Fp8Gemms
+    table: tuple[QuantizedRow, ...]
+    delayed: bool  # else scales are made from each tensor itself
+    window: int  # steps whose largest number a delayed scale is made for
+    margin: int  # binades that it leaves free above
+    count_every: int  # steps between counts of clipped and vanished numbers
+    saturation_steps: int  # steps in a row that clip numbers before something is done
+    widen: bool  # a tensor that saturates gets a binade of margin more
+    statistics_parts: int  # of a tensor, at most
+
+    @cached_property
+    def first_weight(self) -> int:
+        """The place in the table at which the weights begin: the rows before them are made in a micro-step."""
+        return sum(row.kind != WEIGHT for row in self.table)
+
+    def counts(self, step: int) -> bool:
+        """True if 0-based `step` counts the numbers that it clips and that vanish."""
+        return (step + 1) % self.count_every == 0
+
+    def buffers(self, parameters: Table, ranks: int) -> list[Buffer]:
+        count, kind = len(self.table), "fp8 scales"
+        if not count:
+            return []
+        return [
+            *weight_buffers(self.table, parameters, self.gemms),
+            *scaling_buffers(count, self.statistics_parts),
+            Buffer("fp8.history", (count, self.window), torch.float32, kind),
+            Buffer("fp8.totals", (count, formats.STATISTICS_PLACES), torch.float64, kind),
+            Buffer("fp8.report", (count, formats.REPORT_PLACES), torch.float64, kind),
+            Buffer("fp8.largest_exponents", (count,), torch.int32, kind),
+            Buffer("fp8.everyone", (ranks, self.first_weight, formats.STATISTICS_PLACES), torch.float64, kind),
+        ]
+
+
+class Scaling:
+    """The scales of all quantised tensors, in the order of their table, and the launches that make and follow them."""
+
+    def __init__(self, fp8: Fp8Design, ops: ModuleType, views: Mapping[str, Tensor], weights: Mapping[str, Tensor]):
+        """`views`: of the run's plan; `weights`: 16-bit views of the parameters by name."""
+        self.fp8, self.ops = fp8, ops
+        self.scaling = views["fp8.scaling"]  # (n + 1, SCALING_PLACES); the last row belongs to the logits' gradient
+        self.statistics = views["fp8.statistics"]  # (n + 1, STATISTICS_PLACES, parts)
+        self.history = views["fp8.history"]  # (n, window) largest numbers of the last steps
+        self.totals = views["fp8.totals"]  # (n, STATISTICS_PLACES) of this step
+        self.report = views["fp8.report"]  # (n, REPORT_PLACES) of the step before, for the host
+        self.largest_exponents = views["fp8.largest_exponents"]  # (n) int32, of the tensors' formats
+        self.everyone = views["fp8.everyone"]  # (ranks, first_weight, STATISTICS_PLACES): the ranks' totals
+        self.tensors = quantized_tensors(fp8.table, views, weights, current=not fp8.delayed)
+        self.calibrating = quantized_tensors(fp8.table, views, weights, current=True)
+        self.numbers = [elements_of(row, views) for row in fp8.table]
+        self.calibrated_from: int | None = None  # the first step whose tensors all had numbers to make a scale from
+
+    @property
+    def calibrated(self) -> bool:
+        return self.calibrated_from is not None
+
+    def calibrates(self, step: int) -> bool:
+        """True if scales are made anew before `step`; also where the step is begun again."""
+        return self.calibrated_from is None or step < self.calibrated_from
+
+    def conclude_calibration(self, step: int) -> None:
+        """Notes whether every tensor had a number other than 0, and clears the statistics of the micro-batch that ran
+        ahead: their parts may be other kernels' than a step's."""
+        found = self.statistics[: len(self.fp8.table), AMAX].amax(-1)
+        done = not self.fp8.delayed or step + 1 >= MOST_CALIBRATIONS or bool((found > 0).all())
+        self.calibrated_from = step if done else None
+        self.statistics[: self.fp8.first_weight].zero_()
+
+    def quantize_weights(self, *, calibrate: bool = False) -> None:
+        """Rounds the weights to fp8, and begins the next step's totals with theirs. Weights without a 16-bit form stay."""
+        for weight in weights_of(self.calibrating if calibrate else self.tensors):
+            if weight.plain is not None:
+                self.ops.quantize(weight, weight.plain)
+        first, end = self.fp8.first_weight, len(self.fp8.table)
+        self.ops.fold_statistics(self.totals[first:], self.statistics[first:end])
+
+    def requantize(self) -> None:
+        """Makes the fp8 weights of a resumed run, at the scales they had."""
+        if self.calibrated:
+            totals = self.totals.clone()
+            self.quantize_weights()
+            self.totals.copy_(totals)  # which have counted them already
+
+    def fold_micro_step(self) -> None:
+        """Adds a micro-step's statistics of activations and gradients to the step's totals."""
+        first = self.fp8.first_weight
+        self.ops.fold_statistics(self.totals[:first], self.statistics[:first])
+
+    def join_ranks(self) -> None:
+        """Joins all ranks' totals of the step: the largest amax, the sums of the counts, which are integers: they do not
+        depend on the number of ranks."""
+        totals = self.totals[: self.fp8.first_weight]
+        torch.amax(self.everyone[..., AMAX], 0, out=totals[:, AMAX])
+        torch.sum(self.everyone[..., AMAX + 1 :], 0, out=totals[:, AMAX + 1 :])
+
+    def update(self, controls: Tensor) -> None:
+        """The next step's scales. A current scale admits its own micro-batch, however large another one's numbers are: that
+        is no saturation."""
+        self.ops.update_scaling(
+            self.scaling[: len(self.fp8.table)],
+            self.history,
+            self.totals,
+            self.report,
+            self.largest_exponents,
+            controls,
+            count_every=self.fp8.count_every,
+            saturation_steps=self.fp8.saturation_steps,
+            widen=self.fp8.delayed and self.fp8.widen,
+        )
+        if not self.fp8.delayed:
+            self.scaling[:, formats.SATURATED_STEPS] = 0.0
+            self.report[:, formats.SATURATED] = 0.0
+
+    def reset(self, gradient_scale: float) -> None:
+        """Sets scales to 1 and clears their history. The logits' gradient, at most `gradient_scale`, has a static scale."""
+        self.calibrated_from = None
+        for buffer in (self.scaling, self.statistics, self.history, self.totals, self.report):
+            buffer.zero_()
+        self.scaling[:, [SCALE, INVERSE]] = 1.0
+        self.scaling[:, MARGIN] = self.fp8.margin
+        exponents = [LARGEST_EXPONENT[row.format] for row in self.fp8.table]
+        self.largest_exponents.copy_(torch.tensor(exponents, dtype=torch.int32))
+        exponent = LARGEST_EXPONENT[E5M2] - math.ceil(math.log2(gradient_scale))
+        self.scaling[-1, SCALE], self.scaling[-1, INVERSE] = 2.0**exponent, 2.0**-exponent
+
+    def set_counting(self, counted: bool) -> None:
+        """Makes the next step count its clipped and vanished numbers, or not."""
+        self.scaling[:, COUNTING] = float(counted)
+
+    # In a checkpoint.
+
+    def saved(self) -> dict[str, Any]:
+        """The scales and their history by the tensors' names. (JSON keeps every digit of a float32.)"""
+        rows = zip(self.scaling[:-1].tolist(), self.history.tolist(), self.totals.tolist(), strict=True)
+        found: dict[str, Any] = {row.name: list(parts) for row, parts in zip(self.fp8.table, rows, strict=True)}
+        return found if self.calibrated else {**found, UNCALIBRATED: True}
+
+    def restore(self, saved: Mapping[str, Any]) -> bool:
+        """Loads the result of `saved`; returns False and changes nothing if a tensor or its whole window is missing."""
+        if not saved.keys() >= {row.name for row in self.fp8.table}:
+            return False
+        scaling, history, totals = zip(*(saved[row.name] for row in self.fp8.table), strict=True)
+        if len(history[0]) != self.history.shape[1]:
+            return False
+        self.scaling[:-1].copy_(torch.tensor(scaling))
+        self.history.copy_(torch.tensor(history))
+        self.totals.copy_(torch.tensor(totals, dtype=torch.float64))
+        self.calibrated_from = None if UNCALIBRATED in saved else 0
+        return True
+
+
+def weights_of(tensors: Mapping[str, Any]) -> list[Any]:
+    """The quantised weights, the head's first, then block by block as the parameters lie."""
+    found = [tensor for name, tensor in tensors.items() if name.endswith("_weight")]
+    return [*([tensors["head"]] if "head" in tensors else []), *found]
+
+
+def elements_of(row: QuantizedRow, views: Mapping[str, Tensor]) -> int:
+    """The number of elements of a quantised tensor."""
+    return next(views[f"{row.stored_as}.{f}"].numel() for f in ("rows", "columns") if f"{row.stored_as}.{f}" in views)

@@ -1,0 +1,139 @@
+"""The products that have adapters, the adapters' rows, and the memory beside them.
+
+A matrix of a block holds one product or several, whose outputs follow one another. Each product of rank r has an A (r, I)
+of its own, drawn, and a B (outputs, r), zero at first. A matrix's adapter is one row of either kind: the A's of its
+products, and their B's, one above the other.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from handgrad.errors import UsageError
+from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.memory.arena import Buffer
+from handgrad.memory.rows import ZEROS, Init, ParameterRow, Table, lay_out
+from handgrad.models import architecture
+from handgrad.networks.lora import LoraShape
+from handgrad.settings.config import ModelShape
+from handgrad.training.state import BASE
+
+RANK_MULTIPLE = 8
+KIND = "adapters at work"  # the arena's allocation of their activations
+
+DRAWN = Init("normal", 3**-0.5, by_inputs=True)  # the variance of PEFT's uniform distribution up to 1 / sqrt(I)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A product with an adapter: a stretch of its matrix's outputs."""
+
+    name: str
+    outputs: slice
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one matrix."""
+
+    weight: str  # the matrix's row, like blocks.0.qkv_weight
+    parts: tuple[Part, ...]
+    outputs: int  # O, of the matrix
+    inputs: int  # I
+    rank: int  # r
+    scale: float  # s
+
+    @property
+    def a(self) -> str:
+        """The row of the A's."""
+        return self.weight.removesuffix("_weight") + "_A"
+
+    @property
+    def b(self) -> str:
+        """The row of the B's."""
+        return self.weight.removesuffix("_weight") + "_B"
+
+    @property
+    def ranks(self) -> int:
+        """R, of all parts together."""
+        return len(self.parts) * self.rank
+
+    def places(self) -> Iterator[tuple[Part, slice, slice]]:
+        """(part, its rows of the A's, its rows of the B's)."""
+        first = 0
+        for number, part in enumerate(self.parts):
+            size = part.outputs.stop - part.outputs.start
+            yield part, slice(number * self.rank, (number + 1) * self.rank), slice(first, first + size)
+            first += size
+
+    def rows(self) -> Iterator[ParameterRow]:
+        bucket = self.weight.rpartition(".")[0]
+        outputs = sum(part.outputs.stop - part.outputs.start for part in self.parts)
+        for name, shape, init in ((self.a, (self.ranks, self.inputs), DRAWN), (self.b, (outputs, self.rank), ZEROS)):
+            yield ParameterRow(name, shape, shape[0], init, init.std_of(shape, 1), "matrix", bucket, None)
+
+
+@dataclass(frozen=True)
+class LoraDesign:
+    """The adapters of a run, in the order of the model's matrices."""
+
+    adapters: tuple[Adapter, ...]
+
+    def table(self, lanes: int) -> Table:
+        """The rows that train, laid out."""
+        return lay_out((row for adapter in self.adapters for row in adapter.rows()), lanes)
+
+    def flops_per_token(self, flops: float, base: Table, shape: ModelShape) -> float:
+        """Forward and backward, of a model that takes `flops` when all of it trains: without the gradients of the blocks'
+        matrices and of the head, with the adapters' products, of which x A^T is made twice."""
+        frozen = sum(row.elements for row in base if row.group == "matrix") + shape.vocab_size * shape.channels
+        a, b = (sum(math.prod(row.shape) for row in self.table(1) if row.name.endswith(end)) for end in ("_A", "_B"))
+        return flops - 2.0 * frozen + 8.0 * a + 6.0 * b
+
+
+def check_rank(lora: LoraShape, backend: str) -> None:
+    """Raises `UsageError` for a rank that the operations of a backend's module do not take: tensor cores read rows of
+    multiples of 16 bytes."""
+    if backend.startswith("handgrad.ops.cuda") and lora.rank % RANK_MULTIPLE:
+        raise UsageError(
+            f"the kernels take ranks of lora that are multiples of {RANK_MULTIPLE}, found {lora.rank};"
+            " --backend reference takes any"
+        )
+
+
+def adapters_of(shape: ModelShape, lora: LoraShape) -> Iterator[Adapter]:
+    """The adapters of a model."""
+    chosen, gemms = lora.products(shape), {gemm.weight: gemm for gemm in shape.gemms}
+    for row in architecture(shape).parameters(shape):
+        gemm = gemms.get(row.name.rpartition(".")[2])
+        parts, first = list[Part](), 0
+        for product, size in gemm.outputs.items() if gemm else ():
+            if product in chosen:
+                parts.append(Part(product, slice(first, first + size)))
+            first += size
+        if parts:
+            outputs, inputs = row.shape
+            yield Adapter(row.name, tuple(parts), outputs, inputs, lora.rank, lora.scale)
+
+
+def frozen_buffer(elements: int, dtype: torch.dtype) -> Buffer:
+    """The row of the frozen weights."""
+    return Buffer(BASE, (elements,), dtype, "frozen weights")
+
+
+def adapter_buffers(design: LoraDesign, base: Table, tokens: int, dtype: torch.dtype) -> list[Buffer]:
+    """The rows of the adapters' own activations for `tokens` tokens, which no layer keeps. They share no memory with the
+    other activations: tasks overwrite those, and read the adapters."""
+    exact = accumulation_dtype(dtype)
+    ranks = max(adapter.ranks for adapter in design.adapters)
+    wide = max(adapter.outputs * adapter.ranks for adapter in design.adapters)
+    vector = max(row.elements for row in base if len(row.shape) == 1)
+    return [
+        Buffer("lora.u", (tokens * ranks,), dtype, KIND),
+        Buffer("lora.du", (tokens * ranks,), dtype, KIND),
+        Buffer("lora.wide", (wide,), dtype, KIND),
+        Buffer("lora.dwide", (wide,), exact, KIND),
+        Buffer("lora.unread", (2, vector), exact, KIND),
+    ]

@@ -1,0 +1,129 @@
+"""The optimizer's state in host memory: master weights and moments lie in pinned memory and come to the GPU at the update.
+
+The update goes over them piece by piece, in two slots of device memory: while a piece is updated, the next one is copied in
+and the one before it out, each on a stream of its own. An element's update depends on that element alone, so the pieces
+give the bits of the whole.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.memory.arena import Buffer
+from handgrad.memory.rows import KIND
+from handgrad.optimizers import Owned
+from handgrad.training.state import AT_UPDATE, OPTIMIZER_SCRATCH, TrainingState
+from handgrad.training.step import Program
+
+SLOTS = 2
+PIECE_ELEMENTS = 1 << 22  # 16 MiB of float32: a third of a millisecond over PCIe 5, long beside a launch
+
+
+def divided(rows: dict[str, Buffer]) -> tuple[dict[str, Buffer], list[Buffer]]:
+    """(rows of the device, rows of the host) of the flat buffers."""
+    host = [row for name, row in rows.items() if name == "master" or name.startswith("optimizer.")]
+    return {name: row for name, row in rows.items() if row not in host}, host
+
+
+def slot_buffers(host: list[Buffer]) -> list[Buffer]:
+    """The rows of the slots: among activations, which are dead at the update."""
+    return [
+        Buffer(slot_name(slot, row.name), (min(PIECE_ELEMENTS, *row.shape),), row.dtype, KIND, AT_UPDATE)
+        for slot in range(SLOTS)
+        for row in host
+    ]
+
+
+def slot_name(slot: int, name: str) -> str:
+    return f"slot.{slot}.{name}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of the state, where it lies and in its slot."""
+
+    copies: list[tuple[Tensor, Tensor]]  # (on the host, on the device)
+    staged: Owned
+
+    def copy_in(self) -> None:
+        for host, device in self.copies:
+            device.copy_(host, non_blocking=True)
+
+    def copy_out(self) -> None:
+        for host, device in self.copies:
+            host.copy_(device, non_blocking=True)
+
+
+def pieces(state: TrainingState) -> Iterator[Piece]:
+    """The pieces of the ranges that this process updates, in slots that take turns."""
+    number = 0
+    for part in state.owned:
+        for start in range(0, part.weight.numel(), PIECE_ELEMENTS):
+            cut = slice(start, min(start + PIECE_ELEMENTS, part.weight.numel()))
+            yield piece(state.views, part, cut, number % SLOTS)
+            number += 1
+
+
+def piece(views: dict[str, Tensor], part: Owned, cut: slice, slot: int) -> Piece:
+    """Weights that the model reads as they are, without masters, stay on the device."""
+    elements, copies = cut.stop - cut.start, list[tuple[Tensor, Tensor]]()
+
+    def staged(name: str, host: Tensor) -> Tensor:
+        copies.append((host[cut], views[slot_name(slot, name)][:elements]))
+        return copies[-1][1]
+
+    moved = replace(
+        part,
+        published=part.published[cut],
+        weight=part.weight[cut] if "master" not in views else staged("master", part.weight),
+        gradient=part.gradient[cut],
+        state={name: staged(f"optimizer.{name}", values) for name, values in part.state.items()},
+        first_element=part.first_element + cut.start,
+    )
+    return Piece(copies, moved)
+
+
+class OffloadedUpdate:
+    """The optimizer's update of a state on the host: one launch of a step, which a CUDA graph can capture."""
+
+    def __init__(self, state: TrainingState, ops: Any):
+        design = state.design
+        self.pieces = list(pieces(state))
+        scratch = state.views.get(OPTIMIZER_SCRATCH)
+        tensors = state.controls, state.results, scratch
+        self.updates = [partial(design.optimizer.update, ops, [piece.staged], *tensors) for piece in self.pieces]
+        self.streams = [torch.cuda.Stream() for _ in range(2)] if design.device.type == "cuda" else []
+        self.emptied = [torch.cuda.Event() for _ in range(SLOTS)] if self.streams else []  # the slot is copied out
+
+    def __call__(self) -> None:
+        if not self.streams:
+            for piece, update in zip(self.pieces, self.updates, strict=True):
+                piece.copy_in()
+                update()
+                piece.copy_out()
+            return
+        main, (inward, outward) = torch.cuda.current_stream(), self.streams
+        inward.wait_stream(main)
+        for number, (piece, update) in enumerate(zip(self.pieces, self.updates, strict=True)):
+            emptied = self.emptied[number % SLOTS]
+            with torch.cuda.stream(inward):
+                if number >= SLOTS:
+                    inward.wait_event(emptied)
+                piece.copy_in()
+            main.wait_stream(inward)
+            update()
+            outward.wait_stream(main)
+            with torch.cuda.stream(outward):
+                piece.copy_out()
+                emptied.record(outward)
+        main.wait_stream(outward)  # the next forward writes where the slots are
+
+
+def with_offload(program: Program, state: TrainingState, ops: Any) -> Program:
+    """The plain program with the update of a state on the host."""
+    verdict, _ = program.update
+    return replace(program, update=[verdict, OffloadedUpdate(state, ops)])

@@ -1,0 +1,200 @@
+"""Gradient sync: sums the lanes' gradients in a fixed tree, then all-gathers the updated weights.
+
+A rank first adds up its own lanes' gradients, as a stack of partial sums. Then it exchanges every bucket: it receives the
+other ranks' sums of the parts that it owns, and adds them by the same tree. A bucket leaves while the backward of the
+layers below still runs, on a stream of its own.
+
+With bf16 on the wire every operand of every addition is rounded first, wherever in the tree it travels.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.memory.layout import RING, Bucket, block_buckets, gradient_ring, norm_blocks_of
+from handgrad.memory.rows import BLOCK_ELEMENTS
+from handgrad.training.state import TrainingState
+
+
+class GradientSync:
+    """The communication of a training step."""
+
+    def __init__(self, state: TrainingState, ranks: Ranks):
+        design = state.design
+        self.state, self.ranks, self.ops, self.sharding = state, ranks, design.ops, design.sharding
+        self.buckets = design.buckets
+        self.by_name = {bucket.name: bucket for bucket in self.buckets}
+        ring = gradient_ring(self.buckets) if self.sharding.shards_gradients else {}
+        self.gradient_ranges = ring or {bucket.name: bucket.flat for bucket in self.buckets}  # of the gradients
+        self.lane_sums = state.views["gradients"]  # (levels, elements): the lane at work, and partial sums that wait
+        self.gradients = self.lane_sums[0]
+        self.own_norms = state.views["own_norms"] if ranks.size > 1 else None  # (2, blocks) of this rank's own lanes
+        starts = itertools.accumulate((norm_blocks_of(bucket) for bucket in self.buckets), initial=0)
+        self.own_blocks = {bucket.name: first for bucket, first in zip(self.buckets, starts, strict=False)}
+        self.step = 0
+        cuda = design.device.type == "cuda" and ranks.size > 1
+        self.stream = torch.cuda.Stream() if cuda else None
+        self.weights_ready = {bucket.name: torch.cuda.Event() for bucket in self.buckets} if cuda else {}
+        self.received = torch.cuda.Event() if cuda else None
+        self.gradients_in_flight: list[tuple[Bucket, dist.Work]] = []
+        self.weight_gathers: dict[str, dist.Work] = {}  # on a CPU: the buckets whose weights are in flight
+
+    # A rank's own lanes.
+
+    def stack_lane(self, lane: int, part: slice, *, last: bool) -> None:
+        """Adds the sum of the rank's `lane` to the partial sums that wait for it; the result waits in turn, unless the lane
+        was the last."""
+        stack, level = self.lane_sums[:, part], 0
+        while lane >> level & 1:
+            self.ops.tree_sum(stack[0], stack[:: level + 1][:2], rounded=self.sharding.rounded)
+            level += 1
+        if not last:
+            stack[level + 1].copy_(stack[0])
+
+    def launch_sums(self) -> None:
+        """Launches every kind of sum once, to compile the kernels."""
+        if self.sharding.lanes_per_rank > 1:
+            self.stack_lane(1, slice(None), last=True)
+        if self.ranks.size > 1:
+            for bucket in self.buckets:  # whose sums begin at any multiple of four bytes
+                self.sum_own_squares(bucket)
+            self.reduce_bucket(self.buckets[0])
+
+    # Between ranks.
+
+    def send_gradients(self, name: str) -> None:
+        """In the last micro-step of the last lane: sends a bucket that is complete."""
+        bucket = self.by_name[name]
+        with self.on_side_stream():
+            if self.overlaps_kernels(bucket):
+                self.reduce_received()  # before its buffer is used again; the first bucket in memory has another
+            if self.received is not None:
+                self.received.record()
+            if self.sharding.lanes_per_rank > 1:
+                self.stack_lane(self.sharding.lanes_per_rank - 1, bucket.flat, last=True)
+            self.sum_own_squares(bucket)
+            sent, received = self.wire_buffers(bucket)
+            if self.sharding.rounded:
+                sent.copy_(self.gradients[self.gradient_ranges[name]])
+            shares, overlapped = bucket.shares(self.ranks.size), self.overlaps_kernels(bucket)
+            work = self.ranks.all_to_all(received, sent, f"gradients of {name}", shares, overlapped=overlapped)
+            self.gradients_in_flight.append((bucket, work))
+        if self.sharding.shards_gradients:
+            self.clear_ring(bucket)
+
+    def sum_own_squares(self, bucket: Bucket) -> None:
+        """Sums the squares of this rank's own gradients of a bucket: they show whose lanes differ when a step is
+        repeated."""
+        assert self.own_norms is not None
+        first = self.own_blocks[bucket.name]
+        sums = self.own_norms[self.step % 2, first : first + norm_blocks_of(bucket)]
+        self.ops.squared_norms(sums, self.gradients[self.gradient_ranges[bucket.name]], block_elements=BLOCK_ELEMENTS)
+
+    def overlaps_kernels(self, bucket: Bucket) -> bool:
+        """True if kernels run while this bucket travels: not with the first in memory, the last of a backward and the one
+        that the next forward begins with."""
+        return bucket is not self.buckets[0]
+
+    def clear_ring(self, sent: Bucket) -> None:
+        """With ZeRO 2, once a block is sent: zeroes the ring slot of the block `RING - 1` layers below it. What lay there,
+        of the block above the sent one, has been received. The block in between has not begun, but its backward already
+        adds to one of this block's bias gradients."""
+        blocks = block_buckets(self.buckets)
+        if sent in blocks and (below := blocks.index(sent) - RING + 1) >= 0:
+            if self.received is not None:
+                torch.cuda.current_stream().wait_event(self.received)
+            self.gradients[self.gradient_ranges[blocks[below].name]].zero_()
+
+    def reduce_received(self) -> None:
+        """Sums the buckets in flight over the ranks, where this rank owns them."""
+        while self.gradients_in_flight:
+            bucket, work = self.gradients_in_flight.pop(0)
+            self.ranks.wait(work, f"gradients of {bucket.name}")
+            owned = self.reduce_bucket(bucket)
+            if not self.sharding.zero:
+                operation = f"gradients of {bucket.name} to all"
+                whole, shares = self.gradients[bucket.flat], bucket.shares(self.ranks.size)
+                work = self.ranks.all_gather(whole, owned, operation, shares, overlapped=self.overlaps_kernels(bucket))
+                self.ranks.wait(work, operation)
+
+    def reduce_bucket(self, bucket: Bucket) -> Tensor:
+        """Adds the ranks' sums of this rank's share of a bucket; returns that share of the step's gradient."""
+        shard = self.state.views.get("gradient_shard")
+        rank, ranks = self.ranks.rank, self.ranks.size
+        owned = self.gradients[bucket.owned(rank, ranks)] if shard is None else shard[bucket.local(rank, ranks)]
+        _, received = self.wire_buffers(bucket)
+        if owned.numel():
+            self.ops.tree_sum(owned, received.view(ranks, -1), rounded=self.sharding.rounded)
+        return owned
+
+    def wire_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """(the buffer that a rank sends of a bucket, the one it receives): the gradients as they are, or rounded."""
+        gradients = self.gradients[self.gradient_ranges[bucket.name]]
+        exchange = self.state.views["exchange"].view(gradients.dtype)
+        ranks, others = self.ranks.size, self.buckets[0].wire_elements(self.ranks.size)
+        exchange = exchange[others:] if self.overlaps_kernels(bucket) else exchange[:others]
+        elements = ranks * bucket.shares(ranks)[self.ranks.rank]
+        if not self.sharding.rounded:
+            return gradients, exchange[:elements]
+        halves = exchange.view(torch.bfloat16)
+        return halves[: bucket.elements], halves[bucket.elements : bucket.elements + elements]
+
+    def await_gradients(self) -> None:
+        """Ends a step's gradients: the current stream waits until the last bucket is summed."""
+        with self.on_side_stream():
+            self.reduce_received()
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def gather_sums(self) -> None:
+        """Gathers every rank's losses and, where they are shared, partial norms, on every rank."""
+        parts = [("losses", self.state.losses_of_step)]
+        if self.sharding.shards > 1:
+            parts.append(("norms", self.state.norm_partials))
+        for operation, full in parts:
+            own = full.view(self.ranks.size, -1)[self.ranks.rank]
+            self.ranks.wait(self.ranks.all_gather(full, own, operation), operation)
+
+    # The new weights.
+
+    def gather_weights(self) -> None:
+        """Starts to all-gather the new weights, in the order in which the next forward reads them."""
+        if self.sharding.shards == 1:
+            return
+        with self.on_side_stream():
+            for bucket in self.buckets:
+                weights, operation = self.state.parameters, f"weights of {bucket.name}"
+                mine = weights[bucket.owned(self.ranks.rank, self.ranks.size)]
+                whole, shares = weights[bucket.flat], bucket.shares(self.ranks.size)
+                work = self.ranks.all_gather(whole, mine, operation, shares, overlapped=self.overlaps_kernels(bucket))
+                if self.stream is None:
+                    self.weight_gathers[bucket.name] = work
+                else:
+                    self.ranks.wait(work, operation)
+                    self.weights_ready[bucket.name].record()
+
+    def await_weights(self, name: str) -> None:
+        """Makes the current stream (on a CPU the host) wait for this bucket's new weights."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_event(self.weights_ready[name])
+        elif name in self.weight_gathers:
+            self.ranks.wait(self.weight_gathers.pop(name), f"weights of {name}")
+
+    def await_all_weights(self) -> None:
+        for bucket in self.buckets:
+            self.await_weights(bucket.name)
+
+    @contextlib.contextmanager
+    def on_side_stream(self) -> Iterator[None]:
+        """Launches on the side stream, after the current stream's launches so far."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield

@@ -1,0 +1,237 @@
+"""The beginning and the end of a group: its processes find each other, and leave."""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from handgrad.errors import LostRank, UsageError, end_interrupted, is_first_to_print, print_message, user_error
+from handgrad.joins.parallel.heartbeat import WORK_FACTOR, Heartbeat
+from handgrad.joins.parallel.launchers import RankInfo
+from handgrad.joins.parallel.order import Order
+from handgrad.joins.parallel.ranks import Ranks, exit_code
+
+FIRST_RETRY_SECONDS, RETRY_SECONDS = 0.02, 0.5
+OVERLAPPED_CTAS = 4  # thread blocks of a collective that runs beside kernels
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds that ranks wait for each other, and the folder for the stacks of a rank that waited too long."""
+
+    join_seconds: float  # at the start
+    silence_seconds: float  # without a heartbeat
+    stall_seconds: float  # in one operation
+    stacks: Path | None = None
+
+
+def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
+    """Forms the group of all processes that were started together.
+
+    Raises `LostRank` when not all of them come within `join_seconds`, `UsageError` when the port is taken.
+    """
+    if info.size == 1:
+        return Ranks()
+    if info.nodes == 1 and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine needs no network, and its name no address
+    check_loopback(info)
+    store = open_store(info, timeouts.join_seconds)
+    start = wait_for_all(store, info, timeouts.join_seconds)
+    store = dist.PrefixStore(start, store)
+    heartbeat = Heartbeat(
+        dist.PrefixStore(start, open_store(info, timeouts.silence_seconds, hosts_store=False)),
+        info.rank,
+        info.size,
+        timeout_seconds=timeouts.silence_seconds,
+        stall_seconds=timeouts.stall_seconds,
+        stacks=timeouts.stacks,
+    )
+    cuda = device.type == "cuda"
+    limit = datetime.timedelta(seconds=WORK_FACTOR * timeouts.stall_seconds + 60)  # longer than the heartbeat's
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=dist.PrefixStore("collectives", store),
+            rank=info.rank,
+            world_size=info.size,
+            timeout=limit,
+            device_id=torch.device("cuda", info.local_rank) if cuda else None,
+        )
+        host_group = dist.new_group(backend="gloo", timeout=limit)
+    except (dist.DistError, RuntimeError) as error:
+        raise LostRank(
+            f"rank {info.rank} cannot reach the other ranks ({' '.join(str(error).split()):.200}); check the network with"
+            " `handgrad doctor --net`, and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on machines with several"
+        ) from None
+    assert isinstance(host_group, dist.ProcessGroup)
+    overlapped_group = new_overlapped_group(limit) if cuda else None
+    groups = heartbeat, host_group, overlapped_group
+    ranks = Ranks(info.rank, info.size, info.nodes, *groups, order=Order(store, info.size))
+    heartbeat.pending, heartbeat.recent = ranks.pending, ranks.order.recent
+    heartbeat.start()
+    return ranks
+
+
+@contextlib.contextmanager
+def joined(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Iterator[Ranks]:
+    """`join`, until the end of a `with` block. An error in the block ends the process at once; one that the other ranks do
+    not have is sent to them, one that all have is printed by rank 0."""
+    ranks = join(info, device, timeouts)
+    try:
+        yield ranks
+    except BaseException as error:
+        ranks.close(error)
+        if ranks.size > 1:
+            exit_now(error, prints=ranks.is_rank_0)
+        raise
+    ranks.close()
+
+
+def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
+    """Prints the error as the entry point would, and ends the process without the libraries' cleanup: that waits for
+    collectives which another rank will never join."""
+    if isinstance(error, KeyboardInterrupt):
+        end_interrupted()
+    message = user_error(error)
+    if message is not None:
+        if prints or not message.shared:
+            print_message(message)
+    elif not isinstance(error, SystemExit) and is_first_to_print(
+        "".join(traceback.format_exception(error))
+    ):  # a bug in all ranks
+        traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code(error))
+
+
+def new_overlapped_group(limit: datetime.timedelta, ctas: int = OVERLAPPED_CTAS) -> dist.ProcessGroup:
+    """A communicator of all ranks for collectives beside kernels. NCCL's own choice for an exchange on four H200 was 32
+    thread blocks, each of which occupies a multiprocessor for as long as it waits for the slowest rank."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas, options.config.max_ctas = 1, ctas
+    options.is_high_priority_stream = True  # or it would wait for kernels that fill the GPU
+    group = dist.new_group(backend="nccl", pg_options=options, timeout=limit)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True) -> dist.Store:
+    """A connection to the store of all ranks, whose calls take at most `limit_seconds`. Rank 0 hosts the store unless
+    torchrun's agent does."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    made: list[dist.Store | Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(
+                dist.TCPStore(
+                    info.address,
+                    info.port,
+                    info.size,
+                    is_master=hosts_store and info.rank == 0 and not agent,
+                    timeout=datetime.timedelta(seconds=limit_seconds),
+                    wait_for_workers=False,
+                )
+            )
+        except (dist.DistError, RuntimeError) as error:
+            made.append(error)
+
+    connecting = threading.Thread(target=make, daemon=True)  # for a program that takes the call and never answers
+    connecting.start()
+    connecting.join(limit_seconds + 5)  # torch may try a little longer than its limit
+    store = made[0] if made else None
+    if not isinstance(store, dist.Store):
+        reason = " ".join(str(store).split())
+        where = f"{info.address}:{info.port}"
+        if "EADDRINUSE" in reason or "address already in use" in reason.lower():
+            raise UsageError(
+                f"port {where} is in use by another program; set MASTER_PORT (torchrun: --master-port, or --standalone)"
+            )
+        raise LostRank(
+            f"rank {info.rank} found no rank 0 at {where} within {limit_seconds:g} s; check that it was started, that"
+            " MASTER_ADDR names its machine and that no firewall stands between"
+        )
+    return dist.PrefixStore("handgrad", store)
+
+
+def wait_for_all(
+    store: dist.Store, info: RankInfo, join_seconds: float, clock: Callable[[], float] = time.monotonic
+) -> str:
+    """Waits until every rank of this start has joined; returns a name of the start, the same for all of them. Raises
+    `LostRank` naming the missing ranks.
+
+    torchrun's store outlives a start, with what the ranks of the last one wrote, and with c10d its agents do not agree on
+    the number of a restart. So each rank brings a word of its own. Rank 0 collects the words that it finds, and a rank
+    consents to a collection that has its word in it: where all consent, all words are of this start.
+    """
+    deadline, own, pause = clock() + join_seconds, uuid.uuid4().hex, min(FIRST_RETRY_SECONDS, RETRY_SECONDS)
+    store.set(f"joined/{info.rank}", own)
+    while True:
+        try:
+            start, missing = look_for_all(store, info, own)
+        except (dist.DistError, RuntimeError):
+            raise LostRank(
+                f"rank {info.rank} lost contact to rank 0 at {info.address}:{info.port} while waiting for others;"
+                " read rank 0's error, and start all ranks again"
+            ) from None
+        if not missing:
+            return start
+        if clock() > deadline:
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise LostRank(
+                f"expected {info.size} ranks at {info.address}:{info.port} within {join_seconds:g} s, not there:"
+                f" {shown}; start them, or start the others with a smaller number of processes"
+            )
+        time.sleep(pause)
+        pause = min(1.5 * pause, RETRY_SECONDS)
+
+
+def look_for_all(store: dist.Store, info: RankInfo, own: str) -> tuple[str, list[int]]:
+    """(the name of the start, the ranks that have not yet joined it)."""
+    joined = [f"joined/{rank}" for rank in range(info.size)]
+    if missing := absent(store, joined):
+        return "", missing
+    if info.rank == 0:
+        store.set("words", json.dumps([word.decode() for word in store.multi_get(joined)]))
+    words = json.loads(store.get("words")) if store.check(["words"]) else []
+    if own not in words:
+        return "", [0]
+    start = hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+    store.set(f"{start}/consents/{info.rank}", "")
+    return start, absent(store, [f"{start}/consents/{rank}" for rank in range(info.size)])
+
+
+def absent(store: dist.Store, keys: list[str]) -> list[int]:
+    """The ranks, one to a key, whose key is not there."""
+    return [] if store.check(keys) else [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+
+def check_loopback(info: RankInfo) -> None:
+    """Raises `UsageError` where processes of one machine cannot reach each other: whatever their addresses are, the kernel
+    takes the loopback interface."""
+    if info.local_size == 1:
+        return
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with contextlib.suppress(OSError), socket.create_server((address, 0), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=5).close()
+            return
+    raise UsageError(
+        f"the {info.local_size} ranks of this machine cannot reach each other: its loopback interface is down or missing;"
+        " bring it up with `ip link set lo up`"
+    )

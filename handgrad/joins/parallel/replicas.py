@@ -1,0 +1,91 @@
+"""The ranks' copies of the weights, compared in the steps that use them.
+
+A wrong bit in one rank's copy makes a wrong gradient for all ranks. ZeRO 1 and 2 then overwrite the copy with its owners'
+weights, and nothing shows what happened. So a step takes the checksums after its backward and before its update.
+
+Master weights and moments have no second copy where ranks share them: a checkpoint's judge looks at those.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from handgrad.errors import NumericsError
+from handgrad.joins.parallel.order import named_ranks
+from handgrad.joins.parallel.ranks import Ranks
+from handgrad.training.state import BASE, TrainingState
+from handgrad.training.step import Program
+
+
+class Replicas:
+    """The checksums of a step's weights, one for every rank, gathered in each `every`-th step (0: never)."""
+
+    def __init__(self, state: TrainingState, ranks: Ranks, every: int):
+        self.ops, self.ranks, self.every = state.design.ops, ranks, every
+        self.weights, self.checksums = state.parameters, state.views["weight_checksums"]
+        self.own_checksum = self.checksums[ranks.rank : ranks.rank + 1]
+        names = [BASE, *(f"{name}.rows" for name in sorted(state.design.rounded))] if state.design.base else []
+        self.base = [state.views[name].view(-1).view(torch.int32) for name in names]  # weights that no update writes anew
+        self.base_sum = torch.zeros_like(self.own_checksum)
+        self.checks = False
+
+    def due(self, step: int) -> bool:
+        return bool(self.every) and (step + 1) % self.every == 0
+
+    def begin(self, step: int) -> None:
+        self.checks = self.due(step)
+
+    def gather_if_due(self) -> None:
+        """Before the update, which replaces the weights that the step used."""
+        if self.checks:
+            self.update_checksum()
+            operation = "checksums of the weights"
+            self.ranks.wait(self.ranks.all_gather(self.checksums, self.own_checksum, operation), operation)
+
+    def update_checksum(self) -> None:
+        checksum(self.own_checksum, self.weights, self.ops)
+        for flat in self.base:
+            checksum(self.base_sum, flat, self.ops)
+            self.own_checksum.add_(self.base_sum)
+
+    def compare(self, step: int, checksums: Tensor) -> None:
+        """Raises `NumericsError` unless all ranks have used the same weights; names the ranks that differ from most.
+        `checksums`: (ranks) of the step, on the host."""
+        sums = checksums.tolist()
+        if not self.due(step) or len(set(sums)) == 1:
+            return
+        raise NumericsError(
+            f"in step {step + 1} the ranks used different weights ({who_differs(sums)}): a bit was flipped in memory or on"
+            " its way, so nothing was saved; start again from the last checkpoint, without that GPU if it recurs"
+        )
+
+
+def checksum(out: Tensor, flat: Tensor, ops: ModuleType) -> None:
+    """out (1) int64 = a checksum of all bits of `flat`."""
+    if flat.device.type == "cpu":  # a sum takes far less than the hash, and no single flipped bit escapes it
+        torch.sum(flat.view(torch.int64), 0, keepdim=True, out=out)
+    else:
+        ops.checksum(out, flat)
+
+
+def who_differs(sums: Sequence[object]) -> str:
+    """The ranks whose checksum differs from the majority's."""
+    usual = max(sums, key=sums.count)
+    odd = [rank for rank, found in enumerate(sums) if found != usual]
+    if sums.count(usual) > len(odd):
+        return f"{named_ranks(odd)} other than the rest"
+    return f"{named_ranks(range(len(sums)))}, no majority is right"
+
+
+def with_replicas(program: Program, replicas: Replicas) -> Program:
+    """The program with the comparison; the ranks' checksums are the last of the reports."""
+    return replace(
+        program,
+        before_step=[*program.before_step, replicas.begin],
+        before_update=[replicas.gather_if_due, *program.before_update],
+        compiled_ahead=[*program.compiled_ahead, replicas.update_checksum],
+        reports=[*program.reports, replicas.checksums],
+    )

@@ -1,0 +1,58 @@
+"""The choice of the module of operations that a run uses."""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+
+from handgrad.errors import UsageError
+
+REQUIRED = {"triton": "triton", "nvmath": "nvmath-python"}  # module: package on the index
+# The modules of operations for precisions that have their own. (In TF32 the reference asks torch's own switch.)
+KERNELS = {"fp8": "handgrad.joins.fp8.cuda", "tf32": "handgrad.ops.cuda.tf32"}
+REFERENCE = {"fp8": "handgrad.joins.fp8.reference"}
+OLDEST_CAPABILITY = (7, 5)  # Turing: the oldest GPU that Triton compiles for
+
+
+def choose_backend(name: str, device: torch.device, precision: str = "") -> ModuleType:
+    """The operations of `kernels` or `reference` for a precision (fp8, tf32 or any other); "auto" takes the kernels on a
+    CUDA GPU, torch's own on a CPU and the reference elsewhere. fp8 on a CPU is the reference's.
+
+    Raises `UsageError` with the reason and the alternative when the kernels cannot run: a run never turns slow silently.
+    """
+    if name == "auto" and device.type == "cpu" and precision not in REFERENCE:
+        return importlib.import_module("handgrad.ops.cpu")
+    if name == "auto":
+        name = "kernels" if device.type == "cuda" else "reference"
+    if name == "reference":
+        return importlib.import_module(REFERENCE.get(precision, "handgrad.ops.reference"))
+    problem = why_no_kernels(device)
+    if problem:
+        raise UsageError(f"the kernels cannot run here: {problem}; or use --backend reference")
+    try:
+        kernels = importlib.import_module(KERNELS.get(precision, "handgrad.ops.cuda"))
+        kernels.versions()  # loads the libraries
+    except (ImportError, OSError, RuntimeError) as failure:  # a library that does not load, a driver that is too old
+        message = " ".join(f"{type(failure).__name__}: {failure}".split())
+        raise UsageError(f"the kernels cannot run here: {message:.200}; or use --backend reference") from failure
+    return kernels
+
+
+def plain_backend(name: str, device: torch.device, precision: str) -> ModuleType:
+    """The operations without fp8: a run in fp8 gets bf16's."""
+    return choose_backend(name, device, "bf16" if precision == "fp8" else precision)
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """The reason why the kernels cannot run on this device, with its remedy; "" if they can."""
+    if device.type != "cuda":
+        return f"expected a CUDA GPU, found device {device.type}"
+    for module, package in REQUIRED.items():
+        if importlib.util.find_spec(module) is None:
+            return f"{package} is not installed (pip install 'handgrad[gpu]')"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        found, least = (".".join(map(str, c)) for c in (capability, OLDEST_CAPABILITY))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {found}, Triton needs {least}"
+    return ""

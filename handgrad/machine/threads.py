@@ -1,0 +1,103 @@
+"""The threads of a CPU: their number under a quota, how long one that waits spins before it sleeps, and sums that do not
+depend on their number.
+
+Environment variables decide, which an OpenMP runtime reads once, when torch loads it; variables that are set stay. By
+default libgomp's threads spin for milliseconds at the end of every operation. Beside other work they spin away the time in
+which the thread that they wait for could run.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from handgrad.machine import processor
+from handgrad.machine.limits import group_folders
+
+# Turns of libgomp's loop: longer than the waits on an idle machine, shorter than a time slice. On Intel CPUs AMD's
+# number is too small for the waits of the demo's step, and the larger one costs nothing beside other work. On AMD's it does
+# (benchmarks/results/cpu-intel-busy.json, cpu-busy.json).
+TURNS, TURNS_ON_INTEL = "1000", "10000"
+# On an Intel CPU float32 products go to MKL (ops/cpu/linear.py). With this its sums do not depend on the number of threads:
+# https://www.intel.com/content/www/us/en/docs/onemkl/developer-reference-fortran/2023-2/named-constants-for-cnr-control.html
+REPRODUCIBLE = {"MKL_CBWR": "AUTO,STRICT"}
+# The variables of users that settle a question; the first is also the one that handgrad sets for the number.
+NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+POLICY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+chosen: dict[str, str] = {}  # the variables that this process set
+
+
+def choose() -> None:
+    """Sets the variables that the user has not set, unless torch is loaded and has read them. MKL reads its own when it is
+    first called."""
+    intel = processor.is_intel()
+    if intel:
+        chosen.update({name: value for name, value in REPRODUCIBLE.items() if name not in os.environ})
+    if "torch" not in sys.modules:
+        chosen.update(choice(os.environ, cores(), quota(), intel=intel))
+    os.environ.update(chosen)
+
+
+def environment_before() -> dict[str, str]:
+    """The environment that this process was started in, for one that it starts."""
+    return {name: value for name, value in os.environ.items() if name not in chosen}
+
+
+def waiting(*, intel: bool) -> dict[str, str]:
+    """The variables for threads that wait. Other runtimes count milliseconds: at 0, a thread sleeps at once."""
+    return {"GOMP_SPINCOUNT": TURNS_ON_INTEL if intel else TURNS, "KMP_BLOCKTIME": "0"}
+
+
+def choice(environment: Mapping[str, str], cores: int, quota: float | None, *, intel: bool) -> dict[str, str]:
+    """The variables to set. The number of threads is left to torch, a thread per core, unless a quota gives less."""
+    number = {}
+    if quota is not None and math.ceil(quota) < cores and not any(name in environment for name in NUMBER):
+        number = {NUMBER[0]: str(max(1, math.ceil(quota)))}
+    return number | ({} if any(name in environment for name in POLICY) else waiting(intel=intel))
+
+
+def cores(root: Path = Path("/")) -> int:
+    """Physical cores that this process may use."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    folder = root / "sys/devices/system/cpu"
+    siblings = (folder / f"cpu{number}/topology/thread_siblings_list" for number in usable)
+    return len({path.read_text() if path.exists() else str(path) for path in siblings})
+
+
+def quota(root: Path = Path("/")) -> float | None:
+    """CPUs that this process's control groups leave it, the least of all levels; None without a limit.
+
+    Files: https://docs.kernel.org/admin-guide/cgroup-v2.html (`cpu.max`: quota and period) and
+    https://docs.kernel.org/scheduler/sched-bwc.html (version 1: a file each).
+    """
+    limits = []
+    for folder, version in group_folders("cpu", root):
+        files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        if all((folder / file).exists() for file in files):
+            limit, period = " ".join((folder / file).read_text() for file in files).split()
+            if limit not in ("max", "-1"):
+                limits.append(int(limit) / int(period))
+    return min(limits, default=None)
+
+
+def describe(threads: int) -> str:
+    """'2 threads on 2 cores, no CPU quota; GOMP_SPINCOUNT=1000 ...', with the reasons."""
+    limit = quota()
+    number = next((name for name in NUMBER if name in os.environ), "")
+    by = f" by {source(number)}" if number else ""
+    parts = f"{threads} threads{by} on {cores()} cores, " + (
+        "no CPU quota" if limit is None else f"a quota of {limit:g} CPUs"
+    )
+    waiting = [name for name in POLICY if name in os.environ]
+    if not waiting:
+        return f"{parts}; waiting threads spin as the runtime has it, slow beside other work"
+    names = ", ".join(f"{name}={os.environ[name]}" for name in waiting)
+    if set(waiting) <= chosen.keys():
+        return f"{parts}; {names}, chosen by handgrad: waiting threads soon sleep and leave their core to other work"
+    return f"{parts}; {names}, set by the user"
+
+
+def source(name: str) -> str:
+    return f"{name}={os.environ[name]} " + ("(chosen for the quota)" if name in chosen else "(set by the user)")

@@ -1,0 +1,1 @@
+"""Tensors as rows that become planned memory: parameters, activations and their lifetimes, flat buffers, allocations."""

@@ -1,0 +1,132 @@
+"""The rows of a model's activations, and of their gradients: the fields of dataclasses, as the parameters' are.
+
+activation      shape, dtype, the stages it lives through, the recompute level from which it is recomputed; the gradients of
+                activations are such rows as well, each a buffer that all blocks use in turn
+optional_input  an input that only some runs have
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.memory.arena import ALWAYS, Buffer, Interval
+from handgrad.memory.lifetimes import NEVER, WHOLE_BLOCKS, Clock, Lives, recomputed_lifetimes
+from handgrad.memory.rows import KIND, Dims, sizes
+from handgrad.networks import ModelShape
+from handgrad.networks.network import Fp8
+
+
+def activation(
+    shape: str,
+    dtype: torch.dtype | Literal["16-bit", "statistics"] = "16-bit",
+    *,
+    lives: Lives | None = None,
+    recomputed_from: int = NEVER,
+    of: str = "",
+    optional: bool = False,
+) -> Any:
+    """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for accumulators. `lives`:
+    the ticks it lives through (all by default); `recomputed_from`: the recompute level from which it lives at the first and
+    the last of them only (but see `recomputed_lifetimes`). `of`: it is another name of that tensor; only its fp8 forms have
+    memory of their own. `optional`: a model may be without it."""
+    row = {"shape": shape, "dtype": dtype, "lives": lives, "recomputed_from": recomputed_from, "of": of}
+    return field(metadata=row | {"optional": optional})
+
+
+def optional_input() -> Any:
+    """An input that only some runs have: their view of this name, else None (`joins.documents`)."""
+    return field(metadata={"optional": True})
+
+
+@dataclass
+class PassTensors:
+    """The inputs of a pass, its losses, and the scratch of its operations."""
+
+    tokens: Tensor = activation("B T", torch.int64)
+    targets: Tensor = activation("B T", torch.int64)
+    sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
+    document_starts: Tensor | None = optional_input()  # where a row holds several documents
+    losses: Tensor = activation("N", "statistics")
+    scratch: Tensor = activation("scratch", torch.uint8)
+
+
+@dataclass(frozen=True)
+class ActivationRow:
+    """A tensor of a pass. `ticks`: its lifetimes; a gradient that the blocks use in turn has one per layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ticks: tuple[Interval, ...]
+    recomputed_from: int = NEVER
+    fp8: Fp8 | None = None
+    of: str = ""  # another name of that tensor: no memory of its own
+    whole_blocks: tuple[Interval, ...] = ()  # the lifetimes of a block's tensor at the recompute level `WHOLE_BLOCKS`
+
+    def lifetimes(self, recompute: int) -> tuple[Interval, ...]:
+        if recompute >= WHOLE_BLOCKS and self.whole_blocks:
+            return self.whole_blocks
+        if recompute < self.recomputed_from:
+            return self.ticks
+        ((first, last),) = self.ticks
+        return ((first, first), (last, last))
+
+    def buffer(self, recompute: int) -> Buffer:
+        return Buffer(self.name, self.shape, self.dtype, KIND, self.lifetimes(recompute))
+
+
+def activation_rows(
+    tensors: type,
+    dims: Dims,
+    dtypes: Mapping[str, torch.dtype],
+    clock: Clock,
+    prefix: str = "",
+    forms: Mapping[str, Fp8] | None = None,
+) -> Iterator[ActivationRow]:
+    """The rows of a dataclass of activations in the order of its fields; `forms`: what GEMMs may read in fp8."""
+    forms = forms or {}
+    for f in fields(tensors):
+        row = f.metadata
+        if "block" in row:
+            for layer in clock.every_layer():
+                yield from activation_rows(row["block"], dims, dtypes, layer, f"{prefix}{f.name}.{layer.layer}.", forms)
+        elif "shape" in row:
+            ticks = row["lives"](clock) if row["lives"] else ALWAYS
+            dtype = dtypes.get(row["dtype"], row["dtype"])
+            shape = sizes(row["shape"], dims)
+            whole = recomputed_lifetimes(clock, ticks) if prefix and clock.training else ()
+            recomputed_from, form = row["recomputed_from"], forms.get(f.name)
+            yield ActivationRow(prefix + f.name, shape, dtype, ticks, recomputed_from, form, row["of"], whole)
+
+
+def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtypes of "16-bit" and "statistics" in a run whose weights and activations are of `dtype`."""
+    return {"16-bit": dtype, "statistics": accumulation_dtype(dtype)}
+
+
+def rows_of_pass(
+    tables: tuple[type, type],
+    shape: ModelShape,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    ops: ModuleType,
+    clock: Clock,
+    *,
+    chunk: int,
+) -> Iterator[ActivationRow]:
+    """The rows of an architecture's `Activations`, and in training of its `Gradients`, for `batch` samples of `length`
+    tokens. `chunk`: tokens that go through the loss head at a time."""
+    N = batch * length
+    attention = {"num_heads": shape.num_heads, "kv_heads": shape.kv_heads, "head_width": shape.head_width}
+    sizes = {**shape.letters, "B": batch, "T": length, "N": N, "chunk": chunk}
+    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=shape.channels, widest=shape.widest)
+    if clock.training:
+        sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **attention)
+    for table in tables if clock.training else tables[:1]:
+        yield from activation_rows(table, sizes, dtypes_of(dtype), clock, forms=shape.forms)

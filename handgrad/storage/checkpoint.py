@@ -1,0 +1,404 @@
+"""Checkpoints: complete and verified, or they do not exist.
+
+    checkpoints/step_00001000.partial/   written, hashed on the way, fsynced
+        model.safetensors                the weights (float32; bf16 without masters), by the names of the parameter table
+        optimizer.safetensors            the state of the optimizer; of AdamW both moments: m.NAME, v.NAME
+                                         (of several writers: model-00001-of-00004.safetensors, ...)
+        tokenizer.json                   if the tokenizer needs a file
+        manifest.json                    sizes, SHA-256, config, position in the data, detector windows
+    checkpoints/step_00001000/           the same, renamed: only now it is a checkpoint
+    checkpoints/damaged/step_00001000/   one that its hashes have found damaged: moved aside, never deleted
+    checkpoints/failing/step_00001000/   one from which the run failed twice at the same step
+
+Tensors have names and no padding, so the layout in memory may change without them.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from handgrad.errors import DataError, StorageError, print_message, storage_error, storage_errors
+from handgrad.files import sync_folder, sync_name
+from handgrad.storage import tensor_files
+from handgrad.storage.manifest import (
+    MANIFEST,
+    OPTIMIZER_FILE,
+    PARTS_SCHEMA,
+    SCHEMA,
+    STATE_SCHEMA,
+    WEIGHTS_FILE,
+    DamagedCheckpoint,
+    OtherSchema,
+    check_against_chain,
+    content_sha256,
+    is_named_by_step,
+    part_of,
+    parts_of,
+    read_manifest,
+    step_of,
+    verify_file,
+)
+from handgrad.storage.run_files import BEST, CHECKPOINTS, METRICS_FILE, named_run
+from handgrad.storage.tensor_files import Row, Stored, open_tensors, read_tensor, safetensors_bytes, split
+
+PARTIAL = ".partial"
+REMOVED = ".removed"
+DAMAGED, FAILING = "damaged", "failing"  # folders of checkpoints that no run resumes from
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    def parts(self, file: str) -> list[Path]:
+        """The files that together are `WEIGHTS_FILE` or `OPTIMIZER_FILE`."""
+        return [self.folder / name for name in parts_of(file, self.manifest["files"])]
+
+    @functools.cached_property
+    def file_of_tensor(self) -> dict[str, Path]:
+        """The file of every tensor."""
+        found = dict[str, Path]()
+        for path in (*self.parts(WEIGHTS_FILE), *self.parts(OPTIMIZER_FILE)):
+            with open_tensors(path) as stored:
+                found |= dict.fromkeys(stored.keys(), path)
+        return found
+
+    def load(self, file: str, receivers: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], object]]]) -> None:
+        """Passes each of the file's tensors to its receiver, by name with the expected shape; raises `DataError` if names
+        or shapes differ."""
+        paths = self.parts(file)
+        names = {name for name, path in self.file_of_tensor.items() if path in paths}
+        if names != set(receivers):
+            differing = sorted(names ^ set(receivers))
+            raise DataError(
+                f"{paths[0]} holds other tensors than this model: {len(differing)} differ, the first is"
+                f" {differing[0]!r}; it belongs to another model"
+            )
+        with contextlib.ExitStack() as files:
+            stored = {path: files.enter_context(open_tensors(path)) for path in paths}
+            for name, (shape, receive) in receivers.items():
+                path = self.file_of_tensor[name]
+                receive(read_tensor(stored[path], path, name, shape, padded=self.is_padded(file)))
+
+    def tensor(self, file: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One of the file's tensors; raises `DataError` if it is missing or of another shape."""
+        path = self.file_of_tensor.get(name) or self.parts(file)[0]
+        with open_tensors(path) as stored:
+            return read_tensor(stored, path, name, shape, padded=self.is_padded(file))
+
+    def is_padded(self, file: str) -> bool:
+        """True if every tensor of the file has its parameter's size, whatever it holds."""
+        return file == OPTIMIZER_FILE and self.manifest["schema"] < STATE_SCHEMA
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step:08d}"
+
+
+def save(
+    checkpoints: Path, step: int, state: Iterable[Stored], manifest: dict[str, Any], extra_files: dict[str, bytes]
+) -> Path:
+    """Writes a folder like `checkpoints/step_00001000` and returns it; on a `StorageError` no folder of that name remains.
+
+    `state` are the weights, then the optimizer's tensors, named STATE.WEIGHT, fetched in this order; `manifest` is the rest
+    of the state (JSON).
+    """
+    final = folder_of(checkpoints, step)
+    try:
+        with storage_errors(f"saving {final}"):
+            begin_partial(final)
+            files = write_tensors(final, split_among_writers(list(state), 1)[0])
+            return commit(final, step, files, manifest, extra_files)
+    except StorageError:
+        discard_partial(final)
+        raise
+
+
+def split_among_writers(state: Sequence[Row], writers: int) -> list[dict[str, list[Row]]]:
+    """The files of each writer, and their tensors: both kinds are cut into parts of about equal size, one for each."""
+    names = {tensor.name for tensor in state}
+    moments = [tensor for tensor in state if tensor.name.partition(".")[2] in names]
+    weights = [tensor for tensor in state if tensor.name.partition(".")[2] not in names]
+    found: list[dict[str, list[Row]]] = [{} for _ in range(writers)]
+    for file, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, moments)):
+        parts = split(tensors, writers)
+        for number, part in enumerate(parts, start=1):
+            found[number - 1][part_of(file, number, len(parts))] = part
+    return found
+
+
+def partial_folder(final: Path) -> Path:
+    return final.with_name(final.name + PARTIAL)
+
+
+def discard_partial(final: Path) -> None:
+    """Removes the remains of a checkpoint that could not be written."""
+    shutil.rmtree(partial_folder(final), ignore_errors=True)
+
+
+def begin_partial(final: Path) -> None:
+    """Makes the empty folder that a checkpoint is written into. Raises OSError."""
+    if (partial := partial_folder(final)).exists():
+        _remove(partial)
+    partial.mkdir(parents=True)
+
+
+def write_tensors(final: Path, files: dict[str, list[Stored]]) -> dict[str, Any]:
+    """Writes one writer's files of a checkpoint that has begun; returns their entries in the manifest. Raises OSError."""
+    written = {
+        name: tensor_files.write_file(partial_folder(final) / name, safetensors_bytes(files[name])) for name in files
+    }
+    return {name: tensor_files.with_names(written[name], tensors) for name, tensors in files.items()}
+
+
+def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, Any], extra_files: dict[str, bytes]) -> Path:
+    """Makes a checkpoint of all writers' `files`: the manifest comes last, then the name. Raises OSError."""
+    partial = partial_folder(final)
+    for name, entry in files.items():
+        if (found := (partial / name).stat().st_size) != entry["bytes"]:  # another machine may have written it
+            raise OSError(f"expected {entry['bytes']} bytes in {name}, found {found}")
+    for name, content in extra_files.items():
+        written = tensor_files.write_file(partial / name, [content])
+        files[name] = {"bytes": written["bytes"], "sha256": written["sha256"]}
+    schema = SCHEMA if {WEIGHTS_FILE, OPTIMIZER_FILE} <= files.keys() else PARTS_SCHEMA
+    content = {"schema": schema, "step": step, "files": files, **manifest}  # which may name the schema of its state
+    tensor_files.write_file(
+        partial / MANIFEST, [json.dumps({"sha256": content_sha256(content), **content}, indent=1).encode()]
+    )
+    sync_folder(partial)
+    if final.exists():  # passed over when the run was resumed
+        move_aside(final)
+    partial.rename(final)
+    sync_name(final)
+    return final
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder. A kill cannot leave half of it under its name."""
+    if folder.is_symlink():
+        raise OSError("it is a symbolic link")
+    aside = folder.with_name(folder.name + REMOVED)
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
+def move_aside(folder: Path, place: str = DAMAGED) -> Path:
+    """Moves a checkpoint into the folder `place` beside it; returns its new path."""
+    aside, name, number = folder.parent / place, folder.name, 0
+    aside.mkdir(exist_ok=True)
+    while (moved := aside / (name if number == 0 else f"{name}.{number}")).exists():
+        number += 1
+    folder.rename(moved)
+    sync_folder(aside)
+    return moved
+
+
+def prune(
+    checkpoints: Path,
+    newest_step: int,
+    keep: int,
+    best_step: int | None = None,
+    keep_every: int = 0,
+    warn: Callable[[str], object] = lambda line: None,
+) -> list[Path]:
+    """Keeps the `keep` newest checkpoints up to `newest_step` (0: all), the best step's, and every multiple of
+    `keep_every` (0: none). Removes the others and the remains of interrupted saves; returns their folders.
+
+    Folders without a valid manifest neither count nor go. `warn` gets a line for each folder that cannot be removed: a run
+    does not end for an old checkpoint.
+    """
+    leftovers = [path for sign in (PARTIAL, REMOVED) for path in checkpoints.glob(f"step_*{sign}") if path.is_dir()]
+    removed = [leftover for leftover in leftovers if _is_removed(leftover, shutil.rmtree, warn)]
+    complete = [folder for folder in folders(checkpoints) if step_of(folder) <= newest_step and _is_complete(folder)]
+    for folder in complete[keep:] if keep else []:
+        if step_of(folder) != best_step and not is_major(step_of(folder), keep_every):
+            removed += [folder] if _is_removed(folder, _remove, warn) else []
+    return removed
+
+
+def _is_removed(folder: Path, remove: Callable[[Path], object], warn: Callable[[str], object]) -> bool:
+    try:
+        remove(folder)
+    except OSError as error:
+        warn(f"could not remove {folder}: {error.strerror or error}; remove it by hand")
+        return False
+    return True
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except (DataError, StorageError):
+        return False
+    return True
+
+
+def is_major(step: int, keep_every: int) -> bool:
+    """True for the checkpoint of a step that is never pruned."""
+    return bool(keep_every) and step % keep_every == 0
+
+
+def folders(checkpoints: Path) -> list[Path]:
+    """The folders named like checkpoints, newest first."""
+    found = [path for path in checkpoints.glob("step_*") if path.is_dir() and is_named_by_step(path)]
+    return sorted(found, key=lambda folder: -step_of(folder))
+
+
+def unused_checkpoints(checkpoints: Path) -> list[Path]:
+    """The checkpoints that are no longer used."""
+    found = (path for place in (DAMAGED, FAILING) for path in sorted((checkpoints / place).glob("step_*")))
+    return [path for path in found if path.is_dir()]
+
+
+def has_failed_before(folder: Path) -> bool:
+    """True if an earlier checkpoint of the same step was moved aside for its failures."""
+    return (folder.parent / FAILING / folder.name).exists()
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Opens the checkpoint in `folder` and verifies every file's size and hash.
+
+    Raises `DamagedCheckpoint`, which names the file and the tensor; another `DataError` if it is incomplete, of another
+    version, or contradicts its run's chain; `StorageError` if it cannot be read: that is no damage.
+    """
+    manifest = read_manifest(folder)
+    for name, entry in manifest["files"].items():
+        verify_file(folder / Path(name).name, entry)
+    check_against_chain(folder, manifest)
+    return Checkpoint(folder, manifest)
+
+
+def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint (or None), of those `before` a step, and one line for each newer one that it skips;
+    `moves`: moves those aside that are damaged, unless none is left.
+
+    Raises `OtherSchema` and `StorageError`: a checkpoint that cannot be read now may be the newest.
+    """
+    passed_over, damaged = [], list[Path]()
+    for folder in folders(checkpoints):
+        if before is not None and step_of(folder) >= before:
+            continue
+        try:
+            found = open_checkpoint(folder)
+        except OtherSchema:
+            raise
+        except DataError as error:
+            passed_over.append(f"passed over {folder.name}: {error}")
+            damaged += [folder] if isinstance(error, DamagedCheckpoint) else []
+            continue
+        with storage_errors(f"moving damaged checkpoints to {checkpoints / DAMAGED}"):
+            passed_over += [f"moved {one.name} to {move_aside(one)}" for one in damaged if moves]
+        return found, passed_over
+    return None, passed_over
+
+
+def unknown_names(found: Checkpoint) -> list[str]:
+    """The names of files and folders in and beside a run's checkpoint that belong to none."""
+    steps = folders(found.folder.parent)
+    beside = [path for path in found.folder.parent.iterdir() if path.name not in (DAMAGED, FAILING) and path not in steps]
+    names = [f"{path.name}{' (an interrupted save)' if path.name.endswith(PARTIAL) else ''}" for path in sorted(beside)]
+    known = {MANIFEST, *found.manifest["files"]}
+    return names + [f"{found.folder.name}/{path.name}" for path in sorted(found.folder.iterdir()) if path.name not in known]
+
+
+def find(path: str, *, strict: bool = False) -> Checkpoint:
+    """The checkpoint at a user's `path`: a checkpoint's folder, a run folder (its newest valid one), or RUN/best.
+
+    Tells in a line that it is not the newest; `strict`: raises `DataError` then.
+    """
+    folder = Path(path)
+    if (folder / MANIFEST).exists() and parts_of(WEIGHTS_FILE, (file.name for file in folder.iterdir())):
+        return open_checkpoint(folder)
+    if is_best_alias(folder):
+        return best(folder.parent)
+    checkpoint, passed_over = newest(folder / CHECKPOINTS)
+    if checkpoint is None:
+        reason = f" ({passed_over[0]})" if passed_over else ""
+        raise DataError(f"{path} holds no checkpoint{reason}; {named_run(folder)}")
+    if passed_over and strict:
+        raise DataError(strict_message(checkpoint, passed_over))
+    if passed_over:
+        more = f" (and {len(passed_over) - 1} more)" if len(passed_over) > 1 else ""
+        print_message(f"{passed_over[0]}{more}; takes {checkpoint.folder.name} instead", ends=False)
+    return checkpoint
+
+
+def strict_message(found: Checkpoint, passed_over: list[str]) -> str:
+    """The message about a checkpoint that is not the newest."""
+    return f"{passed_over[0]}; leave --strict out to take {found.folder.name} instead"
+
+
+def is_best_alias(path: Path) -> bool:
+    return path.name == BEST and not path.exists() and (path.parent / CHECKPOINTS).is_dir()
+
+
+def best(run: Path) -> Checkpoint:
+    """The run's checkpoint with the lowest validation loss; `DataError` if there is none or if it is damaged: the user did
+    not ask for another one."""
+    found = best_validated(run)
+    if found is None:
+        raise DataError(
+            f"{run} holds no checkpoint of a validated step; give {run} for its newest, and train with --keep-best"
+        )
+    return open_checkpoint(folder_of(run / CHECKPOINTS, found[0]))
+
+
+def best_validated(run: Path) -> tuple[int, float] | None:
+    """(step, loss) of the lowest validation loss among the steps that have a checkpoint, the first if several are equal."""
+    finite = [(loss, step) for step, loss in validated(run).items() if math.isfinite(loss)]
+    if not finite:
+        return None
+    loss, step = min(finite)
+    return step, loss
+
+
+def validated(run: Path) -> dict[int, float]:
+    """The validation losses of the steps that have a checkpoint. Reads the run's record, so that no second file has to
+    agree with it."""
+    path, found = run / METRICS_FILE, dict[int, float]()
+    saved = {step_of(folder) for folder in folders(run / CHECKPOINTS)}
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if '"validation"' not in line:
+                    continue
+                with contextlib.suppress(ValueError, TypeError, RecursionError):  # a line cut by a kill
+                    record = json.loads(line)
+                    if isinstance(record, dict) and record.get("kind") == "validation" and record.get("step") in saved:
+                        found[record["step"]] = float(record.get("loss", math.nan))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise storage_error(error, f"reading {path}") from None
+    return found
+
+
+def peek_config(path: Path) -> dict[str, Any] | None:
+    """The configuration in the manifest of `peek`, or None."""
+    found = peek(path)
+    return None if found is None else found[1]["config"]
+
+
+def peek(path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """(folder, manifest) of the newest checkpoint with a right manifest in a checkpoint's or a run's folder, or None. Does
+    not verify the tensors. Raises `StorageError`."""
+    for folder in (path, *folders(path / CHECKPOINTS)):
+        with contextlib.suppress(DataError):
+            return folder, read_manifest(folder)
+    return None
