@@ -61,8 +61,8 @@ from handgrad.storage.checkpoint import (
     Stored,
     open_tensors,
     safetensors_bytes,
-    write_file,
 )
+from handgrad.storage.tensor_files import write_file
 
 MODEL_FILE, TOKENS_FILE = "model.bin", "gpt2_tokenizer.bin"
 CHECKED_TOKENS = 8  # random tokens, to measure how far rounding moves logits

@@ -32,7 +32,7 @@ from handgrad.interop.llmc_tokenizer import tokenizer_beside
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
 from handgrad.settings.config import ModelShape
-from handgrad.storage.checkpoint import write_file
+from handgrad.storage.tensor_files import write_file
 
 # Our names in their order; a block's name stands for all layers.
 ORDER = (

@@ -25,7 +25,7 @@ from handgrad.errors import DataError
 from handgrad.interop.llmc_model import LlmcModel, Values, all_bytes, count_elements, read_numbers, without_padding
 from handgrad.memory.rows import ParameterRow
 from handgrad.settings.config import ModelShape
-from handgrad.storage.checkpoint import write_file
+from handgrad.storage.tensor_files import write_file
 
 TENSORS = ("m", "v", "master")  # of each parameter, in the file's order
 ROUNDING_SEED = 13371337  # llm.c's first state of its generator of stochastic rounding

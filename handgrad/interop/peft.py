@@ -30,7 +30,8 @@ from handgrad.joins.lora.tables import Adapter, Part, adapters_of
 from handgrad.models import parameter_table
 from handgrad.networks.lora import MOST_SCALE, LoraShape, parse_lora
 from handgrad.settings.config import ModelShape
-from handgrad.storage.checkpoint import Checkpoint, Stored, peek, safetensors_bytes, write_file
+from handgrad.storage.checkpoint import Checkpoint, peek
+from handgrad.storage.tensor_files import Stored, safetensors_bytes, write_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

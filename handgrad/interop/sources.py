@@ -46,6 +46,7 @@ from handgrad.settings.config import FIELDS, to_dict
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import MANIFEST, Checkpoint, Stored
 from handgrad.storage.run_files import CHECKPOINTS, LOCK_FILE, named_run
+from handgrad.storage.tensor_files import write_file
 
 
 def open_weights(
@@ -213,7 +214,7 @@ def write_imported(out: Path, found: Weights, tensors: Iterable[Stored], state: 
         step = state.step if state else 0
         written = checkpoint.save(partial / CHECKPOINTS, step, tensors, manifest, tokenizer_files(found.tokenizer))
         if state:
-            checkpoint.write_file(partial / LOCK_FILE, [])
+            write_file(partial / LOCK_FILE, [])
         try:
             checkpoint.open_checkpoint(written)  # sizes and hashes, read back from the disk
         except DataError as error:

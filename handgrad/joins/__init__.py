@@ -1,1 +1,1 @@
-"""Additions to a plain training step at set-up: documents, masked targets, adapters, dropout, offload, ranks, audit, fp8."""
+"""Joins to a plain training step at set-up: documents, masked targets, adapters, dropout, offload, ranks, audit, fp8."""

@@ -47,7 +47,7 @@ from handgrad.storage.manifest import (
     verify_file,
 )
 from handgrad.storage.run_files import BEST, CHECKPOINTS, METRICS_FILE, named_run
-from handgrad.storage.tensor_files import Row, Stored, open_tensors, read_tensor, safetensors_bytes, split
+from handgrad.storage.tensor_files import Row, Stored, open_tensors, read_tensor, safetensors_bytes, split, write_file
 
 PARTIAL = ".partial"
 REMOVED = ".removed"
@@ -160,9 +160,7 @@ def begin_partial(final: Path) -> None:
 
 def write_tensors(final: Path, files: dict[str, list[Stored]]) -> dict[str, Any]:
     """Writes one writer's files of a checkpoint that has begun; returns their entries in the manifest. Raises OSError."""
-    written = {
-        name: tensor_files.write_file(partial_folder(final) / name, safetensors_bytes(files[name])) for name in files
-    }
+    written = {name: write_file(partial_folder(final) / name, safetensors_bytes(files[name])) for name in files}
     return {name: tensor_files.with_names(written[name], tensors) for name, tensors in files.items()}
 
 
@@ -173,13 +171,11 @@ def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, An
         if (found := (partial / name).stat().st_size) != entry["bytes"]:  # another machine may have written it
             raise OSError(f"expected {entry['bytes']} bytes in {name}, found {found}")
     for name, content in extra_files.items():
-        written = tensor_files.write_file(partial / name, [content])
+        written = write_file(partial / name, [content])
         files[name] = {"bytes": written["bytes"], "sha256": written["sha256"]}
     schema = SCHEMA if {WEIGHTS_FILE, OPTIMIZER_FILE} <= files.keys() else PARTS_SCHEMA
     content = {"schema": schema, "step": step, "files": files, **manifest}  # which may name the schema of its state
-    tensor_files.write_file(
-        partial / MANIFEST, [json.dumps({"sha256": content_sha256(content), **content}, indent=1).encode()]
-    )
+    write_file(partial / MANIFEST, [json.dumps({"sha256": content_sha256(content), **content}, indent=1).encode()])
     sync_folder(partial)
     if final.exists():  # passed over when the run was resumed
         move_aside(final)
