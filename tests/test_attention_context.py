@@ -15,6 +15,8 @@ from benchmarks.attention_context import NONE, ONE, SHORT, Case, Inputs
 from handgrad.ops import cpu
 from tests.documents import visible
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 CPU = torch.device("cpu")
 CASE = Case(2048, 4, 2, 8, SHORT)
 SMALL = ["--device=cpu", "--lengths=64,128", "--widths=8", "--heads=2/2,4/2", "--tokens=256"]

@@ -10,8 +10,9 @@ from benchmarks import audit_cost
 from handgrad.joins.audit.chain import check_chain, read_chain
 from handgrad.storage.run_files import AUDIT_FILE
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
 
-@pytest.mark.nightly
+
 def test_the_cost_of_an_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, kept = tmp_path / "cost.json", tmp_path / "kept"
     short = ["--rounds", "2", "--steps", "2", "--segment", "3", "--tokens-per-step", "512"]

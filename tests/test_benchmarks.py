@@ -23,6 +23,8 @@ from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.settings.config import PRECISIONS
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 CPU = torch.device("cpu")
 SMALL = Settings(
     model="tiny", micro_batch=2, sequence_length=16, micro_steps=2, precision="fp32", device="cpu", vocab_size=301
@@ -178,7 +180,6 @@ def test_the_step_benchmark_prints_and_records(
     assert precisions == {"handgrad": "fp32", "twin-flash": "bf16", "twin-cudnn": "bf16"}
 
 
-@pytest.mark.nightly
 def test_losses_of_real_runs(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -225,7 +226,6 @@ def test_the_ladder_adds_one_thing_a_row() -> None:
     assert not on_cpu.compiled and not on_cpu.tf32 and on_cpu.fused and on_cpu.attention == "flash"
 
 
-@pytest.mark.nightly
 def test_the_ladder_on_a_cpu(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """A row that is skipped, and one in a process of its own."""
     out = tmp_path / "ladder.json"

@@ -19,10 +19,11 @@ from handgrad.errors import UsageError
 from handgrad.models import parameter_table
 from handgrad.settings.config import RunConfig
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 VOCABULARY = 301
 TWINS = {name: contender for name, contender in CONTENDERS.items() if contender.twin is not None}
 PRODUCTS = 3 * (4 * 2 + 1)  # of tiny's eight linear layers and its head, forward and backward
-MARKED = [pytest.param(n, marks=[pytest.mark.nightly] * t.twin.compiled) for n, t in TWINS.items() if t.twin]
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
 
@@ -68,7 +69,7 @@ def plain() -> dict[str, tuple[float, dict[str, Tensor]]]:
     return {p: gradients(make_twin(config_of(p), VOCABULARY, AS_IT_COMES), p) for p in ("fp32", "bf16")}
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", TWINS)
 def test_every_twin_is_the_same_model(name: str, exact: tuple, plain: dict) -> None:
     """Its loss and gradients lie at most twice as far from float64's as the plain twin's in its precision: the error of
     another order of the same rounded operations."""
@@ -106,7 +107,7 @@ def calls(twin: Twin) -> dict[str, int]:
 
 
 @needs_onednn
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_the_onednn_twin_sends_every_product_to_onednn(compiled: bool) -> None:
     switches = CpuSwitches(onednn=True, compiled=compiled)
     usable(switches)

@@ -27,6 +27,8 @@ from handgrad.settings.config import ModelShape
 from tests.conftest import make_model
 from tests.kernels import fp8_stand_ins
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 SHAPE = ModelShape(vocab_size=301, sequence_length=32, num_layers=2, num_heads=2, channels=32)
 TINY = Size("tiny", SHAPE, batch=2, device="cpu", dtype=torch.float16)  # the interpreter has no bf16
 

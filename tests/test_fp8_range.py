@@ -14,6 +14,8 @@ from handgrad.joins.fp8 import formats, reference
 from handgrad.joins.fp8.formats import E4M3, Quantized
 from tests.kernels.fp8_checks import make
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 
 def through_fp8(x: Tensor, kind: torch.dtype, margin: int) -> Tensor:
     """x (N, C) as the reference quantises it at a scale of its own, in float32."""

@@ -14,6 +14,8 @@ from benchmarks.turns import contend
 from benchmarks.twin_switches import OPTIONS, Switches, switches_of
 from handgrad.errors import UsageError
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 CPU = torch.device("cpu")
 SMALL = Settings(
     model="tiny", micro_batch=2, sequence_length=16, micro_steps=2, precision="fp32", device="cpu", vocab_size=301
@@ -54,7 +56,6 @@ def test_the_twin_is_the_same_model(attention: str, padded: bool) -> None:
         assert (found - exact[row.name][stored]).norm() <= 2 * twin_error + 1e-6 * norm, row.name
 
 
-@pytest.mark.nightly
 def test_the_twin_compiled_by_region_is_the_twin() -> None:
     """Only the order of sums may differ, so float32's rounding."""
     regional = dataclasses.replace(EAGER, compiled=True, regional=True)

@@ -8,6 +8,8 @@ import pytest
 from benchmarks import llama_context
 from handgrad.errors import UsageError
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 SMALL = ["--shape=tiny-llama", "--device=cpu", "--precision=fp32", "--lengths=16,64", "--levels=0,2", "--seconds=0"]
 
 

@@ -18,6 +18,8 @@ from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
 from tests.llama_twin import FAMILIES
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 SMALL = Settings(
     model="tiny-llama",
     micro_batch=2,

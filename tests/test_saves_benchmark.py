@@ -11,6 +11,8 @@ from benchmarks import saves
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Stored
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 
 def test_it_measures_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "saves.json"

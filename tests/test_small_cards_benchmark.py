@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.small_cards import cap_of, main
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
 
-@pytest.mark.nightly
+
 def test_settings_beside_the_plain_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """On a CPU, whose tensors stand in for a GPU's: what rounds nothing has the plain run's bits."""
     out = tmp_path / "small.json"

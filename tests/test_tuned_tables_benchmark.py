@@ -13,6 +13,8 @@ from benchmarks.record import continued, write_record
 from handgrad.errors import DataError, UsageError
 from handgrad.tools import measured
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 CPU = torch.device("cpu")
 
 

@@ -12,6 +12,8 @@ from benchmarks import chaos, gpu_faults, soak
 from tests.distributed import worker
 from tests.faults import rows
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+
 
 def test_the_rows_of_gpus_are_played() -> None:
     played = {*gpu_faults.ONE_GPU, *gpu_faults.TWO_GPUS}
