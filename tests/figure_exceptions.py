@@ -106,32 +106,26 @@ PAGES: dict[str, dict[str, str]] = {
         "the change of 0.1 %": "arithmetic of bf16",
         "3.5 GB per step, 3.7 in bf16": "arithmetic: 28 and 30 bytes a parameter",
         "about 1 or less": "mathematics",
-        "124.5 million parameters take": "arithmetic",
     },
     "docs/operations/attention.md": {
         "that is 1.6 GB in bf16, against 3.1 MB": "arithmetic: B H T T and B H T numbers",
-        "6.3 MB |": "arithmetic: 8 bytes per query and head",
-        "3.3 MB |": "arithmetic: 8 bytes per query and head",
+        "query and head: 6.3 MB": "arithmetic",
         "the three thirds of": "arithmetic",
-        "about eight times the size": "arithmetic",
     },
     "docs/operations/classifier.md": {
         "the whole logits take 6.6 GB": "arithmetic",
     },
     "docs/operations/embedding.md": {
         "makes up 4 % of": "an example",
-        "All four are below 85 %": "the goal of `bench kernels`",
         "about 256 equal contributions": "arithmetic",
     },
     "docs/operations/linear.md": {
         "warms the GPU for 3 s": "a constant of `tune`",
         "for 0.6 s each": "a constant of `tune`",
-        "it is below 85 %": "the goal of `bench kernels`",
         "Four times per block": "mathematics",
     },
     "docs/operations/norm.md": {
         "that is 0.5 GB, against AdamW's 3.5 GB": "arithmetic: bytes a parameter",
-        "for 124.5 million": "arithmetic",
     },
     "README.md": {"first ten minutes": "a title"},
     "docs/README.md": {"first ten minutes": "a title"},
@@ -173,7 +167,6 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "docs/operations/relu2.md": {"around 0, as": "mathematics"},
     "docs/operations/rmsnorm.md": {"nearly 0,": "mathematics"},
-    "docs/operations/value_embedding.md": {"a thousandth of the": "arithmetic"},
     "docs/sampling.md": {"of a quarter of the": "a default"},
     "docs/training.md": {
         "up to four times": "arithmetic",
