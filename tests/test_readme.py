@@ -117,10 +117,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 STEPS = ("124m", "350m", "774m", "774m-without-liger", "1558m")
-FP8_STEPS = (
-    *("step-124m", "step-350m", "fp8-step-774m", "fp8-step-1558m"),
-    *("fp8-head-step-124m", "fp8-head-step-350m", "fp8-head-step-774m", "fp8-head-step-1558m"),
-)
+FP8_STEPS = ("fp8-head-step-124m", "fp8-head-step-350m", "fp8-head-step-774m", "fp8-head-step-1558m")
 
 
 def line(*cells: str) -> str:
@@ -139,13 +136,13 @@ def fastest(rows: dict[str, Any], precision: str) -> dict[str, Any] | None:
 
 
 def fp8_row(name: str) -> str:
-    """An fp8 run beside torchao's, handgrad's bf16 and the fastest twin in bf16, as far as they alternated."""
+    """An fp8 run beside torchao's and handgrad's bf16, as far as they alternated."""
     record = result(f"h200-{name}")
     rows, model = record["figures"], re.findall(r"\d+m", name)[0]
     ours = rows["handgrad-fp8"]
-    others = fastest(rows, "fp8"), rows.get("handgrad"), fastest(rows, "bf16")
+    others = fastest(rows, "fp8"), rows.get("handgrad")
     return line(
-        f"{model.upper()} fp8" + ", head in bf16" * ("head" not in name),
+        f"{model.upper()} fp8",
         str(record["settings"]["micro_batch"]),
         f"**{ours['tokens_per_second'] / 1e3:.1f}k**",
         f"{ours['mfu']:.1%}",
