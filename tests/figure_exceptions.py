@@ -110,13 +110,12 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/operations/attention.md": {
         "that is 1.6 GB in bf16, against 3.1 MB": "arithmetic: B H T T and B H T numbers",
         "query and head: 6.3 MB": "arithmetic",
-        "the three thirds of": "arithmetic",
+        "the thirds of": "arithmetic",
     },
     "docs/operations/classifier.md": {
         "the whole logits take 6.6 GB": "arithmetic",
     },
     "docs/operations/embedding.md": {
-        "makes up 4 % of": "an example",
         "about 256 equal contributions": "arithmetic",
     },
     "docs/operations/linear.md": {
@@ -141,7 +140,7 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/first_ten_minutes.md": {"first ten minutes": "a title"},
     "docs/lora.md": {"nine times as much": "arithmetic of the formula above"},
     "docs/modern.md": {
-        "75 | 2.2e-1 |": "a setting",
+        "3e-3, 3e-1, 2.2e-1": "a setting",
         "warm-up of a hundredth": "a setting",
         "and twenty times the rate": "a setting",
         "from five times the rate": "a setting",
