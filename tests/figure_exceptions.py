@@ -55,7 +55,7 @@ PAGES: dict[str, dict[str, str]] = {
         "1.5 GB for 124M, 18.7 GB for 1558M": "arithmetic: 12 bytes a parameter",
         "would be 80 MB per epoch": "arithmetic: 8 bytes a sample",
         "a thousand times larger than": "arithmetic",
-        "two fifths more than after": "counted lines of code",
+        "two fifths more than the": "counted lines of code",
         "compile a fiftieth of the": "a constant of the tests",
         "it six times as large": "arithmetic",
     },

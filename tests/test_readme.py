@@ -128,11 +128,9 @@ def gigabytes(gib: float) -> str:
     return f"{gib * 2**30 / 1e9:.1f}"
 
 
-def fastest(rows: dict[str, Any], precision: str) -> dict[str, Any] | None:
-    """The fastest twin of a precision."""
-    speeds = {n: r["tokens_per_second"] for n, r in rows.items() if "tokens_per_second" in r and n.startswith("twin")}
-    speeds = {n: speed for n, speed in speeds.items() if rows[n]["precision"] == precision}
-    return rows[max(speeds, key=lambda name: speeds[name])] if speeds else None
+def fastest_fp8_twin(rows: dict[str, Any]) -> dict[str, Any] | None:
+    twins = [r for n, r in rows.items() if "tokens_per_second" in r and n.startswith("twin") and r["precision"] == "fp8"]
+    return max(twins, key=lambda row: row["tokens_per_second"], default=None)
 
 
 def fp8_row(name: str) -> str:
@@ -140,7 +138,7 @@ def fp8_row(name: str) -> str:
     record = result(f"h200-{name}")
     rows, model = record["figures"], re.findall(r"\d+m", name)[0]
     ours = rows["handgrad-fp8"]
-    others = fastest(rows, "fp8"), rows.get("handgrad")
+    others = fastest_fp8_twin(rows), rows.get("handgrad")
     return line(
         f"{model.upper()} fp8",
         str(record["settings"]["micro_batch"]),
