@@ -130,7 +130,7 @@ def gigabytes(gib: float) -> str:
 
 def fastest_fp8_twin(rows: dict[str, Any]) -> dict[str, Any] | None:
     twins = [r for n, r in rows.items() if "tokens_per_second" in r and n.startswith("twin") and r["precision"] == "fp8"]
-    return max(twins, key=lambda row: row["tokens_per_second"], default=None)
+    return max(twins, key=lambda row: row["tokens_per_second"]) if twins else None
 
 
 def fp8_row(name: str) -> str:
