@@ -33,7 +33,7 @@ from handgrad.machine import devices
 from handgrad.ops import cpu
 from handgrad.ops.mask import Mask
 from handgrad.ops.reference.attention import split_heads
-from handgrad.tools.rates import launch_milliseconds
+from handgrad.tools.speeds import launch_milliseconds
 
 NONE, ONE, SHORT = DOCUMENTS = "none", "one", "short"
 SHORT_TOKENS = (250, 750)  # of a short document, evenly drawn

@@ -19,7 +19,7 @@ from handgrad.machine.graphs import Replayed
 from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
 from handgrad.ops.cuda import attention_decode, row_products
-from handgrad.tools.rates import copy_bandwidth, launch_milliseconds
+from handgrad.tools.speeds import copy_bandwidth, launch_milliseconds
 
 POSITIONS, REPLAYS = (64, 150, 512, 1000), 100
 CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {

@@ -27,7 +27,7 @@ from handgrad.machine.backend import choose_backend
 from handgrad.ops import cuda as kernels
 from handgrad.settings.config import ModelShape
 from handgrad.tools.kernel_checks.checking import relative_error
-from handgrad.tools.rates import launch_milliseconds
+from handgrad.tools.speeds import launch_milliseconds
 
 SIZES = (
     Size("124M", ModelShape(50257, 1024, 12, 12, 768), batch=64),

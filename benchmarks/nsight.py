@@ -26,8 +26,7 @@ from handgrad.machine import devices
 from handgrad.run.assemble import allocate, bind
 from handgrad.settings.config import RunConfig
 from handgrad.tools.profile import set_up
-from handgrad.tools.recorder import Recorder
-from handgrad.tools.traces import OTHER, PREFIX
+from handgrad.tools.recorder import OTHER, PREFIX, Recorder
 from handgrad.training.feed import Source
 
 # Sums over the launches of a kernel type: bytes, warp instructions, and "launches".

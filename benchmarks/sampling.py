@@ -32,7 +32,7 @@ from handgrad.memory.rows import count_parameters, flat_elements, initialize
 from handgrad.models import named_weights, parameter_table
 from handgrad.settings import presets
 from handgrad.settings.config import ModelShape
-from handgrad.tools.rates import copy_bandwidth
+from handgrad.tools.speeds import copy_bandwidth
 
 VOCABULARY, CONTEXT = 50257, 1024
 SHORT_PROMPT, LONG_PROMPT, NEW_TOKENS = 32, 512, 128

@@ -38,7 +38,7 @@ from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.settings import presets
 from handgrad.settings.config import RunConfig, check
-from handgrad.tools.traces import read_trace
+from handgrad.tools.recorder import read_trace
 
 CONTENDERS = ("alone", "together", "no-exchange", "reduce-scatter", "ddp", "fsdp")
 WARM_UP_STEPS = 3

@@ -98,7 +98,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     },
     "handgrad/reports/results.py": {"last 2 % of the steps": "a constant", "600, 8.19k": "an example of the output"},
     "handgrad/tools/network.py": {"'11.0 GB/s'": "an example of the output"},
-    "handgrad/tools/plan_gpus.py": {"3e-3 -> '<1 s'": "an example of the output"},
+    "handgrad/tools/plan.py": {"3e-3 -> '<1 s'": "an example of the output"},
     "handgrad/tools/profile.py": {
         "-> '4.1 GFLOP/s'": "an example of the output",
         "about 1": "arithmetic",
@@ -106,7 +106,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "5.1e10": "an example of the output",
         "below a tenth of a": "an example of the output",
     },
-    "handgrad/tools/rates.py": {"a copy of 2 GB on the device (64 MB on a CPU)": "constants"},
+    "handgrad/tools/speeds.py": {"a copy of 2 GB on the device (64 MB on a CPU)": "constants"},
     "benchmarks/attention_context.py": {"about 500 tokens": "arithmetic"},
     "benchmarks/busy.py": {"than a tenth of a": "arithmetic"},
     "benchmarks/first_minutes.py": {"last fifteen minutes": "a constant"},
@@ -129,7 +129,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "three minutes on two": "a constant",
         "most a quarter of the": "a constant",
     },
-    "handgrad/tools/gradient_checks/differences.py": {
+    "handgrad/tools/gradient_checks.py": {
         "1.5e-10 f'''": "arithmetic",
         "around 1": "arithmetic",
     },

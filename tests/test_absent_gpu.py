@@ -19,7 +19,7 @@ from handgrad.ops.sizes import cudnn_scratch_bytes
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig
 from handgrad.settings.presets import preset
-from handgrad.tools.absent import resolve_for, sizes_on
+from handgrad.tools.forecast import resolve_for, sizes_on
 
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "results"
 # Sizes of tensors by which each operation's sums are the largest of all.

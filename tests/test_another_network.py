@@ -18,8 +18,7 @@ from handgrad.errors import UsageError
 from handgrad.networks import NETWORKS
 from handgrad.run.open import open_run, train
 from handgrad.settings.config import FIELDS, ModelShape, RunConfig, check
-from handgrad.tools.gradient_checks.differences import TOLERANCE
-from handgrad.tools.gradient_checks.models import check_model
+from handgrad.tools.gradient_checks import TOLERANCE, check_model
 from tests import gemma_model, gemma_operations
 from tests.gemma_network import GEMMA
 

@@ -16,10 +16,10 @@ from handgrad.joins.parallel.step import ParallelStep, PausedStages
 from handgrad.machine.graphs import Replayed
 from handgrad.models.passes import Stage
 from handgrad.reports import results
+from handgrad.reports.page import tokens_axis
 from handgrad.reports.plots import choose_plots
 from handgrad.reports.reading import read_run, read_start
-from handgrad.reports.runs import Run
-from handgrad.reports.script import tokens_axis
+from handgrad.reports.results import Run
 from handgrad.reports.sections import description, validations
 from handgrad.run.open import train
 from handgrad.settings.batch_schedule import parse_schedule

@@ -291,7 +291,7 @@ def test_a_gpu_that_is_too_old(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("handgrad.machine.backend.why_no_kernels", lambda device: "")
-    monkeypatch.setattr("handgrad.tools.measured.WITHOUT_TABLE", ())
+    monkeypatch.setattr("handgrad.tools.speeds.WITHOUT_TABLE", ())
     told = {"products": "cuBLASLt 13, 42 algorithms", "attention": "Triton"}
     asked = {"versions": lambda: told, "tuning": lambda lost: f"algorithms from a table; {lost}"}
     ops, fp8_ops = backend(**asked), backend(fp8_reference, **asked)

@@ -15,11 +15,9 @@ from handgrad.run import resolve as resolving
 from handgrad.run.checks import can_offload, check_fits
 from handgrad.run.resolve import memory_bytes
 from handgrad.settings.presets import preset
-from handgrad.tools.absent import resolve_for
-from handgrad.tools.fitting import candidates
-from handgrad.tools.forecast import bytes_of, forecast
-from handgrad.tools.plan_gpus import fitted_to
-from handgrad.tools.roofline import step_time
+from handgrad.tools.forecast import bytes_of, forecast, resolve_for
+from handgrad.tools.plan import candidates, fitted_to
+from handgrad.tools.speeds import step_time
 
 H200 = GPUS["h200"]
 D48 = dataclasses.replace(preset("d48"), micro_batch=4, precision="bf16", lanes=1)

@@ -21,7 +21,7 @@ from handgrad.run.open import train
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check
 from handgrad.storage.checkpoint import peek_config
-from handgrad.tools.roofline import product_seconds_per_token
+from handgrad.tools.speeds import product_seconds_per_token
 from tests.test_fp8_training import steps_of
 
 ALL = "forward,dgrad,wgrad"

@@ -16,7 +16,7 @@ from handgrad.machine.gpus import GPUS
 from handgrad.ops.sizes import power_of_two
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check
-from handgrad.tools.absent import resolve_for
+from handgrad.tools.forecast import resolve_for
 from tests.conftest import Model, make_model, quantized_weights
 from tests.fp8_models import (
     BOTH_OF_THE_HEAD,

@@ -24,7 +24,7 @@ from handgrad.memory.rows import named
 from handgrad.ops import cpu, reference
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import ModelShape, RunConfig, check
-from handgrad.tools.absent import resolve_for
+from handgrad.tools.forecast import resolve_for
 from tests import llama_twin
 from tests.conftest import set_scales
 from tests.fp8_models import ROUNDOFF, RoundedProducts

@@ -11,9 +11,8 @@ from torch import Tensor
 from handgrad.cli import main
 from handgrad.commands import gradcheck
 from handgrad.ops import OPERATIONS, reference
-from handgrad.tools.gradient_checks import operations
-from handgrad.tools.gradient_checks.differences import TOLERANCE, Compared, differences, slope
-from handgrad.tools.gradient_checks.models import check_models
+from handgrad.tools import gradient_checks
+from handgrad.tools.gradient_checks import TOLERANCE, Compared, check_models, differences, slope
 
 ROOT = Path(__file__).parents[1]
 # Compositions of operations with a case of their own: the networks run them.
@@ -34,32 +33,32 @@ def test_every_gradient_is_right(capsys: pytest.CaptureFixture) -> None:
     assert main(["gradcheck"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert all(line.startswith("ok    ") for line in lines)
-    assert [line.split()[1].rstrip(":,") for line in lines[:7]] == list(operations.CASES)[:7]
+    assert [line.split()[1].rstrip(":,") for line in lines[:7]] == list(gradient_checks.CASES)[:7]
     assert [line.split()[1] for line in lines[-3:]] == ["gpt2:", "modern:", "llama:"]
 
 
 def test_every_backward_has_a_case() -> None:
     backwards = {name for name in OPERATIONS if name.endswith("_backward")}
-    assert {name.partition(",")[0] for name in operations.CASES} == backwards - COMPOSED
+    assert {name.partition(",")[0] for name in gradient_checks.CASES} == backwards - COMPOSED
 
 
-@pytest.mark.parametrize("name", operations.CASES)
+@pytest.mark.parametrize("name", gradient_checks.CASES)
 def test_a_millionth_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any result of the operation: the first, which is an input's gradient or the losses."""
     operation = name.partition(",")[0]
-    monkeypatch.setattr(operations, "CASES", {name: operations.CASES[name]})
-    (checked,) = operations.check_operations()
+    monkeypatch.setattr(gradient_checks, "CASES", {name: gradient_checks.CASES[name]})
+    (checked,) = gradient_checks.check_operations()
     assert not checked.wrong and max(found.error for found in checked.gradients) < TOLERANCE / 10
     monkeypatch.setattr(reference, operation, wrong(getattr(reference, operation), 1 + 1e-6))
-    (checked,) = operations.check_operations()
+    (checked,) = gradient_checks.check_operations()
     assert checked.wrong[0].error >= 0.99e-6, "more where the result was added to a stream or a sum"
 
 
 def test_the_operation_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    place = operations.place_of("gelu_backward")
+    place = gradient_checks.place_of("gelu_backward")
     path, line = place.split(":")
     assert (ROOT / path).read_text().splitlines()[int(line) - 1].startswith("def gelu_backward(")
-    monkeypatch.setattr(operations, "place_of", lambda name: place)
+    monkeypatch.setattr(gradient_checks, "place_of", lambda name: place)
     monkeypatch.setattr(reference, "gelu_backward", wrong(reference.gelu_backward, 1.02))
     assert main(["gradcheck"]) == 76
     shown = capsys.readouterr()
@@ -88,9 +87,9 @@ def test_the_part_of_the_network_is_named(monkeypatch: pytest.MonkeyPatch, capsy
 
 def found_wrong(monkeypatch: pytest.MonkeyPatch, name: str, changed: Any) -> list[str]:
     """The gradients that a changed operation of the reference gives a case of its own wrong."""
-    monkeypatch.setattr(operations, "CASES", {name: operations.CASES[name]})
+    monkeypatch.setattr(gradient_checks, "CASES", {name: gradient_checks.CASES[name]})
     monkeypatch.setattr(reference, name, changed)
-    (checked,) = operations.check_operations()
+    (checked,) = gradient_checks.check_operations()
     return [compared.of for compared in checked.wrong]
 
 
@@ -157,7 +156,7 @@ def test_the_mistake_is_told_where_it_is(monkeypatch: pytest.MonkeyPatch, capsys
 
     for name in ("gelu_backward", "swiglu_backward"):
         monkeypatch.setattr(reference, name, off(getattr(reference, name)))
-    monkeypatch.setattr(operations, "place_of", str)
+    monkeypatch.setattr(gradient_checks, "place_of", str)
     assert main(["gradcheck"]) == 76
     found = re.search(r"of inp from gelu_backward .* at \[3, 2\] (\S+) by hand, (\S+) by dif", capsys.readouterr().err)
     assert found and float(found[1]) - float(found[2]) == pytest.approx(1000, rel=1e-3)
@@ -166,8 +165,8 @@ def test_the_mistake_is_told_where_it_is(monkeypatch: pytest.MonkeyPatch, capsys
 def test_the_largest_error_of_a_network_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     errors = {"a": 2e-9, "b": 8e-9, "c": 1e-9}
     gradients = [Compared(of, error, "", 0.0, 0.0) for of, error in errors.items()]
-    monkeypatch.setattr(operations, "CASES", {})
-    monkeypatch.setattr(gradcheck, "check_models", lambda: iter([operations.Checked("gpt2", "", gradients)]))
+    monkeypatch.setattr(gradient_checks, "CASES", {})
+    monkeypatch.setattr(gradcheck, "check_models", lambda: iter([gradient_checks.Checked("gpt2", "", gradients)]))
     assert main(["gradcheck"]) == 0
     assert capsys.readouterr().out.endswith("ok    gpt2: 3 parameters of two layers, at most 8e-09 (b)\n")
 
@@ -185,11 +184,11 @@ def test_a_change_of_both_ways_is_right(monkeypatch: pytest.MonkeyPatch) -> None
         exec("\n".join(lines[1:]), names)
         dhidden_inout.mul_(names["slope"])
 
-    monkeypatch.setattr(operations, "CASES", {"gelu_backward": operations.CASES["gelu_backward"]})
+    monkeypatch.setattr(gradient_checks, "CASES", {"gelu_backward": gradient_checks.CASES["gelu_backward"]})
     monkeypatch.setattr(reference, "gelu_forward", forward)
-    assert [found.right for checked in operations.check_operations() for found in checked.gradients] == [False]
+    assert [found.right for checked in gradient_checks.check_operations() for found in checked.gradients] == [False]
     monkeypatch.setattr(reference, "gelu_backward", backward)
-    assert [found.right for checked in operations.check_operations() for found in checked.gradients] == [True]
+    assert [found.right for checked in gradient_checks.check_operations() for found in checked.gradients] == [True]
 
 
 def test_differences_of_a_polynomial() -> None:

@@ -36,7 +36,7 @@ from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check
 from handgrad.settings.presets import preset
 from handgrad.storage.checkpoint import find
-from handgrad.tools.absent import resolve_for
+from handgrad.tools.forecast import resolve_for
 from tests.test_training import assembly_of
 
 SHAPES = [(6, 6), (6, 24), (24, 6), (1, 5)]

@@ -26,7 +26,7 @@ from handgrad.run.open import train
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check
 from handgrad.settings.presets import preset
-from handgrad.tools.absent import resolve_for
+from handgrad.tools.forecast import resolve_for
 from tests.test_runs import tensors
 from tests.test_training import assembly_of, steps_of
 

@@ -21,12 +21,10 @@ from handgrad.run.open import train
 from handgrad.run.resolve import memory_bytes, resolve
 from handgrad.settings.config import RunConfig
 from handgrad.settings.presets import MODELS, preset
-from handgrad.tools import measured, roofline
-from handgrad.tools.absent import resolve_for
-from handgrad.tools.forecast import bytes_of, forecast, resolved_on
-from handgrad.tools.measured import ROWS, Measured
-from handgrad.tools.plan import as_it_runs
-from handgrad.tools.plan_gpus import duration, energy
+from handgrad.tools import speeds
+from handgrad.tools.forecast import bytes_of, forecast, resolve_for, resolved_on
+from handgrad.tools.plan import as_it_runs, duration, energy
+from handgrad.tools.speeds import ROWS, Measured
 
 ROOT = Path(__file__).parents[1]
 NAMES = {"d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M"}
@@ -44,7 +42,7 @@ def record(name: str) -> dict:
 
 def run_of(row: Measured) -> RunConfig:
     """The run that was measured, resolved."""
-    tokens = row.gpus * row.micro_steps * row.micro_batch * measured.LENGTH
+    tokens = row.gpus * row.micro_steps * row.micro_batch * speeds.MEASURED_LENGTH
     sizes = {"precision": row.precision, "micro_batch": row.micro_batch, "tokens_per_step": tokens}
     sizes["fp8_head"] = row.fp8_head or "none"
     config = dataclasses.replace(preset(row.model), **sizes)
@@ -55,7 +53,7 @@ def modelled(row: Measured) -> tuple[float, float]:
     """(tokens per second by the data sheet, planned GiB)."""
     config, gpu = run_of(row), GPUS[row.gpu]
     design = resolve_for(gpu, config, 50257, row.gpus)
-    seconds = roofline.step_time(gpu, config, design, row.gpus).total
+    seconds = speeds.step_time(gpu, config, design, row.gpus).total
     return config.tokens_per_step / seconds, design.plan.total_bytes / 2**30
 
 
@@ -122,12 +120,12 @@ def test_the_shares_of_products_are_the_fit(precision: str, monkeypatch: pytest.
     rows = [r for r in ROWS if is_fitted(r) and r.precision == precision]
     assert len(rows) == 2
     errors = {}
-    kept = roofline.PRODUCT_SHARE["fp8"] if precision == "fp8" else roofline.USUAL_PRODUCT_SHARE
+    kept = speeds.PRODUCT_SHARE["fp8"] if precision == "fp8" else speeds.USUAL_PRODUCT_SHARE
     for hundredth in range(50, 75):
         if precision == "fp8":
-            monkeypatch.setitem(roofline.PRODUCT_SHARE, "fp8", hundredth / 100)
+            monkeypatch.setitem(speeds.PRODUCT_SHARE, "fp8", hundredth / 100)
         else:
-            monkeypatch.setattr(roofline, "USUAL_PRODUCT_SHARE", hundredth / 100)
+            monkeypatch.setattr(speeds, "USUAL_PRODUCT_SHARE", hundredth / 100)
         errors[hundredth / 100] = sum((modelled(row)[0] / row.tokens_per_second - 1) ** 2 for row in rows)
     assert min(errors, key=errors.__getitem__) == kept
 
@@ -140,16 +138,16 @@ def test_the_other_shares_were_measured() -> None:
     for key, (B, C) in {"B64_H12_T1024_D64": (64, 768), "B16_H25_T1024_D64": (16, 1600)}.items():
         seconds = sum(times[key][name] for name in ("triton_forward", "triton_dq", "triton_dkdv")) / 1e3
         shares.append(7 * C * 1025 * B * 1024 / seconds / peak)
-    assert sum(shares) / 2 == pytest.approx(roofline.ATTENTION_SHARE, abs=0.01)
+    assert sum(shares) / 2 == pytest.approx(speeds.ATTENTION_SHARE, abs=0.01)
     kernels = record("h200-kernels")["figures"]
     rates = [k["terabytes_per_second"] for k in kernels if k["operation"] == "layernorm_backward" and k["size"] == "124M"]
-    assert rates[0] / bandwidth == pytest.approx(roofline.MEMORY_SHARE, abs=0.01)
+    assert rates[0] / bandwidth == pytest.approx(speeds.MEMORY_SHARE, abs=0.01)
     fp8 = [k for k in record("h200-fp8")["kernels"] if k["size"] == "124M" and k["kernel"].startswith("attention")]
     slower = sum(k["microseconds"] for k in fp8) / sum(k["bf16_microseconds"] for k in fp8)
-    assert slower == pytest.approx(roofline.QUANTISING, abs=0.01)
+    assert slower == pytest.approx(speeds.QUANTISING, abs=0.01)
     wire = record("h200-x4-collectives")
     both = wire["exchange_gigabytes_per_second"] + wire["gather_gigabytes_per_second"]
-    assert both / 2 / GPUS["h200"].link_gigabytes_per_second == pytest.approx(roofline.LINK_SHARE, abs=0.01)
+    assert both / 2 / GPUS["h200"].link_gigabytes_per_second == pytest.approx(speeds.LINK_SHARE, abs=0.01)
 
 
 def test_the_bytes_of_the_other_kernels_are_those_of_the_table() -> None:
@@ -157,8 +155,8 @@ def test_the_bytes_of_the_other_kernels_are_those_of_the_table() -> None:
     from benchmarks.fp8_bytes import ROWS as KERNELS
 
     memory_bound = [k for k in KERNELS if k.name.startswith(("layer norm", "GELU")) or k.name.endswith("bias")]
-    assert sum(sum(k.bf16_units) for k in memory_bound) == 2 * roofline.ELEMENTS
-    assert sum(sum(k.fp8_units) for k in memory_bound) == roofline.FP8_BYTES
+    assert sum(sum(k.bf16_units) for k in memory_bound) == 2 * speeds.ELEMENTS
+    assert sum(sum(k.fp8_units) for k in memory_bound) == speeds.FP8_BYTES
 
 
 # The forecast, the command, Python.
@@ -170,7 +168,7 @@ def test_attention_is_counted_by_the_width_of_its_heads() -> None:
     for width in (64, 128):
         llama = dataclasses.replace(preset("d12"), architecture="llama", llama=f"head_width={width}")
         config = resolved_on(llama, gpu, 1)
-        seconds.append(roofline.step_time(gpu, config, resolve_for(gpu, config, 50257)).attention)
+        seconds.append(speeds.step_time(gpu, config, resolve_for(gpu, config, 50257)).attention)
     assert seconds[1] == pytest.approx(2 * seconds[0])
 
 

@@ -27,8 +27,19 @@ from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig
 from handgrad.settings.presets import tiny
 from handgrad.tools.profile import MadeUpTokens, rate_text
-from handgrad.tools.recorder import OPERATIONS, PARTS, Recorder, size_bytes
-from handgrad.tools.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
+from handgrad.tools.recorder import (
+    COPIES,
+    OPERATIONS,
+    OTHER,
+    PARTS,
+    Recorder,
+    Spent,
+    innermost,
+    ranges_of,
+    size_bytes,
+    spent_on_cpu,
+    spent_on_gpu,
+)
 from tests.documents import document_starts, visible
 
 TINY = [

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.reports import page as pages
-from handgrad.reports.curves import envelope, smooth, thin
+from handgrad.reports import page as pages, results
 from handgrad.reports.page import write_report
 from handgrad.reports.reading import read_run, read_runs
 from handgrad.reports.results import bits_per_byte, bytes_text, duration_text, perplexity, short_text
@@ -351,28 +350,28 @@ def test_envelope_keeps_every_peak():
     x = np.arange(10_000.0)
     y = np.sin(x)
     y[1234], y[4321], y[7000:7100] = 50.0, -50.0, np.nan
-    thin_x, thin_y = envelope(x, y, 200)
+    thin_x, thin_y = results.envelope(x, y, 200)
     assert len(thin_x) <= 400 and np.all(np.diff(thin_x) > 0)
     assert np.nanmax(thin_y) == 50.0 and np.nanmin(thin_y) == -50.0
     assert np.isnan(thin_y).any()
-    assert envelope(x[:300], y[:300], 200)[0] is not None and len(envelope(x[:300], y[:300], 200)[0]) == 300
+    assert results.envelope(x[:300], y[:300], 200)[0] is not None and len(results.envelope(x[:300], y[:300], 200)[0]) == 300
 
 
 def test_smooth_does_not_lag_and_does_not_bridge():
     line = np.arange(100.0)
     places = np.arange(100)
-    smoothed = smooth(line, 5, places)
+    smoothed = results.smooth(line, 5, places)
     np.testing.assert_allclose(smoothed[:95], line[:95])  # a straight line is its own centred mean
     line[50] = np.nan
-    smoothed = smooth(line, 5, places)
+    smoothed = results.smooth(line, 5, places)
     assert np.isnan(smoothed[50]) and np.isfinite(np.delete(smoothed, 50)).all()
 
 
 def test_thin_keeps_both_ends():
-    assert thin(0, 5).tolist() == []
-    assert thin(1, 5).tolist() == [0]
-    assert thin(3, 5).tolist() == [0, 1, 2]
-    picked = thin(1000, 5).tolist()
+    assert results.thin(0, 5).tolist() == []
+    assert results.thin(1, 5).tolist() == [0]
+    assert results.thin(3, 5).tolist() == [0, 1, 2]
+    picked = results.thin(1000, 5).tolist()
     assert len(picked) == 5 and picked[0] == 0 and picked[-1] == 999
 
 

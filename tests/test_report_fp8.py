@@ -11,10 +11,9 @@ from matplotlib.figure import Figure
 
 from handgrad.errors import DataError
 from handgrad.joins.fp8.monitor import Finding, saturation_line, summary
-from handgrad.reports.plots import draw_fp8
+from handgrad.reports.plots import draw_fp8, light
 from handgrad.reports.reading import read_run, read_runs
 from handgrad.reports.results import fraction_text, scales_text
-from handgrad.reports.style import light
 from tests.test_report import Page, make_run, report, run_lines, start_line
 
 CLASSES = ("ln1", "dqkv", "atty", "dresidual_mid", "ln2", "gelu", "dhidden", "dresidual_out", "qkv_weight")

@@ -13,9 +13,8 @@ from handgrad.commands import report as report_command
 from handgrad.commands.arguments import parse
 from handgrad.errors import DataError
 from handgrad.reports.drawing import inline_svg
-from handgrad.reports.main_log import read_main_log
 from handgrad.reports.plots import choose_plots
-from handgrad.reports.reading import read_run, read_runs
+from handgrad.reports.reading import read_main_log, read_run, read_runs
 from handgrad.reports.results import date_text, wall_clock
 from handgrad.reports.sections import description
 from handgrad.run import header

@@ -17,7 +17,7 @@ from handgrad.reports.drawing import LARGE, SMALL, figure, own_settings, png
 from handgrad.reports.page import write_report
 from handgrad.reports.plots import Plot, choose_plots
 from handgrad.reports.reading import read_runs
-from handgrad.reports.runs import Run
+from handgrad.reports.results import Run
 from handgrad.storage.run_files import REPORT_FILE
 
 RunFolder = str | os.PathLike[str]

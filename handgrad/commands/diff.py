@@ -3,9 +3,8 @@
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad.tools.diff import checkpoint_lines, facts_lines, link_lines, metrics_lines
+from handgrad.tools.diff import checkpoint_lines, facts_lines, folder_records, link_lines, metrics_lines, unaudited
 from handgrad.tools.record import open_record
-from handgrad.tools.unaudited import folder_records, unaudited
 
 
 def run(parsed: Namespace) -> int:

@@ -3,9 +3,7 @@
 from argparse import Namespace
 
 from handgrad.errors import NumericsError
-from handgrad.tools.gradient_checks.differences import TOLERANCE
-from handgrad.tools.gradient_checks.models import check_models
-from handgrad.tools.gradient_checks.operations import Checked, check_operations
+from handgrad.tools.gradient_checks import TOLERANCE, Checked, check_models, check_operations
 
 
 def run(parsed: Namespace) -> int:

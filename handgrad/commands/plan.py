@@ -4,8 +4,7 @@ from argparse import Namespace
 
 from handgrad.errors import UsageError
 from handgrad.tools.forecast import bytes_of
-from handgrad.tools.plan import as_it_runs, describe_plan
-from handgrad.tools.plan_gpus import describe_gpu, describe_gpus
+from handgrad.tools.plan import as_it_runs, describe_gpu, describe_gpus, describe_plan
 
 
 def run(parsed: Namespace) -> int:

@@ -16,7 +16,7 @@ from handgrad.run.resolve import with_precision
 from handgrad.settings.config import RunConfig
 from handgrad.tools.plan import as_it_runs
 from handgrad.tools.profile import set_up
-from handgrad.tools.rates import seconds_of
+from handgrad.tools.speeds import seconds_of
 from handgrad.training.step import TrainStep
 
 SUSTAINED_SECONDS = 8.0  # of micro-steps, of which the second half is measured

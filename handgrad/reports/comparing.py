@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from handgrad.reports import results
-from handgrad.reports.results import loss_text
-from handgrad.reports.runs import Run
+from handgrad.reports.results import Run, loss_text
 from handgrad.reports.sections import NUMBER, faint, section, setting, swatch, text, warning
 
 

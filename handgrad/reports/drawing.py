@@ -12,9 +12,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from handgrad.reports.plots import RUN_LINE, Plot, tick_sparsely
-from handgrad.reports.runs import Run
-from handgrad.reports.style import PALETTE, light
+from handgrad.reports.plots import PALETTE, RUN_LINE, Plot, light, tick_sparsely
+from handgrad.reports.results import Run
 
 # Inches at 72 points. The page shows a figure at about 1.4 times its points, so 8 points become 11 pixels.
 LARGE, SMALL = (8.6, 3.5), (4.3, 2.6)

@@ -1,20 +1,26 @@
 """The report: one self-contained HTML page about one run or several, and its plots as PNG files beside it."""
 
+import base64
+import functools
+import hashlib
+import json
 from collections.abc import Callable, Sequence
+from html import escape
+from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
 from handgrad.errors import HandgradError, UsageError, storage_errors
 from handgrad.files import write_bytes_durably
 from handgrad.reports import comparing, sections
-from handgrad.reports.drawing import LARGE, SMALL, inline_svg, png
-from handgrad.reports.plots import Plot, choose_plots
+from handgrad.reports.drawing import LARGE, SMALL, brief, inline_svg, png
+from handgrad.reports.plots import PALETTE, Plot, choose_plots
 from handgrad.reports.reading import read_runs
-from handgrad.reports.runs import Run
-from handgrad.reports.script import attribute, axis_choice, script, script_hash
+from handgrad.reports.results import Run, thin, wall_clock
 from handgrad.reports.sections import folded, per_run, section, text
-from handgrad.reports.style import style_sheet
 from handgrad.storage.run_files import REPORT_FILE
+
+CLOCK_POINTS = 200  # per run: between them the script interpolates
 
 
 class Live(NamedTuple):
@@ -90,7 +96,8 @@ def page(runs: Sequence[Run], plots: Sequence[Plot], live: Live | None = None, n
 def document(title: str, body: Sequence[str], live: Live | None = None) -> str:
     """An HTML document. Of a `live` one every part of <main> is renewed by itself."""
     content = script(live=live is not None)
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{script_hash(content)}'"
+    digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     version = ""
     if live is not None:
         policy += "; connect-src 'self'"
@@ -119,3 +126,52 @@ def figure(plot: Plot, runs: Sequence[Run]) -> str:
     axis = "" if plot.name == "loss_by_tokens" else " data-by-step"
     caption = f"<figcaption>{text(plot.caption)}</figcaption>"
     return f"<figure{kind}{axis} data-series={values}>\n{drawings}\n{caption}\n</figure>"
+
+
+def source(name: str) -> str:
+    """The text of a file beside this one."""
+    return resources.files("handgrad.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+def style_sheet() -> str:
+    """The whole CSS of the page. Paper always gets the light colours."""
+    light, dark = ("".join(f"--{name}:{colors[i]};" for name, colors in PALETTE.items()) for i in range(2))
+    return f"""
+:root {{ color-scheme: light; {light} }}
+@media screen and (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark} }} }}
+
+{source("page.css")}"""
+
+
+@functools.cache
+def script(*, live: bool) -> str:
+    """page.js (hover values, the choice of the x axis, sortable tables), and live.js after it for a live page, without the
+    spaces at the beginning of their lines."""
+    lines = "\n".join(map(source, ("page.js", "live.js") if live else ("page.js",))).splitlines()
+    return "\n".join(line.strip() for line in lines if line.strip())
+
+
+def attribute(content: str) -> str:
+    """`content` as the quoted value of an HTML attribute; JSON's own quotes stay short."""
+    return "'" + escape(content, quote=False).replace("'", "&#39;") + "'"
+
+
+def tokens_axis(run: Run) -> int | list[list[int]]:
+    """The tokens of a step; of a run with a batch schedule, steps and the tokens seen by then."""
+    batch = run.start.batch
+    if len(batch.stages) == 1:
+        return run.start.tokens_per_step
+    steps = [*(stage.first_step for stage in batch.stages[1:]), batch.stages[-1].first_step + 1]
+    return [steps, [batch.tokens_before(step) for step in steps]]
+
+
+def axis_choice(runs: Sequence[Run]) -> str:
+    """Buttons for the x axis, which show where the script runs, with the tokens and seconds at the steps of each run."""
+    known = []
+    for run in runs:
+        seconds, picked = wall_clock(run), thin(len(run.steps.step), CLOCK_POINTS)
+        clock = [[brief(float(value)) for value in values[picked]] for values in (run.steps.step, seconds)]
+        known.append({"tokens": tokens_axis(run), "clock": clock if seconds[-1] > 0 else None})
+    buttons = "".join(f'<button data-axis="{axis}">{axis}</button>' for axis in ("steps", "tokens", "time"))
+    values = attribute(json.dumps(known, separators=(",", ":")))
+    return f'<p class="axes" hidden data-runs={values}>Curves by {buttons}</p>'

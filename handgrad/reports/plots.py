@@ -11,11 +11,27 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from handgrad.reports.curves import envelope, smooth, thin
-from handgrad.reports.results import short_text, tokens_at
-from handgrad.reports.runs import Run, TaskFigure
-from handgrad.reports.style import DASHES, RUN_COLORS, light
+from handgrad.reports.results import Run, TaskFigure, envelope, short_text, smooth, thin, tokens_at
 
+# Name: (light, dark). `drawing` draws in the light colours and replaces each by `var(--name)` in the page, so a plot
+# follows the reader's colour scheme. Therefore the light ones must all differ.
+PALETTE = {
+    "page": ("#fcfcfa", "#16181b"),
+    "card": ("#f3f3ef", "#1e2125"),
+    "line": ("#dcdcd5", "#34383e"),
+    "ink": ("#22252a", "#e4e4e0"),
+    "faint": ("#666b73", "#9aa0a8"),
+    "floor": ("#7d828a", "#8b9199"),
+    "warning": ("#b3261e", "#ff8a80"),
+    "run0": ("#2364aa", "#6fb1f5"),
+    "run1": ("#d1600a", "#ff9d52"),
+    "run2": ("#2b8a57", "#63cf95"),
+    "run3": ("#8a4fb0", "#c594ea"),
+    "run4": ("#b8336a", "#f284b0"),
+    "run5": ("#7a6a12", "#d3c25a"),
+}
+RUN_COLORS = 6
+DASHES = ("solid", (0, (5, 2)), (0, (1.5, 1.5)))  # after RUN_COLORS runs the colours repeat in another dash
 RAW_BINS = 500  # of a raw curve in a plot of one run: finer than the screen shows
 LLMC_FINEWEB = 3.272  # validation loss, nats per token, of llm.c's published GPT-2 124M on 10B tokens of FineWeb
 RUN_LINE = "run-"  # begins the mark of a line that belongs to a run; its index follows
@@ -83,6 +99,10 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 # Axes, styles and names.
+
+
+def light(name: str) -> str:
+    return PALETTE[name][0]
 
 
 def run_style(index: int) -> Style:

@@ -1,6 +1,8 @@
-"""Reads run folders: `config.toml` and the lines of `metrics.jsonl`, checked, as `runs.Run`."""
+"""Reads run folders, `config.toml` and the lines of `metrics.jsonl`, and logs of llm.c's, checked, as `results.Run`."""
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,12 +11,15 @@ import numpy as np
 
 from handgrad.errors import DataError, HandgradError, UsageError, storage_errors
 from handgrad.parsing import parse_toml
-from handgrad.reports.main_log import read_main_log
-from handgrad.reports.runs import DataSource, GpuReadings, Pace, Quantized, Run, Start, Steps, TaskFigure
+from handgrad.reports.results import DataSource, GpuReadings, Pace, Quantized, Run, Start, Steps, TaskFigure
 from handgrad.storage.jsonl import Record, numbered_lines, parse
 from handgrad.storage.run_files import CONFIG_FILE, METRICS_FILE
 
 Kind = TypeVar("Kind")
+# A line of llm.c's main.log. s:N tel:X is the validation loss after N steps, s:N eval:X the accuracy on HellaSwag, and
+# s:N trl:X lr:X norm:X the training loss of step N, counted from 0.
+NUMBER = r"(-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|-?nan|-?inf)"
+LOG_LINE = re.compile(rf"s:(\d{{1,15}}) (?:tel:{NUMBER}|eval:{NUMBER}|trl:{NUMBER}(?: lr:{NUMBER})?(?: norm:{NUMBER})?)\s*")
 
 
 def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], object] | None = None) -> list[Run]:
@@ -222,3 +227,57 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
         fp8=ordered["fp8"],
         **run,
     )
+
+
+def read_main_log(path: Path, name: str) -> Run:
+    """llm.c's main.log as a run of curves alone. Of a step that a resumed run did again the last line counts. Raises
+    `DataError` for another kind of file; a last line without an end is left out if it cannot be read."""
+    with storage_errors(f"reading {path}"):
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    steps: dict[int, list[float]] = {}
+    validations: dict[int, float] = {}
+    accuracies: dict[int, TaskFigure] = {}
+    cut = False
+    for number, line in enumerate(lines, start=1):
+        found = LOG_LINE.fullmatch(line)
+        if not found and number == len(lines):
+            cut = bool(line.strip())
+        elif found:
+            step = int(found[1])
+            validation, accuracy, *training = (math.nan if text is None else float(text) for text in found.groups()[1:])
+            if found[2]:
+                validations[step] = validation
+            elif found[3]:
+                accuracies[step] = TaskFigure(accuracy, math.nan, 0)
+            else:
+                steps[step + 1] = [*training, math.nan, math.nan, math.nan]
+        elif line.strip():
+            wanted = "a line of llm.c's main.log like 's:0 trl:10.9 lr:0.0006 norm:1.2'"
+            raise DataError(f"expected {wanted}, found {line[:60]!r} in line {number} of {path}; repair or remove the line")
+    if not steps:
+        raise DataError(f"{path} has no finished step ('s:0 trl:...') yet; wait for the first, or name another main.log")
+    rows = [[step, *values] for step, values in sorted(steps.items())]
+    return Run(
+        name=name,
+        folder=path,
+        config={},
+        starts=[unknown(Start, steps=max(steps), data=unknown(DataSource))],
+        first_steps=[min(steps)],
+        steps=Steps(*np.array(rows, dtype=float).T),
+        skipped={},
+        validations=sorted(validations.items()),
+        tasks={("hellaswag", "acc_norm_llmc"): sorted(accuracies.items())} if accuracies else {},
+        samples=[],
+        events=[],
+        gpu=GpuReadings(*np.empty((3, 0))),
+        paces=[],
+        fp8=[],
+        last_line_cut=cut,
+        is_log=True,
+    )
+
+
+def unknown(kind: type[Kind], **known: Any) -> Kind:
+    """A dataclass of which nothing else is known: other texts are empty, other numbers NaN or 0."""
+    blank: dict[Any, Any] = {str: "", int: 0, float: math.nan, dict[str, float]: {}}
+    return kind(**{field.name: known.get(field.name, blank.get(field.type)) for field in dataclasses.fields(kind)})  # type: ignore

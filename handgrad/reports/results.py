@@ -1,14 +1,143 @@
-"""The results of a run as numbers, and numbers as text. NaN stands for unknown and shows as a dash."""
+"""A run as plain data for plots and tables, its results as numbers, and numbers as text. NaN stands for unknown, and shows
+as a dash."""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from handgrad.reports.runs import Run
+from handgrad.settings.batch_schedule import BatchSchedule, parse_schedule
 
 DASH = "–"
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The data of a run."""
+
+    folder: str
+    source: str  # as named to `handgrad prepare`; "" if unknown
+    identity: str
+    tokenizer: str
+    train_tokens: float
+    validation_tokens: float
+    validation_text_bytes: float
+
+
+@dataclass(frozen=True)
+class Start:
+    """One launch of a run, the first or a resume: its "run" line. Unknown numbers are NaN, unknown texts empty."""
+
+    time: float  # seconds since 1970
+    host: str
+    command: str
+    commit: str  # of handgrad's checkout
+    handgrad: str
+    torch: str
+    device: str
+    precision: str
+    parameters: float
+    trained_parameters: float
+    tokens_per_step: int
+    batch_schedule: str
+    steps: int  # planned
+    vocab_size: float
+    memory_bytes: dict[str, float]
+    data: DataSource
+    floor_nats_per_token: float
+    flops_per_token: float
+
+    @property
+    def batch(self) -> BatchSchedule:
+        """The tokens of every step."""
+        return parse_schedule(self.tokens_per_step, self.batch_schedule)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """One array element per step, in order. Non-finite values stay as they are."""
+
+    step: np.ndarray
+    loss: np.ndarray  # nats per token
+    learning_rate: np.ndarray
+    norm: np.ndarray  # of the gradient, before clipping
+    step_ms: np.ndarray
+    tokens_per_second: np.ndarray
+    time: np.ndarray  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class GpuReadings:
+    """The GPU's sensors, an element per reading. NaN where the GPU does not report a quantity."""
+
+    step: np.ndarray
+    watts: np.ndarray
+    sm_megahertz: np.ndarray
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The time that ranks took for their own work, over the steps since the last such line."""
+
+    step: int
+    slowest: int  # rank
+    slowest_ms: float  # per step
+    median_ms: float
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Statistics of a class of fp8 tensors in one step, the worst of all layers."""
+
+    largest_amax: float
+    smallest_scale: float
+    largest_scale: float
+    clipped_fraction: float  # of the numbers: too large for their scale
+    vanished_fraction: float  # of the numbers: became zero
+    most_vanished: str  # the tensor with that fraction
+
+
+@dataclass(frozen=True)
+class TaskFigure:
+    """A metric of a task after a step, with its standard error; NaN where unknown."""
+
+    value: float
+    stderr: float
+    examples: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """The content of one run folder."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    starts: list[Start]
+    first_steps: list[int | None]  # the first step after each launch, None if it never finished one
+    steps: Steps
+    skipped: dict[int, str]  # step: the reason for leaving out its update
+    validations: list[tuple[int, float]]  # step, nats per token
+    tasks: dict[tuple[str, str], list[tuple[int, TaskFigure]]]  # (task, metric): its figures by step
+    samples: list[tuple[int, str]]
+    events: list[tuple[int, str]]
+    gpu: GpuReadings
+    paces: list[Pace]  # of a run on several ranks
+    fp8: list[tuple[int, dict[str, Quantized]]]  # step, classes of tensors by name
+    last_line_cut: bool
+    is_log: bool = False  # a main.log in llm.c's format: curves alone
+
+    @property
+    def start(self) -> Start:
+        """The latest launch."""
+        return self.starts[-1]
+
+
+# Results.
 
 
 def steps_done(run: Run) -> int:
@@ -164,3 +293,42 @@ def duration_text(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+# Long series, thinned for drawing: the curve looks the same, the file stays small.
+
+
+def smooth(values: np.ndarray, half_width: int, picked: np.ndarray, average: Callable = np.mean) -> np.ndarray:
+    """`average` at each of the indices `picked`, over up to `half_width` finite neighbours on each side.
+
+    The window is centred, so the curve does not lag. At the start of the series it shrinks on both sides alike, because
+    a loss falls steeply there; at the end it stays wide and one-sided, because only noise is left to average.
+    An index whose own value is not finite stays NaN: a diverged stretch is a gap, not a bridge.
+    """
+    smoothed = np.full(len(picked), np.nan)
+    for i, index in enumerate(picked):
+        if np.isfinite(values[index]):
+            reach = min(index, half_width)
+            window = values[index - reach : index + reach + 1]
+            smoothed[i] = average(window[np.isfinite(window)])
+    return smoothed
+
+
+def envelope(x: np.ndarray, y: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most 2 `bins` points: the lowest and the highest of each bin, in their order, so that every spike stays."""
+    y = np.where(np.isfinite(y), y, np.nan)
+    if len(y) <= 2 * bins:
+        return x, y
+    keep = []
+    for indices in np.array_split(np.arange(len(y)), bins):
+        within = y[indices]
+        if np.isnan(within).all():
+            keep.append(int(indices[0]))  # one NaN breaks the line here
+            continue
+        keep.extend(sorted({int(indices[np.nanargmin(within)]), int(indices[np.nanargmax(within)])}))
+    return x[keep], y[keep]
+
+
+def thin(count: int, limit: int) -> np.ndarray:
+    """At most `limit` (2 or more) indices of `count` items, evenly spread, with the first and the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(int)) if count else np.empty(0, int)

@@ -12,10 +12,8 @@ from typing import Any
 from handgrad.errors import DataError, UsageError
 from handgrad.networks import NETWORKS
 from handgrad.reports import results
-from handgrad.reports.curves import thin
-from handgrad.reports.results import loss_text
-from handgrad.reports.runs import Run
-from handgrad.reports.style import RUN_COLORS
+from handgrad.reports.plots import RUN_COLORS
+from handgrad.reports.results import Run, loss_text, thin
 from handgrad.settings.config import FIELDS, TUNED, RunConfig, convert
 from handgrad.storage.run_files import CONFIG_FILE
 

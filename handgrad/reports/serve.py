@@ -18,8 +18,7 @@ from handgrad.errors import DataError
 from handgrad.reports.page import Live, document, page
 from handgrad.reports.plots import choose_plots
 from handgrad.reports.reading import read_readable, runs_in
-from handgrad.reports.results import steps_done
-from handgrad.reports.runs import Run
+from handgrad.reports.results import Run, steps_done
 from handgrad.reports.sections import faint
 from handgrad.serving.local_server import LocalHandler
 from handgrad.storage.run_files import METRICS_FILE

@@ -23,9 +23,8 @@ from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import CASES, Cases, check_dropout_kernels, check_kernels
-from handgrad.tools.measured import lost_without_table
 from handgrad.tools.profile import MadeUpTokens
-from handgrad.tools.rates import gemm_flops
+from handgrad.tools.speeds import gemm_flops, lost_without_table
 
 PACKAGES = (
     *("torch", "numpy", "tiktoken", "tokenizers", "safetensors"),

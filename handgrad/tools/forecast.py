@@ -2,22 +2,21 @@
 
 import re
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
 from handgrad.machine import gpus
-from handgrad.machine.gpus import GPUS, Gpu
+from handgrad.machine.gpus import GPUS, HOPPER, Gpu
 from handgrad.names import check_choice
+from handgrad.ops import sizes
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
 from handgrad.run.folder import resolve_lanes
-from handgrad.run.resolve import largest_micro_batch, memory_bytes, micro_batches
+from handgrad.run.resolve import largest_micro_batch, memory_bytes, micro_batches, resolve
 from handgrad.settings.config import AUTO, RunConfig, check
-from handgrad.tools import measured
-from handgrad.tools.absent import resolve_for
-from handgrad.tools.roofline import step_time
+from handgrad.tools.speeds import measured_speed, step_time
 from handgrad.training.design import Design
 
 DRIVER_BYTES = 0.7 * 2**30  # the CUDA context and the libraries, beside the plan
@@ -64,7 +63,7 @@ def forecast(
     config = replace(config, micro_batch=fitting)
     check_shared_gradients(config, ranks)
     design = resolve_for(spec, config, vocab_size, ranks)
-    found = measured.find(name, config, vocab_size, ranks)
+    found = measured_speed(name, config, vocab_size, ranks)
     tokens = config.batch.tokens_before(config.steps)
     speed = found.tokens_per_second if found else tokens / estimated_seconds(spec, config, design, ranks)
     seconds = tokens / speed
@@ -131,3 +130,42 @@ def bytes_of(text: str) -> int:
     if size < 10**6:
         raise UsageError(f"fit must be a size of memory like 24GB or 22.5GiB, found {text!r}")
     return size
+
+
+# The design of a run on a GPU that is not there: its operations give their sizes alone.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a design asks its operations for."""
+
+    cudnn: bool  # it takes the heads that it can: on Hopper, and without dropout
+
+    scratch_bytes = staticmethod(sizes.scratch_bytes)
+    muon_scratch_bytes = staticmethod(sizes.muon_scratch_bytes)
+    statistics_parts = staticmethod(sizes.statistics_parts)
+    decode = sizes
+
+    def attention_scratch_bytes(
+        self, *, head_width: int, dtype: torch.dtype, kv_heads: int = 0, documents: bool = False, **heads: int
+    ) -> int:
+        """Triton's, or cuDNN's, which keeps no documents apart."""
+        if self.cudnn and not documents and dtype.itemsize == 2 and head_width in sizes.CUDNN_HEADS:
+            return sizes.cudnn_scratch_bytes(**heads, head_width=head_width)
+        return sizes.attention_scratch_bytes(**heads)
+
+
+def sizes_on(gpu: Gpu, config: RunConfig) -> Sizes:
+    return Sizes(cudnn=gpu.capability == HOPPER and not config.dropout)
+
+
+def resolve_for(gpu: Gpu, config: RunConfig, vocab_size: int, ranks: int = 1) -> Design:
+    """The design of a run on such a GPU, which this machine need not have. The precision must not be auto; TF32, a way to
+    multiply float32 numbers, takes the memory of float32."""
+    precision = "fp32" if config.precision == "tf32" else config.precision
+    return sized(replace(config, precision=precision), vocab_size, ranks, sizes_on(gpu, config))
+
+
+@lru_cache(maxsize=32)  # most GPUs share a design; one of 48 layers takes half a second
+def sized(config: RunConfig, vocab_size: int, ranks: int, operations: Sizes) -> Design:
+    return resolve(config, vocab_size, ranks=ranks, device=torch.device("meta"), sizes=operations)

@@ -1,25 +1,101 @@
-"""The cost of a run before it starts: memory by component, the largest micro-batch that fits, a bound on its speed."""
+"""The cost of a run before it starts: memory by component, what fits, and a bound on its speed, here or on other GPUs."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
+import torch
+
 from handgrad.data.shards import open_dataset
-from handgrad.errors import DataError
+from handgrad.errors import DataError, HandgradError
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.machine import devices
+from handgrad.machine.gpus import GPUS, Gpu
 from handgrad.memory.rows import count_parameters
-from handgrad.run.checks import check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
+from handgrad.run.checks import can_offload, check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import as_begun, model_of, resolve_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.packing import resolve_packing
 from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve, with_precision, with_tuned_gemms
 from handgrad.settings.config import GPT2_VOCABULARY, RunConfig, check
-from handgrad.tools.fitting import RECOMPUTE_LEVELS, candidates, fitting_lines
-from handgrad.tools.rates import gemm_flops
+from handgrad.tools.forecast import Forecast, forecast, named_gpu, resolve_for, resolved_on
+from handgrad.tools.speeds import gemm_flops, step_time
 from handgrad.training.design import Design
+
+RECOMPUTE_LEVELS = (0, 1, 2, 3)
+WIDTHS = (11, 9, 11, 11, 10, 10, 9, 11)
+NOTE = (
+    "measured: this run's speed is on record; estimated: from the data sheet, by the model of docs/planning.md.\n"
+    "Steps alone: validations and checkpoints come on top. kWh: the boards alone, at their power limits."
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The run with a recompute level, with or without offload."""
+
+    config: RunConfig
+    memory_bytes: int  # of the device
+    host_bytes: int
+    moments_bytes: int  # wherever they lie
+    seconds: float | None  # of a step; None: unknown
+
+    @property
+    def flags(self) -> str:
+        return f"--recompute {self.config.recompute}" + " --offload true" * self.config.offload
+
+
+def candidates(
+    config: RunConfig,
+    device: torch.device,
+    ranks: int,
+    design_of: Callable[[RunConfig], Design],
+    seconds_of: Callable[[RunConfig, Design], float] | None,
+) -> list[Candidate]:
+    """All settings that the run can have, fastest first; where no time is known, in the order of the levels, then the same
+    with offload."""
+    found = []
+    for offload in (False, True) if can_offload(config, device, ranks) else (False,):
+        for level in RECOMPUTE_LEVELS:
+            changed = replace(config, recompute=level, offload=offload)
+            design = design_of(changed)
+            moments = sum(buffer.size_bytes for buffer in design.buffers if buffer.kind == "moments")
+            memory = sum(memory_bytes(design).values()), design.host_plan.total_bytes, moments
+            found.append(Candidate(changed, *memory, seconds_of(changed, design) if seconds_of else None))
+    return sorted(found, key=lambda candidate: candidate.seconds or 0.0)
+
+
+def chosen_of(found: list[Candidate], config: RunConfig, available: int) -> Candidate | None:
+    """The run as it was asked for, if it fits, or else the first that does."""
+    asked = (c for c in found if (c.config.recompute, c.config.offload) == (config.recompute, config.offload))
+    return first_fitting([*asked, *found], available)
+
+
+def first_fitting(found: list[Candidate], available: int) -> Candidate | None:
+    return next((candidate for candidate in found if candidate.memory_bytes <= available), None)
+
+
+def fitting_lines(found: list[Candidate], available: int) -> Iterator[str]:
+    """A line for each candidate, the flags of the first that fits, and what else would help."""
+    config = found[0].config
+    order = "fastest first" if found[0].seconds else "the cheapest first"
+    yield f"same bits  within {human_bytes(available)} at micro-batch {config.micro_batch}, {order}"
+    for candidate in found:
+        fits = "fits" if candidate.memory_bytes <= available else "-"
+        time = f"{candidate.seconds / found[0].seconds - 1:+8.1%}" if candidate.seconds and found[0].seconds else ""
+        host = f", {human_bytes(candidate.host_bytes)} of the host" if candidate.host_bytes else ""
+        yield f"  {candidate.flags:<30}{human_bytes(candidate.memory_bytes):>11}  {fits:<4} {time}{host}".rstrip()
+    chosen = first_fitting(found, available)
+    yield (
+        f"take       {chosen.flags}"
+        if chosen
+        else "take       none of these; a smaller --micro-batch (other bits) or model"
+    )
+    if config.moments == "fp32" and config.optimizer == "adamw":
+        half = found[0].moments_bytes // 2
+        yield f"or         --moments bf16 takes {human_bytes(half)} less, where the moments lie, with other bits"
 
 
 def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunConfig, int, list[str]]:
@@ -138,3 +214,97 @@ def memory_lines(config: RunConfig, designs: list[Design], ranks: int) -> list[s
         *memory_table([memory_bytes(design) for design in designs]),
         "",
     ]
+
+
+# GPUs that this machine need not have.
+
+
+def describe_gpu(
+    config: RunConfig, vocab_size: int, gpu: str, ranks: int = 1, price: float | None = None, fit: int = 0
+) -> list[str]:
+    """The plan for `ranks` GPUs of this name. Raises the errors of `forecast`."""
+    _, spec = named_gpu(gpu)
+    fitted = fitted_to(config, spec, vocab_size, ranks) if fit else []
+    if chosen := chosen_of(fitted, config, fit):
+        config = chosen.config
+    found = forecast(config, vocab_size, gpu, ranks=ranks, price=price, fit=fit)
+    config = replace(resolved_on(config, spec, ranks), micro_batch=found.micro_batch)
+    resolved = partial(resolve_for, spec)
+    designs = [resolved(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]
+    peak = f"{spec.flops(config.precision) / 1e12:g} TFLOP/s in {config.precision}"
+    source = f" (benchmarks/results/{found.source}.json)" if found.source else ""
+    return [
+        *run_lines(config, designs[0]),
+        f"gpu        {f'{ranks} x ' if ranks > 1 else ''}{spec.title}: {spec.memory_gib:g} GiB,"
+        f" {peak}, {spec.terabytes_per_second:g} TB/s, {spec.watts} W",
+        *memory_lines(config, designs, ranks),
+        *fits_lines(config, vocab_size, ranks, found.available_bytes, "allowed" if fit else "usable", resolved),
+        *(fitting_lines(fitted, fit) if fit else []),
+        "",
+        heading(),
+        row(found),
+        f"{'measured' + source if found.measured else 'estimated, by the model of docs/planning.md'}; steps alone",
+    ]
+
+
+def fitted_to(config: RunConfig, gpu: Gpu, vocab_size: int, ranks: int) -> list[Candidate]:
+    """The run's settings on `ranks` of these GPUs, fastest first by the model of docs/planning.md."""
+    return candidates(
+        resolved_on(config, gpu, ranks),
+        torch.device("meta"),
+        ranks,
+        lambda other: resolve_for(gpu, other, vocab_size, ranks),
+        lambda other, design: step_time(gpu, other, design, ranks).total,
+    )
+
+
+def describe_gpus(
+    config: RunConfig, vocab_size: int, ranks: int = 1, price: float | None = None, fit: int = 0
+) -> list[str]:
+    """A row for every GPU; one that cannot run it says why."""
+    lines = [heading()]
+    for name in GPUS:
+        try:
+            lines.append(row(forecast(config, vocab_size, name, ranks=ranks, price=price, fit=fit)))
+        except HandgradError as error:
+            lines.append(f"{name:<{WIDTHS[0]}}{error}")
+    return [*lines, *([f"{ranks} GPUs each; memory and micro-batch per GPU"] if ranks > 1 else []), NOTE]
+
+
+def heading() -> str:
+    return cells("GPU", "precision", "micro-batch", "memory", "tokens/s", "time", "kWh", "dollars")
+
+
+def row(found: Forecast) -> str:
+    dollars = "-" if found.dollars is None else f"{found.dollars:,.2f}"
+    return cells(
+        found.gpu,
+        found.precision,
+        str(found.micro_batch),
+        human_bytes(found.memory_bytes),
+        human_count(found.tokens_per_second),
+        duration(found.seconds),
+        energy(found.kilowatt_hours),
+        dollars,
+    ) + ("  measured" if found.measured else "  estimated")
+
+
+def cells(first: str, *others: str) -> str:
+    return f"{first:<{WIDTHS[0]}}" + " ".join(f"{text:>{width}}" for text, width in zip(others, WIDTHS[1:], strict=True))
+
+
+def energy(kilowatt_hours: float) -> str:
+    """12345 -> '12,345', 7e-7 -> '<0.01'."""
+    if kilowatt_hours < 0.01:
+        return "<0.01"
+    return f"{kilowatt_hours:.3g}" if kilowatt_hours < 1000 else f"{kilowatt_hours:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """90 -> '1.5 min', 9e4 -> '25 hours', 1e6 -> '11.6 days', 3e-3 -> '<1 s'."""
+    if seconds < 1:
+        return "<1 s"
+    for size, unit, least in ((86400, "days", 2), (3600, "hours", 1), (60, "min", 1)):
+        if seconds >= least * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

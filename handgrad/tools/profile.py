@@ -25,9 +25,8 @@ from handgrad.run.assemble import assemble, bind
 from handgrad.run.checks import check_offload
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.settings.config import RunConfig
-from handgrad.tools.rates import copy_bandwidth, gemm_flops
-from handgrad.tools.recorder import Recorder
-from handgrad.tools.traces import Spent, read_trace, spent_on_cpu, spent_on_gpu
+from handgrad.tools.recorder import Recorder, Spent, read_trace, spent_on_cpu, spent_on_gpu
+from handgrad.tools.speeds import copy_bandwidth, gemm_flops
 from handgrad.training.design import Design
 from handgrad.training.feed import Source
 from handgrad.training.step import StepResult, TrainStep

@@ -20,7 +20,7 @@ from handgrad.files import write_durably
 from handgrad.ops.cuda import cublaslt
 from handgrad.ops.cuda.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, Plan, Product
 from handgrad.ops.sizes import WORKSPACE_BYTES
-from handgrad.tools.rates import gemm_flops, launch_milliseconds
+from handgrad.tools.speeds import gemm_flops, launch_milliseconds
 
 HEURISTICS = 16  # algorithms asked for, in all and of each family
 TURNS = 12  # single launches of every candidate, one after the other, so that all see the same clock

@@ -1,0 +1,182 @@
+"""Gradients by hand beside central differences of the forward, in float64: no autograd, no other library."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from handgrad.memory.arena import make_plan
+from handgrad.memory.rows import flat_elements, initialize, named
+from handgrad.models import architecture, named_weights, parameter_table
+from handgrad.models.passes import run
+from handgrad.networks import ModelShape
+from handgrad.ops import reference
+from handgrad.ops.cases import PAIRS, Arguments, Draw, both_ways, call, copies
+
+STEP = 3e-5  # h
+# In float64 (f(x + h) - f(x - h)) / 2h errs by h^2 f'''/6, 1.5e-10 f''', and by the rounding of f over h, 4e-12 f. The
+# cases have numbers around 1, and third derivatives of some hundreds at most.
+TOLERANCE = 1e-7
+
+SIZES = {"B": 2, "T": 3, "H": 4, "D": 4, "F": 10, "V": 7, "Vp": 9, "G": 8, "M": 4}
+GROUPED = {"K": 2}
+# The backward that a case calls: the case. Fused operations are compositions of these; the models run them.
+CASES: dict[str, Arguments] = {backward: {} for backward in PAIRS}
+CASES |= {"attention_backward": GROUPED, "gained_qk_norm_rotary_backward": GROUPED}
+CASES |= {"classifier_forward_backward, with a cap": {"softcap": 3.0}}
+
+BATCH, LENGTH = 2, 5
+GPT2 = ModelShape(vocab_size=57, sequence_length=LENGTH, num_layers=2, num_heads=2, channels=32)
+SHAPES = (
+    GPT2,
+    replace(GPT2, architecture="modern"),
+    replace(GPT2, architecture="llama", llama="kv_heads=1,feed_forward=48,qk_norm"),
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A gradient by hand against central differences."""
+
+    of: str  # the tensor that it is the gradient of
+    error: float  # || by hand - by differences || / || by differences ||
+    worst: str  # the place where they differ most
+    by_hand: float  # there
+    by_differences: float  # there
+
+    @property
+    def right(self) -> bool:
+        return self.error <= TOLERANCE  # False for NaN
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An operation, or a network, and its gradients."""
+
+    name: str
+    place: str  # of its code
+    gradients: list[Compared]
+
+    @property
+    def wrong(self) -> list[Compared]:
+        return [compared for compared in self.gradients if not compared.right]
+
+
+# The derivative of a number, from that number alone.
+
+
+def differences(number: Callable[[], float], x: Tensor) -> Tensor:
+    """d number / d x, for each element of x (any shape, float64), which is changed and set back."""
+    found, values = torch.empty_like(x), x.view(-1)
+    for place in range(len(values)):
+        value = values[place].item()
+        values[place] = value + STEP
+        above = number()
+        values[place] = value - STEP
+        found.view(-1)[place] = (above - number()) / (2 * STEP)
+        values[place] = value
+    return found
+
+
+def slope(number: Callable[[], float], x: Tensor, direction: Tensor) -> float:
+    """The derivative of `number` along a direction of x, which is changed and set back: for tensors that are too large to
+    change an element at a time."""
+    before = x.clone()
+    x.add_(direction, alpha=STEP)
+    above = number()
+    x.copy_(before).sub_(direction, alpha=STEP)
+    below = number()
+    x.copy_(before)
+    return (above - below) / (2 * STEP)
+
+
+def compare(of: str, by_hand: Tensor, by_differences: Tensor) -> Compared:
+    distance = (by_hand - by_differences).nan_to_num(torch.inf, torch.inf, -torch.inf)
+    place = int(distance.abs().argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(place), by_hand.shape)]
+    error = float((by_hand - by_differences).norm() / by_differences.norm().clamp_min(1e-30))
+    return Compared(of, error, str(index), by_hand.flatten()[place].item(), by_differences.flatten()[place].item())
+
+
+# Every backward of the reference, element by element.
+
+
+def check_operations() -> Iterator[Checked]:
+    """Checks each backward with a random gradient of its output."""
+    for line, changes in CASES.items():
+        backward = line.partition(",")[0]
+        forward = PAIRS[backward].forward
+        ran = both_ways(reference, backward, Draw(torch.float64), **SIZES, **changes)
+
+        def number(forward=forward, ran=ran) -> float:
+            after = copies(ran.before)
+            call(getattr(reference, forward), forward, after)
+            return sum((after[output] * gradient).sum().item() for output, gradient in ran.of_outputs.items())
+
+        gradients = [
+            compare(of.removesuffix("_inout"), gradient, differences(number, ran.before[of]))
+            for of, gradient in ran.of_inputs.items()
+        ]
+        yield Checked(line, place_of(backward), gradients)
+
+
+def place_of(name: str) -> str:
+    """The file and the line of an operation of the reference."""
+    function = getattr(reference, name)
+    path = Path(inspect.getsourcefile(function) or "").resolve()
+    root = Path(reference.__file__).resolve().parents[3]
+    return f"{path.relative_to(root) if path.is_relative_to(root) else path}:{inspect.getsourcelines(function)[1]}"
+
+
+# Every parameter of a small network of each architecture, along a random direction.
+
+
+def check_models() -> Iterator[Checked]:
+    """Checks one network after the other."""
+    for shape in SHAPES:
+        yield Checked(shape.architecture, f"handgrad/models/{shape.architecture}.py", list(check_model(shape)))
+
+
+def check_model(shape: ModelShape) -> Iterator[Compared]:
+    """Checks the parameters in the order of the table, from the embedding on."""
+    module, table, layers = architecture(shape), parameter_table(shape), shape.num_layers
+    generator = torch.Generator().manual_seed(0)
+    flat, flat_gradients = (torch.zeros(flat_elements(table), dtype=torch.float64) for _ in range(2))
+    initialize(table, 0, lambda row, values: row.stored(flat).copy_(values))
+    for row in table:  # so that no bias and no gain is trivial
+        row.stored(flat).add_(normal(row.stored_shape, generator), alpha=0.1)
+    weights, gradients = (named_weights(shape, tensor, table) for tensor in (flat, flat_gradients))
+    chunk = 3  # tokens at once in the loss head: the last time fewer
+    rows = module.activations(shape, BATCH, LENGTH, torch.float64, reference, chunk=chunk, training=True)
+    views = make_plan(row.buffer(recompute=0) for row in rows if not row.of).allocate(torch.device("cpu"))
+    act, d = (named(kind, views, layers) for kind in (module.Activations, module.Gradients))
+    tokens, targets = torch.randint(shape.vocab_size, (2, BATCH, LENGTH), generator=generator)
+    order = torch.argsort(tokens.flatten(), stable=True)
+    scale = torch.ones(1, dtype=torch.float64)
+
+    def loss() -> float:
+        """The training loss: the backward computes it as well, and may add terms of its own."""
+        act.tokens.copy_(tokens)
+        act.targets.copy_(targets)
+        act.sorted_positions.copy_(order)
+        flat_gradients.zero_()
+        run(module.forward(reference, weights, act, shape))
+        run(module.backward(reference, weights, gradients, act, d, scale, shape, recompute=0))
+        return act.losses.sum().item()
+
+    loss()
+    by_hand = flat_gradients.clone()
+    for row in table:
+        direction, gradient = normal(row.stored_shape, generator), row.stored(by_hand)
+        direction /= direction.norm()
+        along, by_differences = float((gradient * direction).sum()), slope(loss, row.stored(flat), direction)
+        # Of n numbers, a random direction finds the n-th part of a square, of an error as of a gradient.
+        error = abs(along - by_differences) * gradient.numel() ** 0.5 / max(float(gradient.norm()), 1e-30)
+        yield Compared(row.name, error, "a random direction", along, by_differences)
+
+
+def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
