@@ -21,7 +21,7 @@ from handgrad.run.open import train
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check
 from handgrad.storage.checkpoint import peek_config
-from handgrad.tools.speeds import product_seconds_per_token
+from handgrad.tools.speeds import gemm_seconds_per_token
 from tests.test_fp8_training import steps_of
 
 ALL = "forward,dgrad,wgrad"
@@ -91,7 +91,7 @@ def test_other_runs_have_no_memory_for_it(fp8: RunConfig) -> None:
 def test_the_roofline_knows_it(fp8: RunConfig) -> None:
     def seconds(head: str) -> float:
         design = resolve(dataclasses.replace(fp8, fp8_head=head), 257)
-        return product_seconds_per_token(GPUS["h200"], design, "fp8", 4e12)
+        return gemm_seconds_per_token(GPUS["h200"], design, "fp8", 4e12)
 
     two, three, none = seconds("forward,dgrad"), seconds(ALL), seconds("")
     assert none - two == pytest.approx(2 * (two - three)) and two > three

@@ -120,12 +120,12 @@ def test_the_shares_of_products_are_the_fit(precision: str, monkeypatch: pytest.
     rows = [r for r in ROWS if is_fitted(r) and r.precision == precision]
     assert len(rows) == 2
     errors = {}
-    kept = speeds.PRODUCT_SHARE["fp8"] if precision == "fp8" else speeds.USUAL_PRODUCT_SHARE
+    kept = speeds.GEMM_SHARE["fp8"] if precision == "fp8" else speeds.USUAL_GEMM_SHARE
     for hundredth in range(50, 75):
         if precision == "fp8":
-            monkeypatch.setitem(speeds.PRODUCT_SHARE, "fp8", hundredth / 100)
+            monkeypatch.setitem(speeds.GEMM_SHARE, "fp8", hundredth / 100)
         else:
-            monkeypatch.setattr(speeds, "USUAL_PRODUCT_SHARE", hundredth / 100)
+            monkeypatch.setattr(speeds, "USUAL_GEMM_SHARE", hundredth / 100)
         errors[hundredth / 100] = sum((modelled(row)[0] / row.tokens_per_second - 1) ** 2 for row in rows)
     assert min(errors, key=errors.__getitem__) == kept
 

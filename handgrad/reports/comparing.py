@@ -36,10 +36,6 @@ def seconds(run: Run) -> float:
     return results.seconds_in_steps(run) or math.nan
 
 
-def memory(run: Run) -> float:
-    return math.fsum(run.start.memory_bytes.values()) or math.nan
-
-
 def data(run: Run) -> str:
     return f"{run.start.data.folder} ({run.start.data.identity[:8]})" if run.start.data.folder else ""
 
@@ -58,7 +54,7 @@ COLUMNS = (
     measured("time in steps", seconds, lambda taken: results.shown(taken, results.duration_text)),
     measured("started", lambda run: run.starts[0].time, results.date_text),
     measured("parameters", lambda run: run.start.parameters, results.count_text),
-    measured("planned memory", memory, results.bytes_text),
+    measured("planned memory", lambda run: math.fsum(run.start.memory_bytes.values()) or math.nan, results.bytes_text),
     named("precision", lambda run: run.start.precision),
     named("device", lambda run: run.start.device),
     named("host", lambda run: run.start.host),

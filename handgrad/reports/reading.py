@@ -159,11 +159,6 @@ def read_figures(line: Record) -> dict[str, TaskFigure]:
     return figures
 
 
-def read_quantized(line: Record) -> dict[str, Quantized]:
-    tensors = line.inner("tensors")
-    return {name: read(Quantized, tensors.inner(name)) for name in tensors.fields}
-
-
 # Kinds of lines of which a step has one; of a step that a resumed run did again, the last one counts.
 OF_A_STEP: dict[str, Callable[[Record], Any]] = {
     "step": read_step,
@@ -171,7 +166,7 @@ OF_A_STEP: dict[str, Callable[[Record], Any]] = {
     "validation": lambda line: line.number("loss"),
     "sample": lambda line: line.text("text", encodable=False),
     "ranks": lambda line: read(Pace, line),
-    "fp8": read_quantized,
+    "fp8": lambda line: {name: read(Quantized, line.inner("tensors").inner(name)) for name in line.inner("tensors").fields},
 }
 
 

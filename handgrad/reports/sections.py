@@ -77,11 +77,10 @@ def swatch(index: int) -> str:
 
 def per_run(runs: Sequence[Run], make: Callable[[Run], str]) -> str:
     """`make(run)` for each run, under its name if there are several; leaves out runs with nothing to show."""
-    made = [(index, run, make(run)) for index, run in enumerate(runs)]
     if len(runs) == 1:
-        return made[0][2]
-    heads = [f"<h3>{swatch(index)}{text(run.name)}</h3>" for index, run, _ in made]
-    return "\n".join(f"{head}\n{content}" for head, (_, _, content) in zip(heads, made, strict=True) if content)
+        return make(runs[0])
+    named = [(f"<h3>{swatch(index)}{text(run.name)}</h3>", make(run)) for index, run in enumerate(runs)]
+    return "\n".join(f"{head}\n{content}" for head, content in named if content)
 
 
 def description(run: Run) -> str:
@@ -186,15 +185,12 @@ def history(run: Run) -> str:
     """Launches, events and skipped updates."""
     if run.is_log:
         return ""
-    firsts = [results.DASH if first is None else f"{first:,}" for first in run.first_steps]
-    starts = [
-        [
-            *(number, results.date_text(start.time), first, start.precision, start.host or results.DASH, start.device),
-            *(f"{start.handgrad} {start.commit}".strip(), start.torch),
-        ]
-        for number, (first, start) in enumerate(zip(firsts, run.starts, strict=True), start=1)
-    ]
-    head = ["start", "date", "first step", "precision", "host", "device", "handgrad", "torch"]
+    head, starts = ["start", "date", "first step", "precision", "host", "device", "handgrad", "torch"], list[list[object]]()
+    for number, (first, start) in enumerate(zip(run.first_steps, run.starts, strict=True), start=1):
+        first_step = results.DASH if first is None else f"{first:,}"
+        machine = start.precision, start.host or results.DASH, start.device
+        commit = f"{start.handgrad} {start.commit}".strip()
+        starts.append([number, results.date_text(start.time), first_step, *machine, commit, start.torch])
     tables = [table(head, starts[-ROWS:], kind="cards")]
     if commands := dict.fromkeys(start.command for start in run.starts if start.command):
         tables.append(preformatted(commands))
@@ -247,8 +243,7 @@ def fp8(run: Run) -> str:
         where = found.most_vanished.removesuffix(f".{name}") if found.vanished_fraction > 0 else results.DASH
         rows.append([name, largest, scales, *fractions, where])
     head = ["", "largest magnitude", "scale", "clipped", "vanished", "most in"]
-    note = f"In step {step:,}; of each class of tensors the worst layer."
-    return table(head, rows) + faint(note) if rows else ""
+    return table(head, rows) + faint(f"In step {step:,}; of each class of tensors the worst layer.") if rows else ""
 
 
 def ranks(run: Run) -> str:

@@ -37,10 +37,6 @@ class Watched:
         if not any(path.exists() for path in named):
             raise DataError(f"no such run: {', '.join(map(str, named))}; start `handgrad train ... --out {named[0]}` first")
 
-    def folders(self) -> list[Path]:
-        """The runs that exist by now: those named, and those in a named folder that is no run itself."""
-        return runs_in(self.named)
-
     def waiting(self) -> list[str]:
         return [f"{path} does not exist yet" for path in self.named if not path.exists()]
 
@@ -56,7 +52,7 @@ class Watched:
     def page(self, after: str) -> str | None:
         """The page; None if a browser has its version `after` already, or it is too early to draw it again."""
         with self.lock:
-            folders = self.folders()
+            folders = runs_in(self.named)
             version = self.state(folders)
             if version != self.version and time.monotonic() >= self.rested:
                 began = time.monotonic()

@@ -63,9 +63,9 @@ def forecast(
     config = replace(config, micro_batch=fitting)
     check_shared_gradients(config, ranks)
     design = resolve_for(spec, config, vocab_size, ranks)
-    found = measured_speed(name, config, vocab_size, ranks)
+    measured = measured_speed(name, config, vocab_size, ranks)
     tokens = config.batch.tokens_before(config.steps)
-    speed = found.tokens_per_second if found else tokens / estimated_seconds(spec, config, design, ranks)
+    speed = measured.tokens_per_second if measured else tokens / estimated_seconds(spec, config, design, ranks)
     seconds = tokens / speed
     hours = ranks * seconds / 3600
     return Forecast(
@@ -79,8 +79,8 @@ def forecast(
         seconds=seconds,
         dollars=None if price is None else price * hours,
         kilowatt_hours=spec.watts * hours / 1e3,
-        measured=found is not None,
-        source=found.source if found else "",
+        measured=measured is not None,
+        source=measured.source if measured else "",
     )
 
 
@@ -104,13 +104,10 @@ def resolved_on(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
     gpus.check_optimizer(gpu.title, gpu.capability, config.optimizer)
     check_offload(config, torch.device("meta"), ranks)
     config = replace(config, precision=precision, lanes=resolve_lanes(config, ranks))
-    if not micro_batches(config):
-        try:
-            check(config)
-        except UsageError as error:  # of a step that the lanes cannot share equally
-            raise UsageError(f"{error}, or fewer GPUs") from None
-        raise AssertionError("a step that `check` admits has the micro-batch of the configuration at least")
-    return config
+    try:
+        return config if micro_batches(config) else check(config)
+    except UsageError as error:  # of a step that the lanes cannot share equally
+        raise UsageError(f"{error}, or fewer GPUs") from None
 
 
 def remedy(config: RunConfig, ranks: int) -> str:
@@ -122,9 +119,9 @@ def remedy(config: RunConfig, ranks: int) -> str:
 def bytes_of(text: str) -> int:
     """`24GB` -> 24,000,000,000, `24GiB` -> 25,769,803,776. Raises `UsageError` for what is no size, or less than a
     megabyte: a number without its unit."""
-    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", text.strip().lower())
+    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", text.strip().lower())
     try:
-        size = int(float(found[1]) * UNITS[found[2]]) if found else 0
+        size = int(float(match[1]) * UNITS[match[2]]) if match else 0
     except (ValueError, KeyError, OverflowError):
         size = 0
     if size < 10**6:

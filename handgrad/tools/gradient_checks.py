@@ -43,7 +43,7 @@ class Compared:
 
     of: str  # the tensor that it is the gradient of
     error: float  # || by hand - by differences || / || by differences ||
-    worst: str  # the place where they differ most
+    worst: str  # the index where they differ most
     by_hand: float  # there
     by_differences: float  # there
 
@@ -70,15 +70,15 @@ class Checked:
 
 def differences(number: Callable[[], float], x: Tensor) -> Tensor:
     """d number / d x, for each element of x (any shape, float64), which is changed and set back."""
-    found, values = torch.empty_like(x), x.view(-1)
-    for place in range(len(values)):
-        value = values[place].item()
-        values[place] = value + STEP
+    gradient, values = torch.empty_like(x), x.view(-1)
+    for index in range(len(values)):
+        value = values[index].item()
+        values[index] = value + STEP
         above = number()
-        values[place] = value - STEP
-        found.view(-1)[place] = (above - number()) / (2 * STEP)
-        values[place] = value
-    return found
+        values[index] = value - STEP
+        gradient.view(-1)[index] = (above - number()) / (2 * STEP)
+        values[index] = value
+    return gradient
 
 
 def slope(number: Callable[[], float], x: Tensor, direction: Tensor) -> float:
@@ -95,10 +95,10 @@ def slope(number: Callable[[], float], x: Tensor, direction: Tensor) -> float:
 
 def compare(of: str, by_hand: Tensor, by_differences: Tensor) -> Compared:
     distance = (by_hand - by_differences).nan_to_num(torch.inf, torch.inf, -torch.inf)
-    place = int(distance.abs().argmax())
-    index = [int(i) for i in torch.unravel_index(torch.tensor(place), by_hand.shape)]
+    worst = int(distance.abs().argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(worst), by_hand.shape)]
     error = float((by_hand - by_differences).norm() / by_differences.norm().clamp_min(1e-30))
-    return Compared(of, error, str(index), by_hand.flatten()[place].item(), by_differences.flatten()[place].item())
+    return Compared(of, error, str(index), by_hand.flatten()[worst].item(), by_differences.flatten()[worst].item())
 
 
 # Every backward of the reference, element by element.

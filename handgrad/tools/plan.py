@@ -1,6 +1,6 @@
 """The cost of a run before it starts: memory by component, what fits, and a bound on its speed, here or on other GPUs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from handgrad.tools.speeds import gemm_flops, step_time
 from handgrad.training.design import Design
 
 RECOMPUTE_LEVELS = (0, 1, 2, 3)
-WIDTHS = (11, 9, 11, 11, 10, 10, 9, 11)
 NOTE = (
     "measured: this run's speed is on record; estimated: from the data sheet, by the model of docs/planning.md.\n"
     "Steps alone: validations and checkpoints come on top. kWh: the boards alone, at their power limits."
@@ -56,45 +55,41 @@ def candidates(
 ) -> list[Candidate]:
     """All settings that the run can have, fastest first; where no time is known, in the order of the levels, then the same
     with offload."""
-    found = []
+    choices = []
     for offload in (False, True) if can_offload(config, device, ranks) else (False,):
         for level in RECOMPUTE_LEVELS:
             changed = replace(config, recompute=level, offload=offload)
             design = design_of(changed)
             moments = sum(buffer.size_bytes for buffer in design.buffers if buffer.kind == "moments")
             memory = sum(memory_bytes(design).values()), design.host_plan.total_bytes, moments
-            found.append(Candidate(changed, *memory, seconds_of(changed, design) if seconds_of else None))
-    return sorted(found, key=lambda candidate: candidate.seconds or 0.0)
+            choices.append(Candidate(changed, *memory, seconds_of(changed, design) if seconds_of else None))
+    return sorted(choices, key=lambda candidate: candidate.seconds or 0.0)
 
 
-def chosen_of(found: list[Candidate], config: RunConfig, available: int) -> Candidate | None:
+def chosen_of(choices: list[Candidate], config: RunConfig, available: int) -> Candidate | None:
     """The run as it was asked for, if it fits, or else the first that does."""
-    asked = (c for c in found if (c.config.recompute, c.config.offload) == (config.recompute, config.offload))
-    return first_fitting([*asked, *found], available)
+    asked = (c for c in choices if (c.config.recompute, c.config.offload) == (config.recompute, config.offload))
+    return first_fitting([*asked, *choices], available)
 
 
-def first_fitting(found: list[Candidate], available: int) -> Candidate | None:
-    return next((candidate for candidate in found if candidate.memory_bytes <= available), None)
+def first_fitting(choices: list[Candidate], available: int) -> Candidate | None:
+    return next((candidate for candidate in choices if candidate.memory_bytes <= available), None)
 
 
-def fitting_lines(found: list[Candidate], available: int) -> Iterator[str]:
+def fitting_lines(choices: list[Candidate], available: int) -> Iterator[str]:
     """A line for each candidate, the flags of the first that fits, and what else would help."""
-    config = found[0].config
-    order = "fastest first" if found[0].seconds else "the cheapest first"
+    config = choices[0].config
+    order = "fastest first" if choices[0].seconds else "the cheapest first"
     yield f"same bits  within {human_bytes(available)} at micro-batch {config.micro_batch}, {order}"
-    for candidate in found:
+    for candidate in choices:
         fits = "fits" if candidate.memory_bytes <= available else "-"
-        time = f"{candidate.seconds / found[0].seconds - 1:+8.1%}" if candidate.seconds and found[0].seconds else ""
+        time = f"{candidate.seconds / choices[0].seconds - 1:+8.1%}" if candidate.seconds and choices[0].seconds else ""
         host = f", {human_bytes(candidate.host_bytes)} of the host" if candidate.host_bytes else ""
         yield f"  {candidate.flags:<30}{human_bytes(candidate.memory_bytes):>11}  {fits:<4} {time}{host}".rstrip()
-    chosen = first_fitting(found, available)
-    yield (
-        f"take       {chosen.flags}"
-        if chosen
-        else "take       none of these; a smaller --micro-batch (other bits) or model"
-    )
+    chosen = first_fitting(choices, available)
+    yield f"take       {chosen.flags if chosen else 'none of these; a smaller --micro-batch (other bits) or model'}"
     if config.moments == "fp32" and config.optimizer == "adamw":
-        half = found[0].moments_bytes // 2
+        half = choices[0].moments_bytes // 2
         yield f"or         --moments bf16 takes {human_bytes(half)} less, where the moments lie, with other bits"
 
 
@@ -147,8 +142,8 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     if available is not None:
         lines += fits_lines(config, vocab_size, ranks, available, there, resolved)
     if fit:
-        found = candidates(config, device, ranks, lambda other: resolved(other, vocab_size, ranks=ranks), None)
-        lines += fitting_lines(found, fit)
+        choices = candidates(config, device, ranks, lambda other: resolved(other, vocab_size, ranks=ranks), None)
+        lines += fitting_lines(choices, fit)
     return lines
 
 
@@ -241,7 +236,7 @@ def describe_gpu(
         *fits_lines(config, vocab_size, ranks, found.available_bytes, "allowed" if fit else "usable", resolved),
         *(fitting_lines(fitted, fit) if fit else []),
         "",
-        heading(),
+        HEADING,
         row(found),
         f"{'measured' + source if found.measured else 'estimated, by the model of docs/planning.md'}; steps alone",
     ]
@@ -262,35 +257,23 @@ def describe_gpus(
     config: RunConfig, vocab_size: int, ranks: int = 1, price: float | None = None, fit: int = 0
 ) -> list[str]:
     """A row for every GPU; one that cannot run it says why."""
-    lines = [heading()]
+    lines = [HEADING]
     for name in GPUS:
         try:
             lines.append(row(forecast(config, vocab_size, name, ranks=ranks, price=price, fit=fit)))
         except HandgradError as error:
-            lines.append(f"{name:<{WIDTHS[0]}}{error}")
+            lines.append(f"{name:<{COLUMNS[0][-1]}}{error}")
     return [*lines, *([f"{ranks} GPUs each; memory and micro-batch per GPU"] if ranks > 1 else []), NOTE]
 
 
-def heading() -> str:
-    return cells("GPU", "precision", "micro-batch", "memory", "tokens/s", "time", "kWh", "dollars")
+def row(run: Forecast) -> str:
+    return cells([text(run) for _, text, _ in COLUMNS]) + ("  measured" if run.measured else "  estimated")
 
 
-def row(found: Forecast) -> str:
-    dollars = "-" if found.dollars is None else f"{found.dollars:,.2f}"
-    return cells(
-        found.gpu,
-        found.precision,
-        str(found.micro_batch),
-        human_bytes(found.memory_bytes),
-        human_count(found.tokens_per_second),
-        duration(found.seconds),
-        energy(found.kilowatt_hours),
-        dollars,
-    ) + ("  measured" if found.measured else "  estimated")
-
-
-def cells(first: str, *others: str) -> str:
-    return f"{first:<{WIDTHS[0]}}" + " ".join(f"{text:>{width}}" for text, width in zip(others, WIDTHS[1:], strict=True))
+def cells(texts: Sequence[str]) -> str:
+    """A line of the table, the first column on the left."""
+    aligned = [f"{text:>{width}}" for text, (_, _, width) in zip(texts, COLUMNS, strict=True)]
+    return f"{texts[0]:<{COLUMNS[0][-1]}}" + " ".join(aligned[1:])
 
 
 def energy(kilowatt_hours: float) -> str:
@@ -308,3 +291,16 @@ def duration(seconds: float) -> str:
         if seconds >= least * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s"
+
+
+COLUMNS: list[tuple[str, Callable[[Forecast], str], int]] = [  # heading, text, width
+    ("GPU", lambda run: run.gpu, 11),
+    ("precision", lambda run: run.precision, 9),
+    ("micro-batch", lambda run: str(run.micro_batch), 11),
+    ("memory", lambda run: human_bytes(run.memory_bytes), 11),
+    ("tokens/s", lambda run: human_count(run.tokens_per_second), 10),
+    ("time", lambda run: duration(run.seconds), 10),
+    ("kWh", lambda run: energy(run.kilowatt_hours), 9),
+    ("dollars", lambda run: "-" if run.dollars is None else f"{run.dollars:,.2f}", 11),
+]
+HEADING = cells([heading for heading, _, _ in COLUMNS])

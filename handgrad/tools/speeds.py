@@ -47,10 +47,10 @@ def launch_milliseconds(launch: Callable[[], object], count: int) -> float:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read and written, of a copy of 2 GB on the device (64 MB on a CPU)."""
-    source = torch.ones(2_000_000_000 if device.type == "cuda" else 64_000_000, dtype=torch.uint8, device=device)
+    size, seconds, burst = (2_000_000_000, 0.5, 10) if device.type == "cuda" else (64_000_000, 0.1, 1)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    large = device.type == "cuda"
-    return 2 * source.numel() / seconds_of(device, lambda: target.copy_(source), 0.5 if large else 0.1, 10 if large else 1)
+    return 2 * size / seconds_of(device, lambda: target.copy_(source), seconds, burst)
 
 
 def gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
@@ -170,8 +170,8 @@ def measured_speed(gpu: str, config: RunConfig, vocab_size: int, ranks: int) -> 
 # the optimizer. docs/planning.md compares it with measurements.
 
 # Fitted to steps of 124M and 1558M on an H200 at its power limit; the other sizes and GPUs are predictions.
-PRODUCT_SHARE = {"fp8": 0.57}  # of the peak, in a whole step
-USUAL_PRODUCT_SHARE = 0.62
+GEMM_SHARE = {"fp8": 0.57}  # of the peak, in a whole step
+USUAL_GEMM_SHARE = 0.62
 # Measured: the memory-bound kernels' share of the data sheet's bandwidth, attention's of the bf16 peak, the time of
 # attention that also quantises.
 MEMORY_SHARE = 0.80
@@ -192,7 +192,7 @@ DROPOUT_PASSES = 10
 class StepTime:
     """Seconds of an optimizer step, by what it waits for."""
 
-    products: float
+    gemms: float
     attention: float
     memory: float
     optimizer: float
@@ -200,7 +200,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return self.products + self.attention + self.memory + self.optimizer + self.exchange
+        return self.gemms + self.attention + self.memory + self.optimizer + self.exchange
 
 
 def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> StepTime:
@@ -213,11 +213,11 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     rate = MEMORY_SHARE * gpu.terabytes_per_second * 1e12
     parameters = count_parameters(design.parameters)
     in_fp8 = fp8_share(design)
-    products = tokens * product_seconds_per_token(gpu, design, precision, rate)
+    gemms = tokens * gemm_seconds_per_token(gpu, design, precision, rate)
     kind = "bf16" if precision == "fp8" else "fp32" if precision == "tf32" else precision
-    products_of_attention = 7 + 2 * (config.recompute >= WHOLE_BLOCKS)  # two forward, five backward
+    attention_gemms = 7 + 2 * (config.recompute >= WHOLE_BLOCKS)  # two forward, five backward
     attended = shape.num_heads * shape.head_width
-    attention = products_of_attention * layers * attended * (length + 1) / (ATTENTION_SHARE * gpu.flops(kind))
+    attention = attention_gemms * layers * attended * (length + 1) / (ATTENTION_SHARE * gpu.flops(kind))
     attention *= tokens * (1 + (QUANTISING - 1) * in_fp8)
     level = config.recompute
     per_channel = (1 - in_fp8) * size * (ELEMENTS + AGAIN_ELEMENTS[level])
@@ -231,12 +231,12 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     moved = tokens * (layers * channels * per_channel + ends) + micro_batches * parameters * (2 * size + 8)
     moved += micro_batches * count_parameters(design.base) * 2 * size
     return StepTime(
-        products=products,
+        gemms=gemms,
         attention=attention,
         memory=moved / rate,
         optimizer=optimizer_bytes(config, parameters, size, ranks) / rate + offload_seconds(gpu, design),
         exchange=exchange_seconds(gpu, config, parameters, size, ranks)
-        + (ranks > 1) * (1 / TOGETHER_SHARE - 1) * (products + attention + moved / rate),
+        + (ranks > 1) * (1 / TOGETHER_SHARE - 1) * (gemms + attention + moved / rate),
     )
 
 
@@ -247,7 +247,7 @@ def fp8_share(design: Design) -> float:
     return len(design.fp8.gemms.blocks) / (design.shape.num_layers * len(design.shape.fp8_parts))
 
 
-def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float) -> float:
+def gemm_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float) -> float:
     """Seconds of all GEMMs of blocks and head: forward, input gradient, weight gradient. Frozen weights have no weight
     gradient; adapters are not counted."""
     shape, size = design.shape, design.dtype.itemsize
@@ -256,7 +256,7 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
 
     def seconds(inputs: int, outputs: int, kind: str) -> float:
         """One GEMM: 2 I O operations per token, and its operands once."""
-        operations = 2 * inputs * outputs / (PRODUCT_SHARE.get(kind, USUAL_PRODUCT_SHARE) * gpu.flops(kind))
+        operations = 2 * inputs * outputs / (GEMM_SHARE.get(kind, USUAL_GEMM_SHARE) * gpu.flops(kind))
         return max(operations, (inputs + outputs) * (1 if kind == "fp8" else size) / rate)
 
     total, passes = 0.0, 2 if design.base else 3
