@@ -148,13 +148,7 @@ def run_mark(index: int) -> Style:
 
 
 def draw_curve(
-    axes: Axes,
-    x: np.ndarray,
-    y: np.ndarray,
-    index: int,
-    runs: Sequence[Run],
-    average: Callable = np.median,
-    name: str = "",
+    axes: Axes, x: np.ndarray, y: np.ndarray, index: int, runs: Sequence[Run], average: Callable = np.median, name: str = ""
 ) -> None:
     """The raw curve thin and pale, its running average on top: a median, so that a spike stays a spike.
 
