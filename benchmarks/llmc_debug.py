@@ -25,7 +25,7 @@ from torch import Tensor
 
 from handgrad.data.llmc_header import DEBUG_STATE, HEADER_BYTES, check_size, read_header
 from handgrad.errors import DataError, user_error
-from handgrad.interop.llmc_model import ORDER, LlmcModel, count_elements, read_model, read_numbers, without_padding
+from handgrad.interop.llmc import ORDER, LlmcModel, count_elements, read_model, read_numbers, without_padding
 from handgrad.machine import devices
 from handgrad.machine.backend import choose_backend
 from handgrad.memory.arena import Buffer, make_plan

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -236,7 +235,7 @@ def in_pieces(bench: Bench, **settings: Any) -> Result:
 
 
 def exported(bench: Bench, to: str, dtype: str, **settings: Any) -> Result:
-    """A run exported, the files read and imported, and gone on with where they hold the moments."""
+    """A run exported, the files read and imported."""
     bench.train(**settings)
     run, out, back = (bench.home / name for name in ("run", "out", "back"))
     source = out / "model.bin" if to == "llmc" else out
@@ -244,13 +243,6 @@ def exported(bench: Bench, to: str, dtype: str, **settings: Any) -> Result:
     logits = of_tensor(handgrad.load(source, device=bench.device).logits(TEXTS))
     found = {"rounding": done.rounding, "logits": logits, "import": bench.command("import", source, "--out", back)}
     found |= {f"imported {key}": value for key, value in bench.outcome(back).items()}
-    if to == "llmc":
-        shutil.rmtree(out)
-        found["export"] = bench.command("export", run, out, "--to", to, "--with-optimizer")
-        state = ("--optimizer", out / "state_00000008_00000.bin")
-        found["import again"] = bench.command("import", source, "--out", bench.home / "again", *state)["code"]
-        again = bench.train(name="again", **{**settings, "steps": 10, "allow_changes": True})
-        found |= {f"gone on {key}": value for key, value in again.items()}
     for path in sorted(out.iterdir()):
         content = path.read_bytes()
         if path.name == "README.md":

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from handgrad.errors import ConfigError, UsageError
-from handgrad.interop.export import export_llmc
 from handgrad.machine.gpus import GPUS
 from handgrad.memory.arena import ALWAYS
 from handgrad.memory.rows import ZEROS, ParameterRow
@@ -35,7 +34,6 @@ from handgrad.run.open import train
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check
 from handgrad.settings.presets import preset
-from handgrad.storage.checkpoint import find
 from handgrad.tools.forecast import resolve_for
 from tests.test_training import assembly_of
 
@@ -262,11 +260,9 @@ def test_at_a_learning_rate_of_0_the_state_moves_alone(config: RunConfig) -> Non
 
 
 def test_its_state_is_nobody_elses(config: RunConfig, tmp_path: Path) -> None:
-    """A run keeps its optimizer, whatever may change; llm.c has no place for the state."""
+    """A run keeps its optimizer, whatever may change."""
     train(replace(config, optimizer="muon", steps=2, save_every=0, eval_every=0))
     with pytest.raises(
         ConfigError, match="holds the state of muon, found optimizer adamw; start a new run from its weights"
     ):
         train(replace(config, steps=2, save_every=0, eval_every=0), allow_changes=True)
-    with pytest.raises(UsageError, match=r"llm.c's state is AdamW's, found a run of muon"):
-        export_llmc(find(config.out), tmp_path / "llmc", with_optimizer=True)

@@ -205,7 +205,6 @@ def export(parser: Parser) -> None:
     types = "of the weights: fp32 or bf16 (default: fp32); for gguf f16, bf16 or q8_0 (default: f16)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "f16", "q8_0"), metavar="NAME", help=types)
     parser.text("--push", "NAME", "hf: then upload DIR to the Hub as OWNER/NAME, private if new")
-    parser.switch("--with-optimizer", "llmc: also the moments, so that llm.c can resume (-y 1)")
     add_strict(parser)
 
 
@@ -215,7 +214,6 @@ def import_(parser: Parser) -> None:
     accepted = "a new folder; evaluate, sample and --init-from accept it"
     parser.add_argument("--out", required=True, metavar="DIR", help=accepted)
     parser.text("--tokenizer", "gpt2|bytes|FILE", "instead of the source's own")
-    parser.text("--optimizer", "FILE", "llm.c's state_*.bin of that step, so that `train --out DIR` can resume")
     parser.text("--base", "WEIGHTS", "base weights for a PEFT folder's adapters, instead of the ones it names")
 
 

@@ -15,8 +15,6 @@ from handgrad.storage import checkpoint
 def run(parsed: Namespace) -> int:
     if parsed.push and parsed.to != "hf":
         raise UsageError("--push uploads to the Hub and needs --to hf")
-    if parsed.with_optimizer and parsed.to != "llmc":
-        raise UsageError("--with-optimizer needs --to llmc; transformers keeps no moments")
     dtype = parsed.dtype or ("f16" if parsed.to == "gguf" else "fp32")
     check_choice(f"--dtype of --to {parsed.to}", dtype, GGUF_TYPES if parsed.to == "gguf" else EXPORT_DTYPES)
     source = checkpoint.find(parsed.checkpoint, strict=parsed.strict)
@@ -31,7 +29,7 @@ def run(parsed: Namespace) -> int:
         done = export_model(source, path, EXPORT_DTYPES[dtype])
         read_back = f"the logits of {done.tokens} random tokens are the same bits"
     elif parsed.to == "llmc":
-        done = export_llmc(source, path, EXPORT_DTYPES[dtype], with_optimizer=parsed.with_optimizer)
+        done = export_llmc(source, path, EXPORT_DTYPES[dtype])
     else:
         done = export_gguf(source, path, dtype)
     print(f"checkpoint {source.folder} (step {source.step})")

@@ -9,10 +9,6 @@ PEFT            adapter_model.safetensors, adapter_config.json      the adapters
 llm.c           model.bin               the weights
                 gpt2_tokenizer.bin      the tokens, for llm.c's sampling
                 tokenizer.json          of a trained vocabulary, since llm.c's file cannot encode
-                with the optimizer:
-                model_<step>.bin        model.bin, by the name that llm.c looks for when it resumes
-                state_<step>_00000.bin  moments and master weights
-                DONE_<step>             empty: all of them are complete
 """
 
 import functools
@@ -44,9 +40,7 @@ from handgrad.files import check_free, whole
 from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.interop import huggingface, modern, peft
-from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_model
-from handgrad.interop.llmc_state import read_state, write_state
-from handgrad.interop.llmc_tokenizer import tokenizer_bytes
+from handgrad.interop.llmc import LlmcModel, read_model, tokenizer_bytes, write_model
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.sources import weights_of
 from handgrad.memory.rows import ParameterRow
@@ -54,14 +48,7 @@ from handgrad.models import architecture, parameter_table
 from handgrad.ops import reference
 from handgrad.parsing import parse_json
 from handgrad.settings.config import ModelShape
-from handgrad.storage.checkpoint import (
-    OPTIMIZER_FILE,
-    WEIGHTS_FILE,
-    Checkpoint,
-    Stored,
-    open_tensors,
-    safetensors_bytes,
-)
+from handgrad.storage.checkpoint import Checkpoint, Stored, safetensors_bytes
 from handgrad.storage.tensor_files import write_file
 
 MODEL_FILE, TOKENS_FILE = "model.bin", "gpt2_tokenizer.bin"
@@ -151,66 +138,22 @@ def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
     return Exported(folder, peft.write_folder(checkpoint, folder, dtype), 0, 0.0)
 
 
-def export_llmc(
-    checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32, *, with_optimizer: bool = False
-) -> Exported:
-    """`handgrad export --to llmc`. Raises the errors of `export`, and `UsageError`: the network is no GPT-2, a token is too
-    long for llm.c, or the checkpoint has no moments."""
+def export_llmc(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> Exported:
+    """`handgrad export --to llmc`. Raises the errors of `export`, and `UsageError`: the network is no GPT-2, or a token is
+    too long for llm.c."""
     if (found := checkpoint_config(checkpoint).architecture) != "gpt2":
         raise UsageError(
             f"llm.c has no network like {checkpoint.folder}'s ({found}), only GPT-2's; `export --to hf` writes it"
             " with its code"
         )
-    state_name = f"state_{checkpoint.step:08d}_00000.bin"
-    tensors: dict[str, Values] = {}
-    if with_optimizer:
-        check_free(folder)
-        tensors = optimizer_tensors(checkpoint)
 
     def write(partial: Path, model: LoadedModel) -> None:
         flat = model.views["parameters"]
         write_model(partial / MODEL_FILE, model.shape, lambda row: row.stored(flat), dtype)
-        write_file(partial / TOKENS_FILE, [tokenizer_bytes(model.tokenizer)])
-        for name, content in tokenizer_files(model.tokenizer).items():
+        for name, content in {TOKENS_FILE: tokenizer_bytes(model.tokenizer), **tokenizer_files(model.tokenizer)}.items():
             write_file(partial / name, [content])
-        if with_optimizer:
-            write_state(partial / state_name, model.shape, checkpoint.step, tensors)
-            (partial / f"model_{checkpoint.step:08d}.bin").symlink_to(MODEL_FILE)
-            write_file(partial / f"DONE_{checkpoint.step:08d}", [])
 
-    def read(partial: Path) -> LlmcModel:
-        found = read_model(partial / MODEL_FILE)
-        if with_optimizer:
-            state = read_state(partial / state_name, found)
-            same = (state.step, state.has_master) == (checkpoint.step, "master" in tensors)
-            for row in parameter_table(found.shape):
-                same = same and all(torch.equal(state.values(name, row), tensors[name](row).float()) for name in tensors)
-            if not same:
-                raise DataError(f"expected the optimizer of {checkpoint.folder} in {partial / state_name}, found others")
-        return found
-
-    return export(checkpoint, folder, dtype, MODEL_FILE, write, read)
-
-
-def optimizer_tensors(checkpoint: Checkpoint) -> dict[str, Values]:
-    """m and v of a checkpoint, and master where it has master weights. Raises `UsageError` for a checkpoint without AdamW's
-    moments of all weights."""
-    config = checkpoint.manifest["config"]
-    if (optimizer := config.get("optimizer", "adamw")) != "adamw":
-        raise UsageError(f"llm.c's state is AdamW's, found a run of {optimizer}; export the weights alone")
-    if config.get("lora"):
-        raise UsageError(f"{checkpoint.folder} has moments of adapters alone; export the weights alone")
-    if "m.wte" not in checkpoint.file_of_tensor:
-        raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
-
-    def stored(file: str, prefix: str) -> Values:
-        return lambda row: checkpoint.tensor(file, prefix + row.name, row.stored_shape)
-
-    tensors = {"m": stored(OPTIMIZER_FILE, "m."), "v": stored(OPTIMIZER_FILE, "v.")}
-    with open_tensors(checkpoint.file_of_tensor["wte"]) as weights:
-        if weights.get_slice("wte").get_dtype() != "BF16":  # a run without master weights stores bf16
-            tensors["master"] = stored(WEIGHTS_FILE, "")
-    return tensors
+    return export(checkpoint, folder, dtype, MODEL_FILE, write, lambda partial: read_model(partial / MODEL_FILE))
 
 
 def export(

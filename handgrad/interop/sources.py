@@ -11,13 +11,11 @@ The first matching line decides.
 """
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import handgrad
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
@@ -37,16 +35,13 @@ from handgrad.interop.huggingface import (
     read_shape,
     read_shape_and_words,
 )
-from handgrad.interop.llmc_model import LlmcModel, read_model
-from handgrad.interop.llmc_state import OptimizerState, read_state
-from handgrad.memory.rows import ParameterRow
+from handgrad.interop.llmc import LlmcModel, read_model
 from handgrad.models import parameter_table
 from handgrad.networks.modern import of_stored
 from handgrad.settings.config import FIELDS, to_dict
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import MANIFEST, Checkpoint, Stored
-from handgrad.storage.run_files import CHECKPOINTS, LOCK_FILE, named_run
-from handgrad.storage.tensor_files import write_file
+from handgrad.storage.run_files import CHECKPOINTS, named_run
 
 
 def open_weights(
@@ -158,45 +153,15 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
     return path
 
 
-def import_model(
-    source: str, out: Path, tokenizer: str = "", optimizer: str = "", base: str = ""
-) -> tuple[Weights, OptimizerState | None]:
-    """`handgrad import`: weights into a run-like folder `out`, as float32, which holds float16 and bf16 exactly.
+def import_model(source: str, out: Path, tokenizer: str = "", base: str = "") -> Weights:
+    """`handgrad import`: weights into a folder `out` that `evaluate`, `sample`, `export` and `train --init-from` treat as a
+    run's: a checkpoint of step 0 without moments, in float32, which holds float16 and bf16 exactly.
 
-    With an `optimizer` state of llm.c the weights are its masters, if it has any, the folder holds moments, and
-    `train --out` continues from its step. Raises the errors of `open_weights`, `read_state` and `write_imported`; then
-    `out` does not exist.
+    Raises the errors of `open_weights`; `UsageError`: `out` exists; `StorageError`: the disk refuses. Then `out` does not
+    exist.
     """
     check_free(out)
-    path, state = Path(source), None
-    if not base and (path.is_file() or is_llmc(path)):
-        model = read_model(path, tokenizer)
-        state = read_state(Path(optimizer), model) if optimizer else None
-        found = imported("llm.c", str(path), model, [path, *(state.paths if state else ())])
-        if state and state.has_master:
-            found = replace(found, weight=state.master)
-    elif optimizer:
-        raise UsageError(f"--optimizer goes with a model file of llm.c, found {path}")
-    else:
-        found = open_weights(source, tokenizer, base=base)
-    readers: dict[str, Callable[[ParameterRow], Tensor]] = {"": found.weight}
-    if state:
-        readers |= {f"{name}.": functools.partial(state.values, name) for name in ("m", "v")}
-    tensors = [
-        Stored(prefix + row.name, torch.float32, row.stored_shape, functools.partial(reader, row))
-        for prefix, reader in readers.items()
-        for row in parameter_table(found.shape)
-    ]
-    write_imported(out, found, tensors, state)
-    return found, state
-
-
-def write_imported(out: Path, found: Weights, tensors: Iterable[Stored], state: OptimizerState | None) -> None:
-    """Writes a folder that `evaluate`, `sample`, `export` and `train --init-from` treat as a run's: a checkpoint of step 0
-    without moments, or of the step of `state` with them.
-
-    Raises `UsageError` if `out` exists, `StorageError` if the disk refuses; nothing remains then.
-    """
+    found = open_weights(source, tokenizer, base=base)
     manifest: dict[str, Any] = {
         "handgrad": handgrad.__version__,
         "versions": {"handgrad": handgrad.__version__, "torch": torch.__version__},
@@ -207,15 +172,15 @@ def write_imported(out: Path, found: Weights, tensors: Iterable[Stored], state: 
         "imported": found.origin,
         CHAT: found.checkpoint is not None and trained_on_chats(found.checkpoint),
     }
-    if state:  # what a run keeps beside its tensors, as at its start
-        manifest |= {"loss_window": [], "norm_window": [], "skips_in_a_row": 0}
+    tensors = [
+        Stored(row.name, torch.float32, row.stored_shape, functools.partial(found.weight, row))
+        for row in parameter_table(found.shape)
+    ]
     with whole(out) as partial:
         partial.mkdir(parents=True)
-        step = state.step if state else 0
-        written = checkpoint.save(partial / CHECKPOINTS, step, tensors, manifest, tokenizer_files(found.tokenizer))
-        if state:
-            write_file(partial / LOCK_FILE, [])
+        written = checkpoint.save(partial / CHECKPOINTS, 0, tensors, manifest, tokenizer_files(found.tokenizer))
         try:
             checkpoint.open_checkpoint(written)  # sizes and hashes, read back from the disk
         except DataError as error:
             raise StorageError(f"reading back {out} failed: {error}") from None
+    return found

@@ -119,8 +119,7 @@ def test_every_command_reads_parts(alone: Path, shared: Path, shards: Path, tmp_
     for run in (alone, shared):
         for to in ("hf", "llmc"):
             out = tmp_path / f"{run.parent.name}-{to}"
-            optimizer = ["--with-optimizer"] if to == "llmc" else []
-            assert main(["export", str(run), str(out), "--to", to, *optimizer]) == 0
+            assert main(["export", str(run), str(out), "--to", to]) == 0
             exported.append(
                 {path.name: path.read_bytes() for path in out.iterdir() if path.suffix in (".bin", ".safetensors")}
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.llmc_debug import DebugState, compare, main, read_debug_state
 from benchmarks.twin import Twin
 from handgrad.data.llmc_header import DEBUG_STATE, make_header
-from handgrad.interop.llmc_model import Values, all_bytes, read_model, write_model
+from handgrad.interop.llmc import Values, all_bytes, read_model, write_model
 from handgrad.memory.rows import flat_elements
 from handgrad.models import gpt2, parameter_table
 from handgrad.ops import reference

@@ -1,15 +1,19 @@
-"""GPT-2 as llm.c keeps it: one file, a header and the parameters, each tensor for all layers before the next.
+"""GPT-2 as llm.c keeps it: a file of the parameters, each tensor for all layers before the next, and one of the tokens.
 
+model.bin
     header    [0] 20240326  [1] 3: float32, 5: bf16  [2] maxT  [3] V  [4] L  [5] H  [6] C  [7] Vp
     wte (Vp, C) · wpe (maxT, C) · ln1w (L, C) · ln1b (L, C) · qkvw (L, 3C, C) · qkvb (L, 3C) · attprojw (L, C, C)
     attprojb (L, C) · ln2w (L, C) · ln2b (L, C) · fcw (L, 4C, C) · fcb (L, 4C) · fcprojw (L, C, 4C) · fcprojb (L, C)
     lnfw (C) · lnfb (C)
+gpt2_tokenizer.bin
+    header    [0] 20240328  [1] 2 (1: without the id of end-of-text)  [2] V  [3] id of end-of-text
+    per token    its length in bytes, one byte; its bytes
 
-Matrices are (out, in), as ours. The head is the token embedding. Gradients, moments and master weights lie in other files
-in the same order. The embedding's rows from V to Vp are zero in all of them: llm.c starts them so, its softmax leaves them
-out, so they never get a gradient, and a decay of zero is zero.
+Matrices are (out, in), as ours. The head is the token embedding, whose rows from V to Vp are zero. Gradients lie in other
+files in the same order. The file of the tokens can decode but not encode, so at best it identifies a tokenizer.
 
-Source: llm.c, train_gpt2.cu (`ParameterTensors`, `gpt2_write_to_checkpoint`) and train_gpt2.py (`write_model`).
+Source: llm.c, train_gpt2.cu (`ParameterTensors`, `gpt2_write_to_checkpoint`), train_gpt2.py (`write_model`,
+`write_tokenizer`) and llmc/tokenizer.h.
 """
 
 import functools
@@ -24,14 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad.data.llmc_header import HEADER_BYTES, MODEL, check_size, make_header, read_header
-from handgrad.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
-from handgrad.errors import DataError
+from handgrad.data.llmc_header import HEADER_BYTES, MODEL, TOKENIZER, check_size, make_header, read_header
+from handgrad.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_FILE, Tokenizer, read_small
+from handgrad.data.tokenizer_loading import load_tokenizer
+from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import imported_config
-from handgrad.interop.llmc_tokenizer import tokenizer_beside
-from handgrad.memory.rows import ParameterRow
+from handgrad.memory.rows import ParameterRow, rounded_up
 from handgrad.models import parameter_table
-from handgrad.settings.config import ModelShape
+from handgrad.settings.config import VOCABULARY_MULTIPLE, ModelShape
 from handgrad.storage.tensor_files import write_file
 
 # Our names in their order; a block's name stands for all layers.
@@ -41,7 +45,8 @@ ORDER = (
 )
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 STORED_AS = {torch.float32: np.dtype("<f4"), torch.bfloat16: np.dtype("<i2")}  # numpy has no bf16: its bits
-Values = Callable[[ParameterRow], Tensor]  # a parameter, or its gradient or moment, with the shape `row.stored_shape`
+GPT2_VOCAB_SIZE, LONGEST_TOKEN_BYTES = 50257, 255
+Values = Callable[[ParameterRow], Tensor]  # a parameter, or its gradient, with the shape `row.stored_shape`
 
 
 class Span(NamedTuple):
@@ -71,7 +76,7 @@ def count_elements(spans: Mapping[str, Span]) -> int:
     return sum(span.elements for span in spans.values())
 
 
-# Reading.
+# The model.
 
 
 def read_numbers(path: Path, dtype: torch.dtype, offset_bytes: int, count: int) -> Tensor:
@@ -143,9 +148,6 @@ def read_model(path: Path, tokenizer: str = "") -> LlmcModel:
     return LlmcModel(path, shape, dtype, spans, tokenizer)
 
 
-# Writing.
-
-
 def all_bytes(shape: ModelShape, values: Values, dtype: torch.dtype) -> Iterator[memoryview | bytes]:
     """All parameters in llm.c's order, one at a time, the vocabulary padded with zeros."""
     for span in layout(shape, shape.padded_vocab_size).values():
@@ -160,3 +162,78 @@ def write_model(path: Path, shape: ModelShape, weight: Values, dtype: torch.dtyp
     sizes = shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.channels
     words = dict(enumerate((MODEL, version, *sizes, shape.padded_vocab_size)))
     write_file(path, itertools.chain([make_header(words)], all_bytes(shape, weight, dtype)))
+
+
+# The tokens.
+
+
+def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
+    """The content of the file. Raises `UsageError` if a token is too long for it, or if no file beside it can encode: of
+    another model's tokenizer."""
+    if tokenizer.kind == "model":
+        raise UsageError(
+            "expected the tokenizer gpt2, bytes or bpe for llm.c's files, found another model's; `export --to hf` writes it"
+        )
+    longest = max(map(len, tokenizer.token_bytes))
+    if longest > LONGEST_TOKEN_BYTES:
+        raise UsageError(
+            f"expected tokens of at most {LONGEST_TOKEN_BYTES} bytes for llm.c's tokenizer file, found one of {longest};"
+            " train the tokenizer on other text"
+        )
+    words = {0: TOKENIZER, 1: 2, 2: tokenizer.vocab_size, 3: tokenizer.end_of_text}
+    return make_header(words) + b"".join(bytes([len(token)]) + token for token in tokenizer.token_bytes)
+
+
+def read_tokens(path: Path) -> tuple[tuple[bytes, ...], int]:
+    """(the bytes of every token, the id of end-of-text) of a tokenizer file. Raises `DataError`."""
+    words, _ = read_header(path, TOKENIZER, (1, 2))
+    count, end_of_text = words[2], words[3] if words[1] == 2 else GPT2_VOCAB_SIZE - 1
+    if not 0 <= end_of_text < count <= MAX_VOCAB_SIZE:
+        raise DataError(
+            f"expected at most {MAX_VOCAB_SIZE} tokens and an end-of-text among them in {path}, found {count} and"
+            f" {end_of_text}; the file is damaged"
+        )
+    content, tokens, start = read_small(path), [], HEADER_BYTES
+    for number in range(count):
+        length = content[start] if start < len(content) else 0
+        if not length or start + 1 + length > len(content):
+            raise DataError(f"expected {count} tokens of 1 byte or more in {path}, found the end or none at {number}")
+        tokens.append(content[start + 1 : start + 1 + length])
+        start += 1 + length
+    if start != len(content):
+        raise DataError(f"expected {start} bytes for {count} tokens in {path}, found {len(content)}; copy it again")
+    return tuple(tokens), end_of_text
+
+
+def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
+    """The tokenizer of the model file at `path`: the one `named`; else a `tokenizer.json` beside it; else GPT-2's or bytes,
+    by the size of the vocabulary. A `*tokenizer.bin` beside the model must hold its tokens.
+
+    Raises `DataError` if there is none, or if one of another model lies there.
+    """
+    if named:
+        found = load_tokenizer(named)
+    elif (path.parent / TOKENIZER_FILE).is_file():
+        found = load_tokenizer(str(path.parent / TOKENIZER_FILE))
+    else:
+        # A model saved with its padding has more rows than GPT-2 has tokens: another vocabulary.
+        sizes = {kind.vocab_size: kind for kind in map(load_tokenizer, ("gpt2", "bytes"))}
+        if vocab_size not in sizes:
+            hint = "; its rows are padded" if vocab_size == rounded_up(GPT2_VOCAB_SIZE, VOCABULARY_MULTIPLE) else ""
+            raise DataError(
+                f"expected the {GPT2_VOCAB_SIZE} tokens of GPT-2 in {path}, found {vocab_size}{hint};"
+                " name the model's tokenizer with --tokenizer gpt2, bytes or FILE"
+            )
+        found = sizes[vocab_size]
+    if found.vocab_size != vocab_size:
+        raise DataError(
+            f"expected a tokenizer of {vocab_size} tokens as {path} says, found one of {found.vocab_size} ({found.kind});"
+            " name the model's own with --tokenizer gpt2, bytes or FILE"
+        )
+    beside = sorted(path.parent.glob("*tokenizer.bin"))
+    if not named and len(beside) == 1 and read_tokens(beside[0]) != (found.token_bytes, found.end_of_text):
+        raise DataError(
+            f"expected the tokens of {found.kind} in {beside[0]}, found others; it decodes but cannot encode, so name the"
+            " model's tokenizer with --tokenizer gpt2, bytes or FILE"
+        )
+    return found
