@@ -23,7 +23,7 @@ import handgrad
 from benchmarks.record import write_record
 from handgrad.cli import main
 from handgrad.data.stories import story
-from handgrad.interop.gguf_tokens import PATTERNS
+from handgrad.interop.gguf_file import PATTERNS
 
 TOKENS = 100
 SIZES = ["--num-layers", "4", "--num-heads", "4", "--channels", "128", "--sequence-length", "256", "--micro-batch", "8"]

@@ -24,8 +24,7 @@ from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import UsageError
 from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import with_cache
-from handgrad.generation.generate import Continuation, Decoder
-from handgrad.generation.text import stream_text
+from handgrad.generation.generate import Continuation, Decoder, stream_text
 from tests.interop.models import make_checkpoint
 from tests.interop.test_gguf import words
 from tests.test_commands import refused

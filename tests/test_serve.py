@@ -19,9 +19,8 @@ from handgrad.errors import NumericsError, UsageError
 from handgrad.generation.chat import Talk
 from handgrad.generation.generate import SamplingOptions
 from handgrad.serving.local_server import listen
-from handgrad.serving.requests import COMPLETION, Request, read_request
+from handgrad.serving.requests import COMPLETION, Request, Writer, read_request
 from handgrad.serving.server import MOST_BYTES, Handler, Served, write_all
-from handgrad.serving.writer import Writer
 from tests.interop.models import make_checkpoint
 from tests.screenshots import WIDTHS, ask, chromium
 from tests.test_interrupts import start

@@ -20,8 +20,7 @@ from handgrad.commands import chat, sample
 from handgrad.data.chat_template import ChatTemplate
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError, print_message, storage_error
-from handgrad.generation.generate import Continuation
-from handgrad.generation.text import TextStream
+from handgrad.generation.generate import Continuation, TextStream
 from handgrad.reports.page import write_report
 from handgrad.reports.serve import Watched
 from handgrad.run.console import Display

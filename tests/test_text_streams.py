@@ -7,8 +7,7 @@ import pytest
 
 from handgrad.data.tokenizer import Tokenizer, train_bpe
 from handgrad.data.tokenizer_loading import load_tokenizer
-from handgrad.generation.generate import Continuation
-from handgrad.generation.text import TextStream
+from handgrad.generation.generate import Continuation, TextStream
 
 
 def shown(tokenizer: Tokenizer, text: str, stops: list[str], cuts: list[int] | None = None) -> tuple[list[str], str]:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import (
+    GrowingMemory,
     Weights,
+    Writing,
     check_available,
     is_taught_to_talk,
     load_model,
@@ -21,11 +23,9 @@ from handgrad.evaluation.load import (
     rounded_to_fp8,
     usual_window,
 )
-from handgrad.evaluation.writing import GrowingMemory, Writing
 from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
-from handgrad.generation.generate import Continuation, SamplingOptions, check_writing
-from handgrad.generation.text import cropped, document, stream_text
+from handgrad.generation.generate import Continuation, SamplingOptions, check_writing, cropped, document, stream_text
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
 from handgrad.memory.rows import count_parameters

@@ -11,11 +11,9 @@ from typing import Any
 
 from handgrad.commands.writing import context_of, open_talking_model, sampling_options
 from handgrad.errors import DataError, print_message
-from handgrad.evaluation.load import LoadedModel
-from handgrad.evaluation.writing import Writing
+from handgrad.evaluation.load import LoadedModel, Writing
 from handgrad.generation.chat import Prompt, Talk
-from handgrad.generation.generate import MAX_TOKENS, Continuation, Decoder, SamplingOptions, check_writing
-from handgrad.generation.text import stream_text
+from handgrad.generation.generate import MAX_TOKENS, Continuation, Decoder, SamplingOptions, check_writing, stream_text
 
 NEW, QUIT = "/new", "/quit"
 

@@ -27,8 +27,15 @@ from handgrad.evaluation.load import (
     usual_window,
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
-from handgrad.evaluation.records import AFTERWARDS, append_to_run, task_record, write_rows
-from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
+from handgrad.evaluation.scoring import (
+    AFTERWARDS,
+    TaskResult,
+    append_to_run,
+    make_requests,
+    results_of,
+    task_record,
+    write_rows,
+)
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
 from handgrad.files import check_writable
 from handgrad.format import table

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from handgrad.errors import UsageError
 from handgrad.files import check_free
-from handgrad.interop import peft
+from handgrad.interop.adapters import read_config
 from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft, make_repository, push
 from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
 from handgrad.names import check_choice
@@ -24,7 +24,7 @@ def run(parsed: Namespace) -> int:
         address = make_repository(parsed.push)
     if parsed.to == "peft":
         done = export_peft(source, path, EXPORT_DTYPES[dtype])
-        read_back += f"; the adapters of {peft.read_config(path)[1]}"
+        read_back += f"; the adapters of {read_config(path)[1]}"
     elif parsed.to == "hf":
         done = export_model(source, path, EXPORT_DTYPES[dtype])
         read_back = f"the logits of {done.tokens} random tokens are the same bits"

@@ -21,9 +21,16 @@ from handgrad.files import check_writable
 from handgrad.generation.chat import listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
-from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
+from handgrad.generation.generate import (
+    Continuation,
+    Decoder,
+    SamplingOptions,
+    check_writing,
+    cropped,
+    document,
+    stream_text,
+)
 from handgrad.generation.prompts import read_prompts, whole_lines
-from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
 

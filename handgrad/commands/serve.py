@@ -10,9 +10,8 @@ from handgrad.commands.writing import context_of, open_talking_model, sampling_o
 from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.generation.generate import check_writing
 from handgrad.serving.local_server import LocalHandler, listen
-from handgrad.serving.requests import Request
+from handgrad.serving.requests import Request, Writer
 from handgrad.serving.server import Handler, Served, write_all
-from handgrad.serving.writer import Writer
 
 
 def run(parsed: Namespace) -> int:

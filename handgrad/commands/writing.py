@@ -4,8 +4,7 @@ from argparse import Namespace
 from dataclasses import fields
 
 from handgrad.errors import print_message
-from handgrad.evaluation.load import Weights, is_taught_to_talk, load_model, machine, rounded_to_fp8
-from handgrad.evaluation.writing import Writing
+from handgrad.evaluation.load import Weights, Writing, is_taught_to_talk, load_model, machine, rounded_to_fp8
 from handgrad.format import human_bytes
 from handgrad.generation.chat import Talk
 from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights

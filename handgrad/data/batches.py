@@ -3,7 +3,7 @@
 A window is `sequence_length` + 1 tokens of one shard, its inputs and, one further, its targets; windows of a shard
 start `sequence_length` tokens apart, so that each token is predicted once. An epoch visits every window once: the
 shards in a shuffled order, the windows of a shard in a shuffled order, and nothing of these orders is stored
-(`permutation`). The tokens that do not fill a window are skipped at the start or the end of a shard, a different share
+(`permute`). The tokens that do not fill a window are skipped at the start or the end of a shard, a different share
 in each epoch.
 
 To validate, windows may overlap: they start `stride` tokens apart, and each scores only its last `stride` tokens, the
@@ -12,7 +12,7 @@ that precede it.
 
 Three packings: `stream` is the above. `masked` has the same windows and says where in them a document starts, so that
 attention stays inside; end-of-text, with which the next document begins, is the target of a document's last token. `whole`
-fills a row with whole documents (`packing.rows_of_whole_documents`) and pads it with end-of-text. Of chat data, only what
+fills a row with whole documents (`rows_of_whole_documents`) and pads it with end-of-text. Of chat data, only what
 the assistant says is a target, in every packing. What is no target is -1 in `targets`.
 """
 
@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from handgrad.data.packing import Stretches, rows_of_whole_documents, starts_within
-from handgrad.data.permutation import mix, permute
 from handgrad.data.shards import Dataset, Shard
 from handgrad.errors import DataError, UsageError
 from handgrad.settings.config import AUTO, STREAM, WHOLE
@@ -35,6 +33,114 @@ if TYPE_CHECKING:
 
 # The purpose in a key: no two uses of a seed draw the same numbers.
 SHARD_ORDER, WINDOW_ORDER, OFFSET = 1, 2, 3
+MASK64 = (1 << 64) - 1
+ROUNDS = 8  # the orders of 5 elements: 5 rounds are 3.9 standard deviations from uniform, 6 within 0.4
+
+
+def mix(*values: int) -> int:
+    """A 64-bit hash of a sequence of integers: splitmix64's finaliser (Steele, Lea, Flood 2014) chained over them."""
+    state = len(values)
+    for value in values:
+        state = (state * 0x9E3779B97F4A7C15 + value + 1) & MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
+        state ^= state >> 31
+    return state
+
+
+def permute(index: int, size: int, key: int) -> int:
+    """The position of `index` in a shuffle of range(`size`) that `key` chooses; a bijection of range(`size`).
+
+    A Feistel network on a grid of `rows` x `columns` >= `size` cells: a round adds a hash of one coordinate to the
+    other, which can be undone whatever the hash is. The grid exceeds `size` by less than one column of cells; a walk
+    that ends there goes on until it is back inside (cycle walking, Black and Rogaway 2002), which keeps it a bijection.
+    """
+    assert 0 <= index < size
+    rows = max(2, int(size**0.5))
+    columns = -(-size // rows)
+    while True:
+        row, column = divmod(index, columns)
+        for round_number in range(ROUNDS):
+            column = (column + mix(key, 2 * round_number, row)) % columns
+            row = (row + mix(key, 2 * round_number + 1, column)) % rows
+        index = row * columns + column
+        if index < size:
+            return index
+
+
+def rows_of_whole_documents(
+    document_starts: np.ndarray, token_count: int, sequence_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(first token, number of tokens) of each row, int64: documents one after another while they fit (next fit).
+
+    A row holds up to `sequence_length` + 1 tokens, the last one a target alone. A longer document becomes rows of that
+    many, `sequence_length` apart, so that each of its tokens is predicted once; others follow it in its last row. A shard
+    that begins inside a document begins with the rest of it.
+    """
+    starts, lengths = documents_of(document_starts, token_count)
+    parts = -(-lengths // sequence_length)
+    number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    first = np.repeat(starts, parts) + number * sequence_length
+    end = np.minimum(first + sequence_length + 1, np.repeat(starts + lengths, parts))
+    # The row that begins with part i ends before part following[i], the first that ends too late for it.
+    following = np.searchsorted(end, first + sequence_length + 1, side="right").tolist()
+    rows = [0] if following else []
+    while rows and following[rows[-1]] < len(following):
+        rows.append(following[rows[-1]])
+    start = first[np.array(rows, np.int64)]
+    last = np.array([following[part] - 1 for part in rows], np.int64)
+    return start, end[last] - start
+
+
+def starts_within(document_starts: np.ndarray, first: int, end: int) -> np.ndarray:
+    """Offsets from `first` of the documents that start in tokens `first` ... `end` - 1."""
+    a, b = np.searchsorted(document_starts, (first, end))
+    return document_starts[a:b].astype(np.int64) - first
+
+
+class Stretches:
+    """Disjoint stretches of a shard's tokens: from each of `first` to before the one of `end`, both int64 and rising."""
+
+    def __init__(self, first: np.ndarray, end: np.ndarray):
+        some = end > first
+        self.first, self.end = first[some], end[some]
+
+    @functools.cached_property
+    def _before(self) -> np.ndarray:
+        """Tokens in the stretches before each."""
+        return np.cumsum(self.end - self.first) - (self.end - self.first)
+
+    def without(self, tokens: np.ndarray) -> "Stretches":
+        """These stretches but for single `tokens`, rising offsets."""
+        stretch = np.searchsorted(self.first, tokens, side="right") - 1
+        inside = tokens[(stretch >= 0) & (tokens < self.end[stretch])] if len(self.first) else tokens[:0]
+        return Stretches(np.sort(np.append(self.first, inside + 1)), np.sort(np.append(self.end, inside)))
+
+    def count(self, first: np.ndarray | int, end: np.ndarray | int) -> np.ndarray:
+        """The number of tokens of the stretches in `first` ... `end` - 1, elementwise."""
+        return self._count_before(end) - self._count_before(first)
+
+    def _count_before(self, token: np.ndarray | int) -> np.ndarray:
+        if not len(self.first):
+            return np.zeros_like(token)
+        stretch = np.maximum(np.searchsorted(self.first, token) - 1, 0)
+        inside = np.clip(token - self.first[stretch], 0, self.end[stretch] - self.first[stretch])
+        return self._before[stretch] + inside
+
+    def mask(self, first: int, end: int) -> np.ndarray:
+        """True for the tokens of the stretches among `first` ... `end` - 1."""
+        a, b = np.searchsorted(self.end, first, side="right"), np.searchsorted(self.first, end)
+        edges = np.zeros(end - first + 1, np.int8)
+        edges[np.maximum(self.first[a:b] - first, 0)] += 1
+        edges[np.minimum(self.end[a:b], end) - first] -= 1
+        return np.cumsum(edges[:-1], dtype=np.int8).astype(bool)
+
+
+def documents_of(document_starts: np.ndarray, token_count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(first token, number of tokens) of each document in a shard, int64, and of the rest of one with which it begins."""
+    starts = document_starts.astype(np.int64)
+    starts = np.insert(starts, 0, 0) if token_count and (not len(starts) or starts[0]) else starts
+    return starts, np.diff(starts, append=token_count)
 
 
 class Batches:

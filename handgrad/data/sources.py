@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from handgrad.data.cutting import file_cut
 from handgrad.errors import DataError, storage_error
 from handgrad.parsing import parse_array, parse_json
 
@@ -127,26 +126,10 @@ def passed_over(spec: str) -> dict[str, int]:
     return dict(Counter(path.suffix.lower() or "no suffix" for path in others).most_common())
 
 
-def text_parts(path: Path, fraction: float) -> tuple[int, int]:
-    """(byte where the validation part of a text file begins, size in bytes); uncompressed bytes, both.
-
-    Raises DataError: a damaged .gz; StorageError: the file cannot be read.
-    """
-    with reading(path), open_plain(path) as file:
-        if path.suffix.lower() == ".gz":  # the size that a .gz states is only its last four bytes, modulo 4 GiB
-            size_bytes = 0
-            for block in iter(lambda: file.read(BLOCK_BYTES), b""):
-                size_bytes += len(block)
-                check_expansion(size_bytes, path)
-        else:
-            size_bytes = path.stat().st_size
-        return file_cut(cast(Any, file), size_bytes, fraction), size_bytes
-
-
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
     """The text in bytes [start, stop) of a file, in blocks. The byte-order mark that Windows puts before it is no text.
 
-    Raises DataError: bytes that are not UTF-8, with their offset, or a damaged .gz; StorageError: as `text_parts`.
+    Raises DataError: bytes that are not UTF-8, with their offset, or a damaged .gz; StorageError: the file cannot be read.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     with reading(path), open_plain(path) as file:

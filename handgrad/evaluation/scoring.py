@@ -1,4 +1,5 @@
-"""From questions to requests, and from likelihoods to the figures of a task.
+"""From questions to requests, from likelihoods to the figures of a task, and to their records: lines of the run's
+metrics.jsonl, of kind "evaluation", and the file of --out.
 
 With s_i the sum of the log-likelihoods of the tokens of choice i, and y the right one:
 
@@ -12,18 +13,25 @@ Of equal maxima the first counts. A mean's standard error is the sample's deviat
 it by the delta method.
 """
 
+import fcntl
 import functools
+import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from handgrad.data.tokenizer import Tokenizer
-from handgrad.errors import DataError
+from handgrad.errors import DataError, storage_errors
 from handgrad.evaluation.likelihoods import Likelihoods, Request
 from handgrad.evaluation.tasks import LLMC, Example, TaskData
+from handgrad.files import write_durably
+from handgrad.storage.checkpoint import Checkpoint
+from handgrad.storage.run_files import LOCK_FILE, METRICS_FILE
 
 
 @dataclass(frozen=True)
@@ -162,3 +170,52 @@ def figure(metric: str, values: np.ndarray) -> Figure:
         perplexity = math.exp(min(-mean, 700.0))
         return Figure(metric, perplexity, perplexity * stderr)
     return Figure(metric, mean, stderr)
+
+
+IN_TRAINING, AFTERWARDS = "train", "evaluate"  # the maker of a record
+
+
+def task_record(task: TaskData, result: TaskResult, precision: str, by: str) -> dict[str, Any]:
+    """A line's content except `kind` and `step`; a metric is (value, standard error)."""
+    return {
+        "task": result.name,
+        "examples": result.examples,
+        "metrics": {f.metric: [f.value, f.stderr] for f in result.figures},
+        "sources": task.sources,
+        "precision": precision,
+        "by": by,
+    }
+
+
+def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> str:
+    """Appends the records to the metrics of the run around a checkpoint. Returns a line about it, "" without such a run.
+    Writes nothing while a trainer holds the run: its lines and ours could mix.
+
+    Raises `StorageError` if the disk refuses; the file is then unchanged or has whole lines more.
+    """
+    run = checkpoint.folder.resolve().parent.parent
+    path, lock = run / METRICS_FILE, run / LOCK_FILE
+    if not path.is_file() or not lock.is_file():
+        return ""
+    lines = [json.dumps({"kind": "evaluation", "step": checkpoint.step, **record}) for record in records]
+    with storage_errors(f"writing {path}"), lock.open("a") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"not recorded: a trainer is at work in {run}; evaluate again when it has ended, or keep --out"
+        with path.open("r+b") as file:
+            # A line that a kill cut in half would spoil ours; a resumed run drops it as well.
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)
+            file.seek(whole)
+            file.write("".join(line + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+    return f"recorded in {path}"
+
+
+def write_rows(path: Path, results: Sequence[TaskResult]) -> None:
+    """Writes one JSON object per example. Raises `StorageError`."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for result in results for row in result.rows]
+    with storage_errors(f"writing {path}"):
+        write_durably(path, "".join(lines))

@@ -1,19 +1,39 @@
-"""Checkpoints of adapters: the weights that they adapt, found again, and both merged."""
+"""Adapters: of checkpoints, whose weights are found again, and as PEFT keeps them, a folder with adapter_config.json and
+adapter_model.safetensors; either is merged with the weights that it adapts.
 
-from collections.abc import Callable, Mapping
+    ours                                    PEFT's (after "base_model.model.")                shape there
+    blocks.l.qkv_A, the rows of q           model.layers.l.self_attn.q_proj.lora_A.weight     (r, I)
+    blocks.l.qkv_B, the rows of q           model.layers.l.self_attn.q_proj.lora_B.weight     (outputs, r)
+
+and so for every GEMM with an adapter, under its module's name. GPT-2 has q, k and v in one module, c_attn, and so one
+adapter for them; its matrices are the other way round (`fan_in_fan_out`), its adapters are not.
+
+Source: peft, tuners/lora/config.py and utils/save_and_load.py; https://huggingface.co/docs/peft.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from handgrad.errors import DataError, UsageError
-from handgrad.evaluation.load import Weights
+from handgrad.data.model_tokenizer import read_object
+from handgrad.errors import DataError, StorageError, UsageError
+from handgrad.evaluation.load import Weights, checkpoint_weights
+from handgrad.files import check_free, file_sha256, whole
+from handgrad.interop import huggingface
+from handgrad.interop.huggingface import Config, Known
 from handgrad.joins.lora.merge import merged
-from handgrad.joins.lora.tables import Adapter, adapters_of
+from handgrad.joins.lora.tables import Adapter, Part, adapters_of
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
-from handgrad.networks.lora import parse_lora
-from handgrad.storage.checkpoint import WEIGHTS_FILE, Checkpoint
+from handgrad.networks.lora import MOST_SCALE, LoraShape, parse_lora
+from handgrad.settings.config import ModelShape
+from handgrad.storage.checkpoint import WEIGHTS_FILE, Checkpoint, peek
+from handgrad.storage.tensor_files import Stored, safetensors_bytes, write_file
 
 PLACE = "path"  # of the weights, in a manifest's word on where they came from
 
@@ -80,3 +100,174 @@ def merging(
         return values
 
     return weight
+
+
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+# The keys of adapter_config.json that decide the mathematics: the default there, and the values that mean our adapters.
+KNOWN: tuple[Known, ...] = (
+    ("peft_type", None, ("LORA",)),
+    ("bias", "none", ("none",)),
+    ("lora_bias", False, (False,)),
+    ("use_dora", False, (False,)),
+    ("use_rslora", False, (False,)),
+    ("rank_pattern", {}, ({}, None)),
+    ("alpha_pattern", {}, ({}, None)),
+    ("modules_to_save", None, (None, [])),
+    ("layer_replication", None, (None, [])),
+    ("trainable_token_indices", None, (None, [])),
+    ("target_parameters", None, (None, [])),
+)
+# The same, of files that are read. Other values of the first subtract from the base at the start (PiSSA, OLoRA, CorDA).
+OTHERS: tuple[Known, ...] = (
+    ("init_lora_weights", True, (True, False, None, "gaussian", "eva", "orthogonal", "mica")),
+    ("alora_invocation_tokens", None, (None, [])),
+    ("arrow_config", None, (None,)),
+)
+
+
+def modules(shape: ModelShape, weight: str) -> dict[str, str]:
+    """The products of a matrix (a row's name) -> their modules there."""
+    row = next(row for row in parameter_table(shape) if row.name == weight)
+    names = (shape.network.prefix + name for name in huggingface.their_tensors(shape, row))
+    products = next(gemm.outputs for gemm in shape.gemms if gemm.weight == weight.rpartition(".")[2])
+    return {product: name.removesuffix(".weight") for product, name in zip(products, names, strict=True)}
+
+
+def their_tensors(
+    shape: ModelShape, adapters: tuple[Adapter, ...], tensor: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name there, tensor) of every product's A and B; `tensor`: rows of ours by name."""
+    for adapter in adapters:
+        names, a, b = modules(shape, adapter.weight), tensor(adapter.a), tensor(adapter.b)
+        for part, ranks, rows in adapter.places():
+            yield f"{PREFIX}{names[part.name]}.lora_A.weight", a[ranks]
+            yield f"{PREFIX}{names[part.name]}.lora_B.weight", b[rows]
+
+
+def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ...], base: str) -> dict[str, Any]:
+    """The content of adapter_config.json. `base`: the name or the path of the weights that are adapted."""
+    found = (modules(shape, adapter.weight)[part.name] for adapter in adapters for part in adapter.parts)
+    every = [name.rpartition(".")[2] for modules in shape.network.modules.values() for name in modules]
+    words = 1 if len({*every}) == len(every) else 2  # GPT-2 has two modules of the name c_proj in a block
+    targets = sorted({".".join(name.split(".")[-words:]) for name in found})
+    alpha = lora.alpha or 2.0 * lora.rank
+    return {
+        **{key: default for key, default, _ in KNOWN},
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": targets,
+        "fan_in_fan_out": shape.network.transposed,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> int:
+    """Writes a checkpoint's adapters as a folder of theirs, whole and read back; returns the bytes of the adapters. Raises
+    `UsageError` for a checkpoint without adapters, `DataError`, `StorageError`."""
+    check_free(folder)
+    weights = checkpoint_weights(checkpoint)
+    if not weights.config.lora:
+        raise UsageError(f"{checkpoint.folder} has no adapters, they come from train --lora; --to hf writes its weights")
+    lora, shape, base = parse_lora(weights.config.lora), weights.shape, base_name(checkpoint.manifest["init"])
+    adapters, tensor = stored_adapters(checkpoint, weights)
+    tensors = {name: values.to(dtype) for name, values in their_tensors(shape, adapters, tensor)}
+    with whole(folder) as partial:
+        partial.mkdir(parents=True)
+        stored = [Stored.of(name, values.contiguous()) for name, values in tensors.items()]
+        write_file(partial / PEFT_WEIGHTS, safetensors_bytes(stored, {"format": "pt"}))
+        config = their_config(shape, lora, adapters, base)
+        write_file(partial / PEFT_CONFIG, [(json.dumps(config, indent=2) + "\n").encode()])
+        back = dict(their_tensors(shape, *read_adapters(partial, shape)))
+        if back.keys() != tensors.keys() or any(not back[name].equal(tensors[name].float()) for name in tensors):
+            raise StorageError(
+                f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, try again"
+            )
+    return (folder / PEFT_WEIGHTS).stat().st_size
+
+
+def base_name(origin: dict[str, Any]) -> str:
+    """The name of the weights that were adapted: the user's word, or for an imported run its source."""
+    found = peek(Path(origin[PLACE])) if origin["from"] == "checkpoint" and PLACE in origin else None
+    imported = found[1].get("imported", {}) if found else {}
+    return str(imported["source"] if imported.get("from") == "hf" else origin["source"])
+
+
+def is_peft(path: Path) -> bool:
+    return (path / PEFT_CONFIG).is_file()
+
+
+def read_config(folder: Path) -> tuple[LoraShape, str]:
+    """(rank and alpha, the name of the base); `DataError` for adapters that ours are not."""
+    path = folder / PEFT_CONFIG
+    config = Config(read_object(path), path, "handgrad has no such adapters")
+    config.expect(KNOWN + OTHERS)
+    rank, alpha = config.whole("r"), config.number("lora_alpha", None, config.content)
+    base = config.content.get("base_model_name_or_path")
+    if alpha / rank > MOST_SCALE:
+        raise DataError(f"expected lora_alpha / r of at most {MOST_SCALE}, a float32, in {path}, found {alpha} / {rank}")
+    if not isinstance(base, str) or not base:
+        raise DataError(f"expected base_model_name_or_path in {path}, found {base!r:.80}; name the weights that it adapts")
+    return LoraShape(rank, alpha), base
+
+
+def base_source(folder: Path) -> str:
+    """The weights that a folder's adapters belong to: a path from here or from the folder, or a name on the Hub."""
+    _, base = read_config(folder)
+    return str(folder / base) if not Path(base).exists() and (folder / base).exists() else base
+
+
+def read_adapters(folder: Path, shape: ModelShape) -> tuple[tuple[Adapter, ...], Callable[[str], Tensor]]:
+    """(the adapters of a folder for a model of this shape, the function that reads a row of them in float32). Raises
+    `DataError` for an adapter that is foreign or of another size."""
+    lora, _ = read_config(folder)
+    path = folder / PEFT_WEIGHTS
+    places: dict[str, tuple[Adapter, Part, str]] = {}  # by their names: the product, and A or B
+    for adapter in adapters_of(shape, lora):
+        for product, module in modules(shape, adapter.weight).items():
+            part = next(part for part in adapter.parts if part.name == product)
+            places |= {f"{PREFIX}{module}.lora_{kind}.weight": (adapter, part, kind) for kind in "AB"}
+    tensors: dict[tuple[str, str, str], Tensor] = {}
+    with huggingface.opened(path) as stored:
+        for name in stored.keys():  # noqa: SIM118
+            if name not in places:
+                raise DataError(f"expected adapters of this model's blocks in {path}, found also {name!r:.120}")
+            adapter, part, kind = places[name]
+            outputs = part.outputs.stop - part.outputs.start
+            wanted, values = ((lora.rank, adapter.inputs) if kind == "A" else (outputs, lora.rank)), stored.get_tensor(name)
+            if tuple(values.shape) != wanted:
+                raise DataError(f"expected {name} of shape {wanted} in {path}, found {tuple(values.shape)}")
+            if not torch.isfinite(values).all():
+                raise DataError(f"expected finite numbers in {name} of {path}, found others; the adapters diverged")
+            tensors[adapter.weight, part.name, kind] = values.to(torch.float32)
+    found, rows = list[Adapter](), dict[str, Tensor]()
+    for adapter in adapters_of(shape, lora):
+        kinds = {
+            part.name: [kind for kind in "AB" if (adapter.weight, part.name, kind) in tensors] for part in adapter.parts
+        }
+        if half := next((name for name, both in kinds.items() if len(both) == 1), None):
+            raise DataError(f"expected A and B of {half} of {adapter.weight} in {path}, found {kinds[half][0]} alone")
+        parts = tuple(part for part in adapter.parts if kinds[part.name])
+        if parts:
+            found.append(replace(adapter, parts=parts))
+            for name, kind in ((adapter.a, "A"), (adapter.b, "B")):
+                rows[name] = torch.cat([tensors[adapter.weight, part.name, kind] for part in parts])
+    if not found:
+        raise DataError(f"expected adapters in {path}, found none")
+    return tuple(found), rows.__getitem__
+
+
+def adapted(folder: Path, base: Weights) -> Weights:
+    """The weights `base` with the adapters of a folder merged in."""
+    adapters, tensor = read_adapters(folder, base.shape)
+    digests = {PEFT_WEIGHTS: file_sha256(folder / PEFT_WEIGHTS)}
+    digests |= {f"of the base, {name}": digest for name, digest in base.origin["sha256"].items()}
+    origin = {"from": "peft", "source": str(folder), "sha256": digests}
+    weight = merging(base, {adapter.weight: adapter for adapter in adapters}, tensor)
+    return replace(base, weight=weight, origin=origin, checkpoint=None)

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from handgrad.data.chat_template import CHAT_TEMPLATE_FILE, plain_template, template_text
 from handgrad.data.hub import hub_failures
-from handgrad.data.model_tokenizer import GENERATION_FILE
+from handgrad.data.model_tokenizer import GENERATION_FILE, vocabulary_files
 from handgrad.data.tokenizer import Tokenizer, tokenizer_files
-from handgrad.data.vocabulary import vocabulary_files
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import (
     LoadedModel,
@@ -39,7 +38,7 @@ from handgrad.evaluation.load import (
 from handgrad.files import check_free, whole
 from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.interop import huggingface, modern, peft
+from handgrad.interop import adapters, huggingface, modern
 from handgrad.interop.llmc import LlmcModel, read_model, tokenizer_bytes, write_model
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.sources import weights_of
@@ -134,8 +133,8 @@ def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtyp
 
 
 def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> Exported:
-    """`handgrad export --to peft`. Raises the errors of `peft.write_folder`."""
-    return Exported(folder, peft.write_folder(checkpoint, folder, dtype), 0, 0.0)
+    """`handgrad export --to peft`. Raises the errors of `adapters.write_folder`."""
+    return Exported(folder, adapters.write_folder(checkpoint, folder, dtype), 0, 0.0)
 
 
 def export_llmc(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> Exported:

@@ -6,7 +6,7 @@ Source: transformers, models/gpt2/modeling_gpt2.py and configuration_gpt2.py.
 from pathlib import Path
 from typing import Any
 
-from handgrad.interop.config_file import Config, Known
+from handgrad.interop.huggingface import Config, Known
 from handgrad.settings.config import ModelShape
 
 KNOWN: tuple[Known, ...] = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.errors import UsageError
-from handgrad.interop.config_file import Config, Known
+from handgrad.interop.huggingface import Config, Known
 from handgrad.networks.llama import LlamaShape
 from handgrad.settings.config import ModelShape
 

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 import handgrad
 from handgrad.data.confined import program
+from handgrad.data.model_tokenizer import vocabulary_files
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from handgrad.data.vocabulary import vocabulary_files
 from handgrad.evaluation.load import LoadedModel
 from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table

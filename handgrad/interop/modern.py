@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.errors import DataError, UsageError
-from handgrad.interop.config_file import Config, Known
+from handgrad.interop.huggingface import Config, Known
 from handgrad.networks.modern import of_stored
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import ROTARY_BASE

@@ -22,7 +22,7 @@ from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import CHAT, SHAPE, SIZES, Weights, checkpoint_weights, imported_config, trained_on_chats
 from handgrad.files import check_free, file_sha256, whole
-from handgrad.interop import peft
+from handgrad.interop import adapters
 from handgrad.interop.adapters import base_of, merged_checkpoint
 from handgrad.interop.huggingface import (
     CONFIG_FILE,
@@ -55,16 +55,16 @@ def open_weights(
     """
     path = Path(source)
     above = with_base(above, path)
-    if base and not peft.is_peft(path):
-        raise UsageError(f"--base goes with adapters of PEFT, found {source} without {peft.CONFIG_FILE}")
+    if base and not adapters.is_peft(path):
+        raise UsageError(f"--base goes with adapters of PEFT, found {source} without {adapters.PEFT_CONFIG}")
     if is_llmc(path):
         return imported("llm.c", str(path), read_model(path, tokenizer), [path])
     if is_ours(path):
         if tokenizer:
             raise UsageError(f"{source} is a run or checkpoint and has its tokenizer; leave --tokenizer out")
         return weights_of(checkpoint.find(source, strict=strict), source, above)
-    if peft.is_peft(path):
-        named = base or peft.base_source(path)
+    if adapters.is_peft(path):
+        named = base or adapters.base_source(path)
         try:
             found = open_weights(named, tokenizer, above=above)
         except DataError as error:
@@ -72,7 +72,7 @@ def open_weights(
                 "" if base or len(above) > 1 else f"; other weights than it names: `handgrad import {source} --base MODEL`"
             )
             raise DataError(f"{error}{other}") from None
-        return peft.adapted(path, found)
+        return adapters.adapted(path, found)
     if on_hub(source):  # another network or tokenizer is refused before its weights, often gigabytes, are downloaded
         read_shape_and_words(fetch(source, SMALL_FILES), tokenizer)
     found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
@@ -114,8 +114,8 @@ def read_sizes(source: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         if config is None or not all(type(config.get(name)) is int for name in SIZES):
             raise DataError(f"{source} holds no checkpoint; {named_run(path)}")
         return shape_fields(config)
-    elif peft.is_peft(path):
-        return read_sizes(peft.base_source(path), above)
+    elif adapters.is_peft(path):
+        return read_sizes(adapters.base_source(path), above)
     else:
         shape = read_shape(folder_of(source, (CONFIG_FILE,)) / CONFIG_FILE)
     return {name: getattr(shape, name) for name in SHAPE}

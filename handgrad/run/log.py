@@ -18,7 +18,7 @@ import torch
 
 from handgrad.errors import DataError, StorageError, storage_error, storage_errors
 from handgrad.evaluation.loss import perplexity
-from handgrad.evaluation.records import IN_TRAINING
+from handgrad.evaluation.scoring import IN_TRAINING
 from handgrad.files import write_bytes_durably, write_durably
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine import power

@@ -10,7 +10,7 @@ from handgrad.errors import NumericsError
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.generation.decode import decode_tensors
-from handgrad.generation.text import write_document
+from handgrad.generation.generate import write_document
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.step import ParallelStep
 from handgrad.joins.parallel.stragglers import Stragglers

@@ -5,8 +5,7 @@ import json
 
 import numpy as np
 
-from handgrad.data.batches import Batches
-from handgrad.data.packing import documents_of
+from handgrad.data.batches import Batches, documents_of
 from handgrad.data.shards import SPLITS, Dataset
 from handgrad.evaluation.loss import scores_all
 from handgrad.run.assemble import TrainedTokens

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.evaluation.likelihoods import KIND as OWN_KIND, Request, Workload
-from handgrad.evaluation.records import IN_TRAINING, task_record
-from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
+from handgrad.evaluation.scoring import IN_TRAINING, TaskResult, make_requests, results_of, task_record
 from handgrad.evaluation.tasks import LLMC, TaskData, load_tasks, parse_tasks
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.memory.arena import allocation_of, make_plan

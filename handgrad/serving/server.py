@@ -17,8 +17,7 @@ from typing import Any
 from handgrad.errors import HandgradError, NumericsError, UsageError
 from handgrad.generation.generate import MAX_TOKENS
 from handgrad.serving.local_server import LocalHandler
-from handgrad.serving.requests import CHAT, PATHS, Request, read_request
-from handgrad.serving.writer import Writer, Written
+from handgrad.serving.requests import CHAT, PATHS, Request, Writer, Written, read_request
 
 PAGE = Path(__file__).with_name("page.html")
 JSON, EVENTS = "application/json", "text/event-stream"

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from handgrad.data import cutting, pieces, prepare
+from handgrad.data import pieces, prepare
 from handgrad.data.shards import header
 
 WORDS = ["the", "of", "and", "to", "a", "in", "you", "that", "he", "was", "don't", "42", "über", "東京", "this"]
@@ -88,8 +88,8 @@ def make_dataset(tmp_path):
 @pytest.fixture
 def small_units(monkeypatch):
     """Many units, pieces and checkpoints out of little text, and a pool of workers for it."""
-    monkeypatch.setattr(cutting, "PIECE_CHARACTERS", 500)
-    monkeypatch.setattr(cutting, "MAX_PIECE_CHARACTERS", 2000)
+    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 500)
+    monkeypatch.setattr(pieces, "MAX_PIECE_CHARACTERS", 2000)
     monkeypatch.setattr(pieces, "UNIT_CHARACTERS", 3000)
     monkeypatch.setattr(pieces, "STORIES_PER_UNIT", 10)
     monkeypatch.setattr(prepare, "CHECKPOINT_UNITS", 2)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from handgrad.data.batches import WINDOW_ORDER, Batches, validation_batches
-from handgrad.data.permutation import mix, permute
+from handgrad.data.batches import WINDOW_ORDER, Batches, mix, permute, validation_batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError
 from tests.data.conftest import flip_bit

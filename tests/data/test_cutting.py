@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from handgrad.data import cutting
-from handgrad.data.cutting import cut, file_cut
+from handgrad.data import pieces
+from handgrad.data.pieces import cut, file_cut
 from handgrad.data.tokenizer_loading import load_tokenizer
 
 PIECES_OF_TEXT = st.lists(
@@ -17,7 +17,7 @@ PIECES_OF_TEXT = st.lists(
 def test_cutting_never_changes_a_token(text, piece, block):
     gpt2 = load_tokenizer("gpt2")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "PIECE_CHARACTERS", piece)
+        patch.setattr(pieces, "PIECE_CHARACTERS", piece)
         parts = list(cut(text[i : i + block] for i in range(0, len(text), block)))
     assert "".join(parts) == text
     assert [t for part in parts for t in gpt2.encode(part).tolist()] == gpt2.encode(text).tolist()

@@ -12,9 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from handgrad.data import download as module, hub
-from handgrad.data.download import ATTEMPTS, download
-from handgrad.data.hub import choose_files, find_hub, is_hub_name
+from handgrad.data import hub
+from handgrad.data.hub import ATTEMPTS, choose_files, download, find_hub, is_hub_name
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.sources import Download
 from handgrad.errors import DataError, StorageError
@@ -102,7 +101,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(hub, "BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr(hub, "BACKOFF_SECONDS", 0.001)
     server = Server()
     yield server
@@ -133,7 +132,7 @@ def test_faults_that_pass(server, tmp_path, faults):
 
 @pytest.mark.parametrize("length", ["length", "endless"])
 def test_sizes_that_a_server_makes_up(server, tmp_path, length, monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(hub, "BLOCK_BYTES", 1 << 16)
     server.faults = [length]
     download(source(server), tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == CONTENT

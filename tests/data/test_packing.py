@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from handgrad.data.batches import Batches, validation_batches
-from handgrad.data.packing import Stretches, rows_of_whole_documents
+from handgrad.data.batches import Batches, Stretches, rows_of_whole_documents, validation_batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError, UsageError
 from tests.data.conftest import flip_bit

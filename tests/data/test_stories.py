@@ -11,8 +11,7 @@ from fractions import Fraction
 
 import pytest
 
-from handgrad.data.stories import STORY, Phrase, Piece, Word, compile_grammar, derive, story
-from handgrad.data.stories_grammar import BOYS, GIRLS, GRAMMAR, By
+from handgrad.data.stories import BOYS, GIRLS, GRAMMAR, STORY, By, Phrase, Piece, Word, compile_grammar, derive, story
 from tests.data.stories_parser import derivation_spans, entropy_nats, negative_log_probability
 
 STORIES = [story(0, index) for index in range(4000)]

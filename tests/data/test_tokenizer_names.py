@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.data.tokenizer_loading import load_tokenizer
-from handgrad.data.tokenizer_names import ANSWERS
+from handgrad.data.tokenizer_loading import ANSWERS, load_tokenizer
 from handgrad.errors import UsageError
 from tests.test_commands import refused
 

@@ -19,7 +19,7 @@ from handgrad.data.model_tokenizer import model_tokenizer
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import StorageError, UsageError
-from handgrad.interop import gguf_file, gguf_tokens
+from handgrad.interop import gguf_file
 from handgrad.interop.gguf_file import in_halves, interleaved
 from handgrad.interop.llama import gguf_name
 from handgrad.settings.config import ModelShape
@@ -221,19 +221,19 @@ def pre(*steps: Any) -> dict[str, Any]:
 def test_splitters() -> None:
     """By the names that llama.cpp has for them; one that it lacks is an error of one line."""
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for pattern, name in gguf_tokens.PATTERNS.items():
-        assert gguf_tokens.splitter(pre(pre_tokenizers.Split(Regex(pattern), "isolated"), plain)) == name
-    assert gguf_tokens.splitter(pre(pre_tokenizers.ByteLevel(add_prefix_space=False))) == "gpt-2"
+    for pattern, name in gguf_file.PATTERNS.items():
+        assert gguf_file.splitter(pre(pre_tokenizers.Split(Regex(pattern), "isolated"), plain)) == name
+    assert gguf_file.splitter(pre(pre_tokenizers.ByteLevel(add_prefix_space=False))) == "gpt-2"
     for other in ((pre_tokenizers.Split(Regex("a|b"), "isolated"), plain), (pre_tokenizers.Whitespace(), plain)):
         with pytest.raises(UsageError, match=r"splitter that llama.cpp has"):
-            gguf_tokens.splitter(pre(*other))
+            gguf_file.splitter(pre(*other))
 
 
 def test_words_of_gpt2_and_bytes() -> None:
     """Vocabularies without a file of their own. llama.cpp refuses one without merges: bytes have one that leads nowhere."""
     for kind in ("gpt2", "bytes"):
         writer = gguf.GGUFWriter(None, "gpt2")
-        gguf_tokens.add_tokenizer(writer, load_tokenizer(kind))
+        gguf_file.add_tokenizer(writer, load_tokenizer(kind))
         fields = {name: value.value for name, value in writer.kv_data[0].items()}
         tokens, merges = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.merges"]
         assert len(tokens) == load_tokenizer(kind).vocab_size and tokens[-1] == "<|endoftext|>"

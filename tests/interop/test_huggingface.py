@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from handgrad.cli import main
-from handgrad.data.vocabulary import gpt2_merges, read_vocabulary, vocabulary_files
+from handgrad.data.model_tokenizer import gpt2_merges, read_vocabulary, vocabulary_files
 from handgrad.errors import DataError
 from handgrad.interop import huggingface, llama as llama_files, sources
 from handgrad.interop.model_card import validation_losses

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from handgrad.cli import main
-from handgrad.data.vocabulary import read_vocabulary
+from handgrad.data.model_tokenizer import read_vocabulary
 from handgrad.errors import DataError, StorageError
 from handgrad.interop import export, huggingface, sources
 from handgrad.storage import checkpoint

@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from handgrad.api.model import load
 from handgrad.cli import main
+from handgrad.data.model_tokenizer import vocabulary_files
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.data.tokenizer_loading import load_tokenizer
-from handgrad.data.vocabulary import vocabulary_files
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import imported_config
-from handgrad.interop.adapters import located
+from handgrad.interop.adapters import located, read_config
 from handgrad.interop.export import export_peft
-from handgrad.interop.peft import read_config
 from handgrad.interop.sources import import_model, open_weights, read_sizes
 from handgrad.joins.lora.tables import adapters_of
 from handgrad.networks.lora import LoraShape, parse_lora
