@@ -5,13 +5,32 @@ The roles are system, user and assistant. A row has "messages" of "role" and "co
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from handgrad.data.chat_template import ROLES
 from handgrad.data.sources import SourceFile, batches, check_text, keys_of, open_parquet, read_objects, reading
 from handgrad.errors import DataError, UsageError
 
 Messages = tuple[tuple[str, str], ...]  # (role, content)
+
+
+class Conversation(NamedTuple):
+    """A document of chat data: its messages, its place in words, and the time of its file in seconds, which a template may
+    write. `skips`: it is left out if it cannot be trained; `fault`: why it cannot."""
+
+    messages: Messages
+    where: str
+    seconds: float = 0.0
+    skips: bool = False
+    fault: str = ""
+    split: int = 0  # `pieces.TRAIN` or `VALIDATION`
+
+    @property
+    def text(self) -> str:
+        """Its roles and contents: the text on which a vocabulary is trained."""
+        return "".join(f"{role}\n{content}\n" for role, content in self.messages)
+
+
 TALKS = ("messages", "conversations")
 # (key of the question, of the answer): key of the text that the question is about, which may be empty or missing.
 PAIRS = {
@@ -42,22 +61,23 @@ def check_files(files: list[SourceFile]) -> None:
             )
 
 
-def read_conversations(file: SourceFile, skips: bool = False) -> Iterator[tuple[int, str, Messages | str]]:
-    """(position after it, its place in words, its messages) of every conversation; blank lines are skipped. With `skips` a
-    row that is none has the reason instead of its messages.
+def read_conversations(file: SourceFile, skips: bool) -> Iterator[tuple[int, Conversation]]:
+    """(position after it, each conversation); blank lines are skipped. With `skips` a row that is none has the reason as
+    its `fault`.
 
     Raises DataError: a row that is no conversation, with its number; StorageError: not readable.
     """
     with reading(file.path):
         rows = _parquet_rows(file) if file.format == "parquet" else read_objects(file.path)
         for position, where, row in rows:
+            messages, fault = (), ""
             try:
-                found: Messages | str = messages_of(row, where)
+                messages = messages_of(row, where)
             except DataError as error:
                 if not skips:
                     raise DataError(f"{error}; --skip-bad-rows leaves such rows out") from None
-                found = str(error)
-            yield position, where, found
+                fault = str(error)
+            yield position, Conversation(messages, where, file.path.stat().st_mtime, skips, fault)
 
 
 def _parquet_rows(file: SourceFile) -> Iterator[tuple[int, str, dict[str, Any]]]:

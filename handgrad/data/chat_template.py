@@ -362,11 +362,7 @@ def _mark(content: str) -> str:
 
 
 def _object(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
-    try:
-        found = parse_json(tokenizer.others.get(name, "{}"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
+    if (found := tokenizer.settings(name)) is None:
         raise DataError(f"expected a JSON object in the tokenizer's {name}, found none; fetch it again")
     return found
 

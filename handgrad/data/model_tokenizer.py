@@ -21,12 +21,13 @@ import tokenizers
 
 from handgrad.data.confined import ProgramError, program
 from handgrad.data.tokenizer import (
+    BYTE_OF_CHARACTER,
+    CHARACTER_OF_BYTE,
     END_OF_TEXT,
     OTHERS_FILE,
     TOKENIZER_FILE,
     Tokenizer,
     byte_level,
-    byte_of_character,
     bytes_tokenizer,
     gpt2_tokenizer,
     parse_bpe,
@@ -123,7 +124,7 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
         ours = "handgrad has tokenizers of bytes alone, no SentencePiece as of Llama 2, TinyLlama and Mistral"
         raise DataError(f"expected a ByteLevel decoder in {where}, found {found}; {ours}")
     about = json.loads(library.about)
-    least, byte_of = about["size"], byte_of_character()
+    least = about["size"]
     if type(vocab_size) is not int or not least <= vocab_size <= MAX_TOKENS:
         raise DataError(
             f"expected a vocab_size of {least} or more beside {where}, found {vocab_size!r:.80}; for added tokens call"
@@ -134,7 +135,7 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
             f"expected a token that ends texts as eos_token_id beside {where}, found {end_of_text!r:.80}; name it"
         )
     try:
-        token_bytes = {number: bytes(map(byte_of.__getitem__, token or "")) for number, token in about["tokens"]}
+        token_bytes = {number: bytes(map(BYTE_OF_CHARACTER.__getitem__, token or "")) for number, token in about["tokens"]}
     except KeyError:
         raise DataError(
             f"expected tokens in the byte-level alphabet in {where}, found others; handgrad has no such tokenizer"
@@ -183,12 +184,7 @@ VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 
 def characters(token: bytes) -> str:
     """A token in the byte-level alphabet: one printable character per byte."""
-    return "".join(map(_character_of_byte().__getitem__, token))
-
-
-@functools.cache
-def _character_of_byte() -> dict[int, str]:
-    return {byte: character for character, byte in byte_of_character().items()}
+    return "".join(map(CHARACTER_OF_BYTE.__getitem__, token))
 
 
 def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
@@ -286,7 +282,10 @@ def read_vocabulary(folder: Path) -> Tokenizer:
 
 def _joined(vocab_path: Path, merges_path: Path) -> bytes:
     """The two files that GPT-2 came with, as one `tokenizer.json`."""
-    ids = sorted(_ids(vocab_path))
+    vocab = read_object(vocab_path)
+    if not all(type(i) is int for i in vocab.values()):
+        raise DataError(f"expected tokens in {vocab_path}, each with its id, found something else; fetch it again")
+    ids = sorted(vocab.values())
     if ids != list(range(len(ids))):  # the library has room for every id up to the largest
         found = next((i for i, there in enumerate(ids) if i != there), 0)
         raise DataError(
@@ -304,18 +303,6 @@ def _joined(vocab_path: Path, merges_path: Path) -> bytes:
     if END_OF_TEXT not in vocab:
         raise DataError(f"expected {END_OF_TEXT} in {vocab_path}, found no such token; use a GPT-2 tokenizer")
     return content
-
-
-def _ids(path: Path) -> list[int]:
-    """The ids in a vocab.json. Raises `DataError` if it is none."""
-    content = read_small(path)
-    try:
-        vocab = parse_json(content)
-    except ValueError as error:
-        raise DataError(f"expected tokens in {path}, found {error!s:.200}; fetch it again") from None
-    if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
-        raise DataError(f"expected tokens in {path}, each with its id, found something else; fetch it again")
-    return list(vocab.values())
 
 
 def is_bytes(content: bytes) -> bool:

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from handgrad.data.batches import mix
-from handgrad.data.chat import read_conversations
+from handgrad.data.chat import Conversation, read_conversations
+from handgrad.data.recipe import PrepareOptions
 from handgrad.data.sources import BLOCK_BYTES, SourceFile, check_expansion, open_plain, read_rows, read_text, reading
 
 TRAIN, VALIDATION = 0, 1  # indices into shards.SPLITS
 UNIT_CHARACTERS = 1 << 20
 STORIES_PER_UNIT = 1000
+# Validation shares without --validation-fraction: about a million tokens of a large corpus, enough of a small one.
+TEXT_FRACTION, LOCAL_ROW_FRACTION, HUB_ROW_FRACTION, STORY_FRACTION = 0.1, 0.05, 0.005, 0.01
 SPLIT_ORDER = 4  # the purpose in a key (batches has 1 to 3)
 PIECE_CHARACTERS = 1 << 18
 # A piece this long is cut anywhere: a text without a blank for a million characters is no prose, and memory is bounded.
@@ -43,35 +46,10 @@ class Piece(NamedTuple):
     nats: float = 0.0  # -log p, where the source knows it
 
 
-class Conversation(NamedTuple):
-    """A document of chat data: (role, content) of its messages, its place in words, and the time of its file in seconds,
-    which a template may write. `skips`: it is left out if it cannot be trained; `fault`: why it cannot."""
+class Generated(NamedTuple):
+    """The built-in documents first..first+count-1 of a seed; the worker that tokenises them writes them."""
 
-    split: int
-    messages: tuple[tuple[str, str], ...]
-    where: str
-    seconds: float = 0.0
-    skips: bool = False
-    fault: str = ""
-
-    @property
-    def text(self) -> str:
-        """Its roles and contents: the text on which a vocabulary is trained."""
-        return "".join(f"{role}\n{content}\n" for role, content in self.messages)
-
-
-class Stories(NamedTuple):
-    """The built-in stories first..first+count-1 of a seed; the worker that tokenises them writes them."""
-
-    seed: int
-    first: int
-    count: int
-    block: int
-
-
-class Questions(NamedTuple):
-    """The built-in conversations first..first+count-1 of a seed, as `Stories`."""
-
+    source: str  # STORIES or QUESTIONS
     seed: int
     first: int
     count: int
@@ -85,7 +63,8 @@ class Position(NamedTuple):
     documents: int
 
 
-Unit = tuple[Piece | Conversation, ...] | Stories | Questions
+Unit = tuple[Piece | Conversation, ...] | Generated
+Fetch = Callable[[SourceFile], Path]
 
 
 def block_length(validation_fraction: float) -> int:
@@ -99,81 +78,18 @@ def split_of(seed: int, document: int, block: int) -> int:
     return VALIDATION if row == mix(seed, SPLIT_ORDER, number) % block else TRAIN
 
 
-def read_pieces(
-    files: Iterable[SourceFile],
-    fetch: Callable[[SourceFile], Path],
-    *,
-    text_field: str,
-    text_fraction: float,
-    row_fraction: float,
-    seed: int,
-    max_documents: int,
-) -> Iterator[tuple[Position, Piece]]:
-    """Every piece of every document, in order, with the position after it; at most `max_documents` documents if not 0.
-
-    Fetches each file just before it reads it. Of a text file the last `text_fraction` is validation, as a document of its
-    own; of rows, `row_fraction`. Raises DataError and StorageError as the readers in `sources` and `hub` do.
-    """
-    block, bytes_before, documents = block_length(row_fraction), 0, 0
-    for file in files:
-        if max_documents and documents >= max_documents:
-            return
-        path = fetch(file)
-        if file.format == "txt":
-            middle, end = text_parts(path, text_fraction)
-            documents += 1
-            for split, start, stop in ((TRAIN, 0, middle), (VALIDATION, middle, end)):
-                read = start
-                for n, text in enumerate(cut(read_text(path, start, stop))):
-                    read += len(text.encode())
-                    position = bytes_before + int(file.size_bytes * read / max(1, end))
-                    yield Position(position, documents), Piece(split, n == 0, text)
-        else:
-            for row_position, text in read_rows(file, text_field):
-                split = split_of(seed, documents, block)
-                documents += 1
-                for n, part in enumerate(cut(slices(text))):
-                    yield Position(bytes_before + row_position, documents), Piece(split, n == 0, part)
-                if documents == max_documents:
-                    return
-        bytes_before += file.size_bytes
-
-
-def read_chats(
-    files: Iterable[SourceFile],
-    fetch: Callable[[SourceFile], Path],
-    *,
-    row_fraction: float,
-    seed: int,
-    max_documents: int,
-    skips: bool = False,
-) -> Iterator[tuple[Position, Conversation]]:
-    """Every conversation, in order, with the position after it; at most `max_documents` if not 0.
-
-    Fetches each file just before it reads it. Raises DataError: a row that is no conversation, unless it `skips` those; and
-    as `fetch` does.
-    """
-    block, bytes_before, documents = block_length(row_fraction), 0, 0
-    for file in files:
-        if max_documents and documents >= max_documents:
-            return
-        seconds = fetch(file).stat().st_mtime
-        for position, where, found in read_conversations(file, skips):
-            if max_documents and documents == max_documents:
-                return
-            split = split_of(seed, documents, block)
-            documents += 1
-            messages, fault = ((), found) if isinstance(found, str) else (found, "")
-            conversation = Conversation(split, messages, where, seconds, skips, fault)
-            yield Position(bytes_before + position, documents), conversation
-        bytes_before += file.size_bytes
-
-
-def in_units(pieces: Iterable[tuple[Position, Piece | Conversation]]) -> Iterator[tuple[Position, Unit]]:
-    """Pieces grouped into units of at least a million characters, each with the position after it."""
+def units_of(options: PrepareOptions, files: list[SourceFile], fetch: Fetch) -> Iterator[tuple[Position, Unit]]:
+    """The units of a source, in order, each with the position after it. Pieces are grouped until they have a million
+    characters. Raises DataError and StorageError as the readers in `sources`, `chat` and `hub` do."""
+    if options.is_generated:
+        block, count = block_length(options.validation_fraction or STORY_FRACTION), options.most_documents
+        for first in range(0, count, STORIES_PER_UNIT):
+            size = min(STORIES_PER_UNIT, count - first)
+            yield Position(0, first + size), Generated(options.source, options.seed, first, size, block)
+        return
     unit: list[Piece | Conversation] = []
     characters, position = 0, Position(0, 0)
-    for position, piece in pieces:
+    for position, piece in read_pieces(options, files, fetch):
         unit.append(piece)
         characters += len(piece.text)
         if characters >= UNIT_CHARACTERS:
@@ -183,13 +99,47 @@ def in_units(pieces: Iterable[tuple[Position, Piece | Conversation]]) -> Iterato
         yield position, tuple(unit)
 
 
-def generated_units(
-    kind: type[Stories] | type[Questions], seed: int, count: int, row_fraction: float
-) -> Iterator[tuple[Position, Unit]]:
-    """The units of `count` built-in stories or questions."""
-    for first in range(0, count, STORIES_PER_UNIT):
-        size = min(STORIES_PER_UNIT, count - first)
-        yield Position(0, first + size), kind(seed, first, size, block_length(row_fraction))
+def read_pieces(
+    options: PrepareOptions, files: list[SourceFile], fetch: Fetch
+) -> Iterator[tuple[Position, Piece | Conversation]]:
+    """Every piece of every document, in order, with the position after it.
+
+    Fetches each file just before it reads it. Of a text file the last part is validation, as a document of its own; of
+    rows, the ones that `split_of` chooses.
+    """
+    fraction = options.validation_fraction
+    row_fraction = fraction or (HUB_ROW_FRACTION if any(file.download for file in files) else LOCAL_ROW_FRACTION)
+    block, bytes_before, documents = block_length(row_fraction), 0, 0
+    for file in files:
+        path = fetch(file)
+        if file.format == "txt":
+            documents += 1
+            for size_bytes, piece in text_pieces(path, fraction or TEXT_FRACTION, file.size_bytes):
+                yield Position(bytes_before + size_bytes, documents), piece
+        else:
+            skips, text_field = options.skip_bad_rows, options.text_field
+            for size_bytes, row in read_conversations(file, skips) if options.chat else read_rows(file, text_field):
+                split = split_of(options.seed, documents, block)
+                documents += 1
+                position = Position(bytes_before + size_bytes, documents)
+                if isinstance(row, Conversation):
+                    yield position, row._replace(split=split)
+                else:
+                    yield from ((position, Piece(split, n == 0, part)) for n, part in enumerate(cut(slices(row))))
+                if documents == options.documents:
+                    return
+        if documents == options.documents:
+            return
+        bytes_before += file.size_bytes
+
+
+def text_pieces(path: Path, fraction: float, size_bytes: int) -> Iterator[tuple[int, Piece]]:
+    """(position after it, each piece) of a text file of `size_bytes` on the disk, whose last `fraction` is validation."""
+    middle, end = text_parts(path, fraction)
+    for split, read, stop in ((TRAIN, 0, middle), (VALIDATION, middle, end)):
+        for n, text in enumerate(cut(read_text(path, read, stop))):
+            read += len(text.encode())
+            yield int(size_bytes * read / max(1, end)), Piece(split, n == 0, text)
 
 
 def cut(blocks: Iterable[str]) -> Iterator[str]:

@@ -21,17 +21,7 @@ from typing import Any, NamedTuple
 import handgrad
 from handgrad.data import hub
 from handgrad.data.chat import check_files
-from handgrad.data.pieces import (
-    TRAIN,
-    Position,
-    Questions,
-    Stories,
-    Unit,
-    generated_units,
-    in_units,
-    read_chats,
-    read_pieces,
-)
+from handgrad.data.pieces import TRAIN, units_of
 from handgrad.data.recipe import QUESTIONS, STORIES, PrepareOptions, check_options, is_prepared, recipe_of
 from handgrad.data.shards import MANIFEST_FILE, SCHEMA, SPLITS, Dataset, open_dataset, token_form
 from handgrad.data.sources import SourceFile, find_local, holds_text
@@ -42,7 +32,6 @@ from handgrad.data.writer import JOURNAL_FILE, SplitState, SplitWriter, read_jou
 from handgrad.errors import DataError, StorageError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 
-DEFAULT_STORIES = 100_000  # and questions
 BPE_SAMPLE_CHARACTERS = 16 << 20
 CHECKPOINT_UNITS = 32  # about 32 MB of text, some seconds of one core
 # A worker starts in a third of a second: none for less work than that.
@@ -50,8 +39,6 @@ BYTES_PER_WORKER, STORIES_PER_WORKER = 2 << 20, 5000
 # A vocabulary of the text's own below this size: in 4 MiB, a million tokens, each of GPT-2's 50,257 occurs twenty times in
 # the mean, and most of them never; a small model would spend its weights and its time on them.
 SMALL_TEXT_BYTES, SMALL_TEXT_TOKENIZER = 4 << 20, "bpe:4096"
-# Validation shares without --validation-fraction: about a million tokens of a large corpus, enough of a small one.
-TEXT_FRACTION, LOCAL_ROW_FRACTION, HUB_ROW_FRACTION, STORY_FRACTION = 0.1, 0.05, 0.005, 0.01
 
 
 class Progress(NamedTuple):
@@ -79,8 +66,7 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
     """
     check_options(options)
     out, source = options.out, options.source
-    generated = source in (STORIES, QUESTIONS)
-    from_hub = not generated and not Path(source).expanduser().exists() and hub.is_hub_name(source)
+    from_hub = not options.is_generated and not Path(source).expanduser().exists() and hub.is_hub_name(source)
     if options.chat and (source == STORIES or (from_hub and source in ("shakespeare", *hub.ALIASES))):
         remedy = "name a file, a folder or OWNER/NAME, or leave --chat out to prepare text"
         raise UsageError(f"expected conversations with --chat, found {source!r}; {remedy}")
@@ -89,7 +75,7 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
         raise DataError(f"expected a text source, found {source}, which is prepared already; {ready}")
     with storage_errors(f"writing {out}"):
         with storage_errors(f"reading {source}"):
-            files = None if from_hub else [] if generated else find_local(source)
+            files = None if from_hub else [] if options.is_generated else find_local(source)
         if options.chat:
             check_files(files or [])
         if options.tokenizer == "auto":
@@ -126,28 +112,7 @@ class _Attempt:
     def __init__(self, options: PrepareOptions, files: list[SourceFile], partial: Path, report: Callable[[Progress], None]):
         self.options, self.files, self.partial, self.report = options, files, partial, report
         self.recipe = recipe_of(options, files)
-        self.generated = {STORIES: Stories, QUESTIONS: Questions}.get(options.source)
-        self.documents = options.documents or (DEFAULT_STORIES if self.generated else 0)
         self.size_bytes = sum(file.size_bytes for file in files)
-
-    def units(self) -> Iterator[tuple[Position, Unit]]:
-        options, fraction = self.options, self.options.validation_fraction
-        rows = fraction or (HUB_ROW_FRACTION if any(file.download for file in self.files) else LOCAL_ROW_FRACTION)
-        if self.generated:
-            return generated_units(self.generated, options.seed, self.documents, fraction or STORY_FRACTION)
-        if options.chat:
-            counted = {"row_fraction": rows, "seed": options.seed, "max_documents": options.documents}
-            return in_units(read_chats(self.files, self.fetch, **counted, skips=options.skip_bad_rows))
-        pieces = read_pieces(
-            self.files,
-            self.fetch,
-            text_field=options.text_field,
-            text_fraction=fraction or TEXT_FRACTION,
-            row_fraction=rows,
-            seed=options.seed,
-            max_documents=options.documents,
-        )
-        return in_units(pieces)
 
     def fetch(self, file: SourceFile) -> Path:
         phase = f"downloading {file.name}"
@@ -159,11 +124,15 @@ class _Attempt:
         spec = {"bpe": str(self.partial / TOKENIZER_FILE), "model": self.options.tokenizer}.get(
             tokenizer.kind, tokenizer.kind
         )
-        enough = self.documents // STORIES_PER_WORKER if self.generated else self.size_bytes // BYTES_PER_WORKER
+        documents = self.options.most_documents
+        enough = documents // STORIES_PER_WORKER if self.options.is_generated else self.size_bytes // BYTES_PER_WORKER
+        unit, total = ("documents", documents) if documents else ("bytes", self.size_bytes)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = max(1, min(self.options.workers or cores, enough))
-        form, shard_tokens, chat = token_form(tokenizer.vocab_size), self.options.shard_tokens, "chat" in self.recipe
-        writers = [SplitWriter(self.partial, split, shard_tokens, states[split], form, chat) for split in SPLITS]
+        form, chat = token_form(tokenizer.vocab_size), self.options.is_chat
+        writers = [
+            SplitWriter(self.partial, split, self.options.shard_tokens, states[split], form, chat) for split in SPLITS
+        ]
 
         def checkpoint() -> None:
             for writer in writers:
@@ -172,20 +141,18 @@ class _Attempt:
 
         checkpoint()
         try:
-            missing = itertools.islice(self.units(), units_done, None)
+            missing = itertools.islice(units_of(self.options, self.files, self.fetch), units_done, None)
             # Closed at once when anything fails, so that no worker outlives the attempt.
             with contextlib.closing(tokenize_in_order(tokenizer, spec, missing, workers)) as results:
                 for position, encoded in results:
                     for writer, part in zip(writers, encoded, strict=True):
-                        writer.append(*part)
+                        writer.append(part)
                     units_done += 1
                     if units_done % CHECKPOINT_UNITS == 0:
                         checkpoint()
                     tokens = sum(state.tokens for state in states.values())
-                    if self.documents:
-                        self.report(Progress("tokenising", position.documents, self.documents, "documents", tokens))
-                    else:
-                        self.report(Progress("tokenising", position.size_bytes, self.size_bytes, "bytes", tokens))
+                    done = position.documents if documents else position.size_bytes
+                    self.report(Progress("tokenising", done, total, unit, tokens))
             for writer in writers:
                 writer.finish_shard()
         except StorageError:  # reading or a worker failed, between two units: nothing done needs to be done again
@@ -196,10 +163,8 @@ class _Attempt:
                 for writer in writers:
                     writer.close()
         self.check_splits(states)
-        write_durably(
-            self.partial / MANIFEST_FILE,
-            json.dumps(self.manifest(record, len(tokenizer.document_start), states), indent=1) + "\n",
-        )
+        manifest = self.manifest(record, len(tokenizer.document_start), states)
+        write_durably(self.partial / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
 
     def begin(self) -> tuple[Tokenizer, int, dict[str, SplitState]]:
         """(tokenizer, units done, state per split): from the journal if it is of this recipe, else a clean start."""
@@ -238,7 +203,7 @@ class _Attempt:
     def training_texts(self) -> Iterator[str]:
         """The first 16 Mi characters of the training split."""
         characters = 0
-        for _, unit in self.units():
+        for _, unit in units_of(self.options, self.files, self.fetch):
             for piece in unit_pieces(unit):
                 if piece.split == TRAIN:
                     yield piece.text
@@ -262,14 +227,14 @@ class _Attempt:
 
     def manifest(self, tokenizer: dict[str, Any], marker: int, states: dict[str, SplitState]) -> dict[str, Any]:
         """`marker`: tokens before each document of text."""
-        chat = "chat" in self.recipe
+        chat = self.options.is_chat
         splits = {
             split: {
                 "tokens": state.tokens,
                 "text_tokens": state.tokens - (0 if chat else marker * state.documents),
                 "documents": state.documents,
                 "text_bytes": state.text_bytes,
-                "source_nats": state.source_nats if self.generated is Stories else None,
+                "source_nats": state.source_nats if self.options.source == STORIES else None,
                 **({"trained_tokens": state.trained_tokens} if chat else {}),
                 **({"left_out": state.left_out, "first_left_out": state.first_left_out} if state.left_out else {}),
                 "shards": state.shards,

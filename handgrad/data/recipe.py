@@ -18,6 +18,7 @@ from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import UsageError
 
 STORIES, QUESTIONS = "stories", "questions"  # the sources that are generated
+DEFAULT_STORIES = 100_000  # and questions
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,19 @@ class PrepareOptions:
     chat: bool = False  # the rows are conversations, of which what the assistant says is trained; questions always are
     skip_bad_rows: bool = False  # leave out rows that are no conversation, and say how many
     overwrite: bool = False
+
+    @property
+    def is_generated(self) -> bool:
+        return self.source in (STORIES, QUESTIONS)
+
+    @property
+    def is_chat(self) -> bool:
+        return self.chat or self.source == QUESTIONS
+
+    @property
+    def most_documents(self) -> int:
+        """0: all."""
+        return self.documents or (DEFAULT_STORIES if self.is_generated else 0)
 
 
 def check_options(options: PrepareOptions) -> None:
@@ -67,14 +81,13 @@ def recipe_of(options: PrepareOptions, files: list[SourceFile] | None) -> dict[s
     tokenizer = None if spec.startswith("bpe:") else load_tokenizer(spec)
     local = files and not any(file.download for file in files)
     others = ("text_field", "shard_tokens", "validation_fraction", "seed", "documents")
-    chat = options.chat or options.source == QUESTIONS
     return {
         "source": Path(options.source).name if local else options.source,
         "files": None if files is None else [[f.name, f.size_bytes, f.fingerprint] for f in files],
         "tokenizer": spec if tokenizer is None or spec in ("gpt2", "bytes") else f"file {tokenizer.sha256}",
-        **({"begins": list(tokenizer.begins)} if tokenizer and tokenizer.begins and not chat else {}),
+        **({"begins": list(tokenizer.begins)} if tokenizer and tokenizer.begins and not options.is_chat else {}),
         **{name: getattr(options, name) for name in others},
-        **({"chat": _chat_form(tokenizer)} if chat else {}),
+        **({"chat": _chat_form(tokenizer)} if options.is_chat else {}),
         **({"skip_bad_rows": True} if options.skip_bad_rows else {}),
     }
 

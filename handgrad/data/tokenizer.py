@@ -38,6 +38,12 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 _BLANK = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode White_Space, the `\s` of the pattern
 _LONG_BLANKS = re.compile(f"(?<![{_BLANK}])[{_BLANK}]{{65536,}}")
 
+# GPT-2's byte-level alphabet: printable bytes stand for themselves, the 68 others for the characters from U+0100 on.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+CHARACTER_OF_BYTE = {b: chr(b) for b in _PRINTABLE}
+CHARACTER_OF_BYTE |= {b: chr(256 + n) for n, b in enumerate(b for b in range(256) if b not in _PRINTABLE)}
+BYTE_OF_CHARACTER = {character: b for b, character in CHARACTER_OF_BYTE.items()}
+
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
@@ -72,6 +78,14 @@ class Tokenizer:
     def prompt_start(self) -> tuple[int, ...]:
         """The tokens before a prompt: the ones that a model's own tokenizer begins with, or end-of-text."""
         return self.begins or (self.end_of_text,)
+
+    def settings(self, file: str) -> dict[str, Any] | None:
+        """The JSON object in a model's `file`, empty without the file; None: it holds something else."""
+        try:
+            found = parse_json(self.others.get(file, "{}"))
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
 
     def encode(self, text: str) -> np.ndarray:
         """`text` as ids of `dtype`, (tokens,). A literal "<|endoftext|>" is ordinary text. DataError: a lone surrogate."""
@@ -196,15 +210,6 @@ def read_small(path: Path) -> bytes:
         return path.read_bytes()
 
 
-@functools.cache
-def byte_of_character() -> dict[str, int]:
-    """GPT-2's byte-level alphabet: printable bytes stand for themselves, the 68 others for the characters from U+0100
-    on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
 def beginning(end_of_text: int) -> bytes:
     """The post-processor that puts end-of-text before a text, in JSON whose blanks no library writes."""
     marker: list[Any] = [{"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -252,7 +257,7 @@ def parse_bpe(content: bytes, where: str) -> Tokenizer:
     ids = [*vocab.values(), end_of_text]
     expect(len(ids) <= MAX_VOCAB_SIZE, f"at most {MAX_VOCAB_SIZE} tokens (uint16)")
     expect(all(type(i) is int for i in ids) and sorted(ids) == list(range(len(ids))), "ids without gaps or repeats")
-    byte_of = byte_of_character()
+    byte_of = BYTE_OF_CHARACTER
     expect(all(token and all(c in byte_of for c in token) for token in vocab), "tokens in the byte-level alphabet")
     expect(all(c in vocab for c in byte_of), "a token for each of the 256 bytes")
     pairs = []

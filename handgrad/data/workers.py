@@ -16,8 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from handgrad.data import questions, stories
+from handgrad.data.chat import Conversation
 from handgrad.data.chat_template import ChatTemplate
-from handgrad.data.pieces import TRAIN, VALIDATION, Conversation, Piece, Position, Questions, Stories, Unit, split_of
+from handgrad.data.pieces import TRAIN, VALIDATION, Generated, Piece, Position, Unit, split_of
+from handgrad.data.recipe import STORIES
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, StorageError
@@ -125,17 +127,16 @@ def tokenize_in_order(
 
 def unit_pieces(unit: Unit) -> Iterator[Piece | Conversation]:
     """The pieces of a unit; stories and questions are written here."""
-    if isinstance(unit, Questions):
-        for number in range(unit.first, unit.first + unit.count):
-            split = split_of(unit.seed, number, unit.block)
-            messages = questions.conversation(unit.seed, number, held_out=split == VALIDATION)
-            yield Conversation(split, messages, f"question {number}")
-        return
-    if isinstance(unit, Stories):
-        for number in range(unit.first, unit.first + unit.count):
-            yield Piece(split_of(unit.seed, number, unit.block), True, *stories.story(unit.seed, number))
-    else:
+    if not isinstance(unit, Generated):
         yield from unit
+        return
+    for number in range(unit.first, unit.first + unit.count):
+        split = split_of(unit.seed, number, unit.block)
+        if unit.source == STORIES:
+            yield Piece(split, True, *stories.story(unit.seed, number))
+        else:
+            messages = questions.conversation(unit.seed, number, held_out=split == VALIDATION)
+            yield Conversation(messages, f"question {number}", split=split)
 
 
 def _start_worker() -> None:

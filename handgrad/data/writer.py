@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 
 from handgrad.data.llmc_header import HEADER_BYTES
 from handgrad.data.shards import TokenForm, header, token_form
+from handgrad.data.workers import Encoded
 from handgrad.files import file_sha256, write_durably
 
 JOURNAL_FILE = "journal.json"
@@ -49,18 +50,8 @@ class SplitWriter:
                 self.files[-1].truncate(size_bytes)
                 self.files[-1].seek(size_bytes)
 
-    def append(
-        self,
-        tokens: np.ndarray,
-        document_starts: np.ndarray,
-        text_bytes: int,
-        nats: float,
-        trained: np.ndarray,
-        left_out: Sequence[str] = (),
-    ) -> None:
-        """Adds `tokens`; `document_starts` are the rising offsets in them where a document starts, `trained` (first, end)
-        of the rising stretches of chat data that are trained, `left_out` the reasons of rows that are no conversation."""
-        state = self.state
+    def append(self, encoded: Encoded) -> None:
+        state, (tokens, document_starts, text_bytes, nats, trained, left_out) = self.state, encoded
         state.tokens += len(tokens)
         state.documents += len(document_starts)
         state.text_bytes += text_bytes

@@ -10,7 +10,6 @@ from handgrad.data.chat_template import ROLES, ChatTemplate, Message
 from handgrad.data.model_tokenizer import GENERATION_FILE
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError, UsageError
-from handgrad.parsing import parse_json
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,7 @@ class Talk:
 
 def listed_ends(tokenizer: Tokenizer) -> set[int]:
     """The tokens that transformers' `generate` ends at by the model's own file."""
-    try:
-        found: Any = parse_json(tokenizer.others.get(GENERATION_FILE, "{}")).get("eos_token_id")
-    except (ValueError, AttributeError):
-        return set()
+    found = (tokenizer.settings(GENERATION_FILE) or {}).get("eos_token_id")
     ids = found if isinstance(found, list) else [found]
     return {token for token in ids if type(token) is int and 0 <= token < tokenizer.vocab_size}
 

@@ -45,7 +45,6 @@ from handgrad.interop.sources import weights_of
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import architecture, parameter_table
 from handgrad.ops import reference
-from handgrad.parsing import parse_json
 from handgrad.settings.config import ModelShape
 from handgrad.storage.checkpoint import Checkpoint, Stored, safetensors_bytes
 from handgrad.storage.tensor_files import write_file
@@ -109,12 +108,9 @@ def ends_of_turns(tokenizer: Tokenizer, generation: dict[str, Any]) -> dict[str,
     listed = listed_ends(tokenizer)
     if template_text(tokenizer) is None or not (missing := Talk(tokenizer).ends - {tokenizer.end_of_text, *listed}):
         return {}
-    try:
-        content = parse_json(tokenizer.others.get(GENERATION_FILE, json.dumps(generation)))
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):  # it travels as it came
+    if (content := tokenizer.settings(GENERATION_FILE)) is None:  # it travels as it came
         return {}
+    content = content if GENERATION_FILE in tokenizer.others else generation
     ids = content.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [tokenizer.end_of_text if ids is None else ids]
     return {GENERATION_FILE: (json.dumps(content | {"eos_token_id": [*ids, *sorted(missing)]}, indent=2) + "\n").encode()}

@@ -28,7 +28,6 @@ from handgrad.evaluation.load import imported_config
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
 from handgrad.networks import NETWORKS
-from handgrad.parsing import parse_json
 from handgrad.settings.config import ModelShape
 
 CONFIG_FILE = "config.json"
@@ -100,10 +99,7 @@ def begin_token(tokenizer: Tokenizer) -> int:
 
 def own_token(tokenizer: Tokenizer, file: str, key: str) -> int | None:
     """The token that a file of a model from elsewhere names under `key`, or None."""
-    try:
-        found: Any = parse_json(tokenizer.others.get(file, "{}")).get(key)
-    except (ValueError, AttributeError):
-        return None
+    found = (tokenizer.settings(file) or {}).get(key)
     return found if type(found) is int and 0 <= found < tokenizer.vocab_size else None
 
 

@@ -139,7 +139,7 @@ def test_a_pipe_among_the_shards(exported: Callable, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("name", "damage", "told"),
     [
-        ("vocab.json", lambda content: content[:500], "expected tokens in"),
+        ("vocab.json", lambda content: content[:500], "expected JSON in"),
         ("vocab.json", lambda content: b"[" * 100_000, "nested more than 64 deep"),
         ("vocab.json", lambda content: content.replace(b": 33,", b": 4294967294,"), "found 34 instead of 33"),
         ("vocab.json", lambda content: content.replace(b'"!": 0', b'"!": 1000000000'), "found 1 instead of 0"),
