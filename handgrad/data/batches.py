@@ -92,12 +92,6 @@ def rows_of_whole_documents(
     return start, end[last] - start
 
 
-def starts_within(document_starts: np.ndarray, first: int, end: int) -> np.ndarray:
-    """Offsets from `first` of the documents that start in tokens `first` ... `end` - 1."""
-    a, b = np.searchsorted(document_starts, (first, end))
-    return document_starts[a:b].astype(np.int64) - first
-
-
 class Stretches:
     """Disjoint stretches of a shard's tokens: from each of `first` to before the one of `end`, both int64 and rising."""
 
@@ -219,7 +213,9 @@ class Batches:
     def _fill_starts(self, row: np.ndarray, shard: int, start: int, length: int) -> None:
         row[:] = 0
         if self.packing != STREAM:
-            within = starts_within(self.shards[shard].document_starts, start, start + min(length, len(row)))
+            starts = self.shards[shard].document_starts
+            first, end = np.searchsorted(starts, (start, start + min(length, len(row))))
+            within = starts[first:end].astype(np.int64) - start
             row[within] = within
             if length < len(row):
                 row[length] = length  # padding is a document of its own

@@ -62,17 +62,9 @@ def _comparison(draw: Draw) -> str:
     return f"Which is {draw.one(('larger', 'smaller'))}, {first} or {(first + 1 + draw.below(99)) % 100}?"
 
 
-def _compared(found: re.Match[str]) -> str:
-    return str((max if found[1] == "larger" else min)(int(found[2]), int(found[3])))
-
-
 def _count(draw: Draw) -> str:
     word = draw.word(3)
     return f"How often is {draw.one(word + CONSONANTS)} in {word}?"
-
-
-def _sorting(draw: Draw) -> str:
-    return f"Put {' '.join(str(draw.below(10)) for _ in range(4))} in order."
 
 
 KINDS: dict[str, Kind] = {
@@ -105,9 +97,15 @@ KINDS: dict[str, Kind] = {
     ),
     "count": Kind(_count, re.compile(r"How often is (\w) in (\w+)\?"), lambda m: str(m[2].count(m[1]))),
     "order": Kind(
-        _sorting, re.compile(r"Put (\d+(?: \d+)+) in order\."), lambda m: " ".join(sorted(m[1].split(), key=int))
+        lambda d: f"Put {' '.join(str(d.below(10)) for _ in range(4))} in order.",
+        re.compile(r"Put (\d+(?: \d+)+) in order\."),
+        lambda m: " ".join(sorted(m[1].split(), key=int)),
     ),
-    "compare": Kind(_comparison, re.compile(r"Which is (larger|smaller), (\d+) or (\d+)\?"), _compared),
+    "compare": Kind(
+        _comparison,
+        re.compile(r"Which is (larger|smaller), (\d+) or (\d+)\?"),
+        lambda m: str((max if m[1] == "larger" else min)(int(m[2]), int(m[3]))),
+    ),
     "add": Kind(
         lambda d: f"What is {d.below(100)} + {d.below(100)}?",
         re.compile(r"What is (\d+) \+ (\d+)\?"),

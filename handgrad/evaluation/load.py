@@ -50,16 +50,11 @@ def rounded_to_fp8(weights: Weights) -> Weights:
 
 
 def usual_window(weights: Weights) -> int:
-    """Tokens of an evaluation's window: the run's sequence length, or at most `LONGEST_WINDOW` for a model from elsewhere,
-    whose context may not fit the memory."""
-    if from_elsewhere(weights):
+    """Tokens of an evaluation's window: the run's sequence length, or at most `LONGEST_WINDOW` for a model that no run of
+    ours has trained, imported or not, whose context may not fit the memory."""
+    if weights.checkpoint is None or "imported" in weights.checkpoint.manifest:
         return min(weights.shape.sequence_length, LONGEST_WINDOW)
     return weights.config.sequence_length
-
-
-def from_elsewhere(weights: Weights) -> bool:
-    """True for weights that no run of ours has trained, imported or not."""
-    return weights.checkpoint is None or "imported" in weights.checkpoint.manifest
 
 
 def trained_on_chats(found: Checkpoint) -> bool:

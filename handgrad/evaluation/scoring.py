@@ -28,6 +28,7 @@ import numpy as np
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError, storage_errors
 from handgrad.evaluation.likelihoods import Likelihoods, Request
+from handgrad.evaluation.loss import perplexity
 from handgrad.evaluation.tasks import LLMC, Example, TaskData
 from handgrad.files import write_durably
 from handgrad.storage.checkpoint import Checkpoint
@@ -167,8 +168,7 @@ def figure(metric: str, values: np.ndarray) -> Figure:
     mean = float(values.mean())
     stderr = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     if metric == "perplexity":
-        perplexity = math.exp(min(-mean, 700.0))
-        return Figure(metric, perplexity, perplexity * stderr)
+        return Figure(metric, perplexity(-mean), perplexity(-mean) * stderr)
     return Figure(metric, mean, stderr)
 
 

@@ -85,7 +85,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
             CURVE_FILE: curve_png(checkpoint),
         }
         if model.shape.network.brings_code:
-            files |= modern.code_files()
+            files |= {path.name: path.read_bytes() for path in sorted(modern.CODE.glob("*.py"))}
         for name, content in files.items():
             if content is not None:
                 write_file(partial / name, [content])

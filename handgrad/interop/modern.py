@@ -40,11 +40,6 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
     }
 
 
-def code_files() -> dict[str, bytes]:
-    """The network in transformers' terms, by file name."""
-    return {path.name: path.read_bytes() for path in sorted(CODE.glob("*.py"))}
-
-
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     """The model of a config.json; `DataError` for one that asks for anything that ours does not compute. An older file has
     `without` instead of `techniques`."""
