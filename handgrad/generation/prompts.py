@@ -75,7 +75,7 @@ def whole_lines(path: Path, identity: dict[str, Any]) -> Iterator[tuple[Written,
             assert sorted(rows) == list(range(len(rows)))
             check_free(path)
             with storage_errors(doing):
-                write_whole(path, "".join(json.dumps(rows[number]) + "\n" for number in sorted(rows)))
+                write_durably(path, "".join(json.dumps(rows[number]) + "\n" for number in sorted(rows)))
             rows.clear()
         finally:
             if not rows:
@@ -101,12 +101,3 @@ def read_partial(partial: Path, identity: dict[str, Any]) -> Written:
                 " or remove the file to start over"
             )
     return {line.count("number"): line.inner("row").fields for line in lines[1:]}
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file durably; nothing remains when that fails. Raises OSError."""
-    try:
-        write_durably(path, text)
-    except OSError:
-        path.with_name(path.name + ".new").unlink(missing_ok=True)
-        raise
