@@ -59,7 +59,7 @@ def test_only_conversations_keep_their_tokens(fresh: Callable[[], Model]) -> Non
     model = fresh()
     model.generate("Hello there", max_tokens=4, batch=1)
     decoder = model._writing.last
-    assert decoder.cached[0] is not None and decoder.cached_prefix(0, decoder.cached[0].tokens()) == 0
+    assert decoder.cached[0] is not None and decoder.cached_prefix(0, decoder.cached[0].cached_tokens()) == 0
 
 
 def test_tokens_that_a_slot_holds() -> None:
@@ -70,7 +70,7 @@ def test_tokens_that_a_slot_holds() -> None:
     for _ in decoder.generate([short, long], reuse_cache=True):
         pass
     assert decoder.cached[0] is None
-    held = decoder.cached[1].tokens()
+    held = decoder.cached[1].cached_tokens()
     assert held == [7, 8, *long.tokens[:-1]] and len(held) == 10, "nothing took in the last token"
     assert (
         decoder.cached_prefix(1, [*held[:6], 22, 3]) == 6

@@ -72,20 +72,14 @@ class Slot:
     """A row of the batch and its text."""
 
     text: Continuation
-    position: int  # in the context, of the next step's input token
     steps_left: int  # until max_tokens
+    position: int = 0  # in the context, of the next step's input token
+    context: list[int] = field(default_factory=list)  # with which the text entered the cache
+    before: int = 0  # tokens of the text that the context has already
 
-
-@dataclass
-class Cached:
-    """The tokens whose keys and values a slot of the cache holds."""
-
-    slot: Slot
-    context: list[int]  # with which the slot's text entered it
-    before: int  # tokens of the text that the context has already
-
-    def tokens(self) -> list[int]:
-        return (self.context + self.slot.text.tokens[self.before :])[: self.slot.position]
+    def cached_tokens(self) -> list[int]:
+        """The tokens whose keys and values the cache holds, also once the text has ended."""
+        return (self.context + self.text.tokens[self.before :])[: self.position]
 
 
 @dataclass
@@ -126,7 +120,7 @@ class Decoder:
         cuda = buf.tokens.is_cuda
         self.graphs = cuda and ops.CAPTURABLE
         self.step = Replayed([self.launch_step]) if self.graphs else self.launch_step
-        self.cached: list[Cached | None] = [None] * len(self.slots)
+        self.cached: list[Slot | None] = [None] * len(self.slots)
         self.prefills: dict[tuple[int, int, bool], Callable[[], None]] = {}  # by sequences, padded length, append
         # Tokens arrive on the host in two buffers by turns; a CPU's are there already.
         self.host_tokens = [torch.empty_like(buf.chosen, device="cpu", pin_memory=True) for _ in range(2)] if cuda else []
@@ -196,7 +190,7 @@ class Decoder:
                 text = next(waiting, None)
                 if text is not None:
                     assert text.prompt and text.max_tokens > 0
-                    self.slots[index] = Slot(text, 0, text.max_tokens)
+                    self.slots[index] = Slot(text, text.max_tokens)
                     entering[index] = text
                 elif slot is not None:
                     self.slots[index] = None
@@ -216,7 +210,8 @@ class Decoder:
             slot, text = self.slots[index], texts[index]
             assert slot is not None
             slot.position = len(context) - 1
-            self.cached[index] = Cached(slot, context, len(text.tokens))
+            slot.context, slot.before = context, len(text.tokens)
+            self.cached[index] = slot
             buf.tokens[index] = context[-1]
             buf.positions[index] = slot.position
             buf.places[index] = len(text.prompt) + len(text.tokens)
@@ -231,7 +226,7 @@ class Decoder:
     def cached_prefix(self, index: int, tokens: Sequence[int]) -> int:
         """The number of first tokens whose keys and values the slot holds already, and may reuse."""
         cached = self.cached[index]
-        held = cached.tokens() if self.reuse_cache and cached else []
+        held = cached.cached_tokens() if self.reuse_cache and cached else []
         differing = (n for n, (token, its) in enumerate(zip(tokens, held, strict=False)) if token != its)
         return next(differing, min(len(tokens), len(held)))
 
