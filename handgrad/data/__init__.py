@@ -7,7 +7,7 @@ tokenizer_loading          one by the user's name for it, or by a manifest
 chat, questions            conversations: of files, built in
 chat_template              conversations -> tokens, and the stretches of the assistant
 confined                   programs in foreign files, within bounds: templates, the expressions of tokenizers
-pieces, workers, writer    documents -> units of work -> tokens -> shards
+pieces, writer             documents -> units of work -> tokens -> shards
 recipe, prepare            a source -> a folder of shards, in parallel, resumable
 shards                     that folder, opened and verified
 batches                    sample i of a run, a pure function of (seed, i)

@@ -27,8 +27,15 @@ from handgrad.data.shards import MANIFEST_FILE, SCHEMA, SPLITS, Dataset, open_da
 from handgrad.data.sources import SourceFile, find_local, holds_text
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe, write_tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer, read_tokenizer
-from handgrad.data.workers import tokenize_in_order, unit_pieces
-from handgrad.data.writer import JOURNAL_FILE, SplitState, SplitWriter, read_journal, write_journal
+from handgrad.data.writer import (
+    JOURNAL_FILE,
+    SplitState,
+    SplitWriter,
+    read_journal,
+    tokenize_in_order,
+    unit_pieces,
+    write_journal,
+)
 from handgrad.errors import DataError, StorageError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from handgrad.data import prepare as module, workers, writer
+from handgrad.data import prepare as module, writer
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import StorageError
 from tests.data.conftest import contents, everything
@@ -63,14 +63,14 @@ def test_a_killed_worker_is_named_and_the_rerun_gives_the_same_bytes(tmp_path, m
     done = json.loads(json.loads((tmp_path / "out.partial/journal.json").read_text())[1])["units_done"]
     assert done >= 5
     again = []
-    tokenize = workers.tokenize
-    monkeypatch.setattr(workers, "tokenize", lambda *a: again.append(1) or tokenize(*a))
+    tokenize = writer.tokenize
+    monkeypatch.setattr(writer, "tokenize", lambda *a: again.append(1) or tokenize(*a))
     prepare(PrepareOptions(source, options.out, "gpt2", workers=1, shard_tokens=5000))
     assert contents(options.out) == contents(tmp_path / "control")
-    monkeypatch.setattr(workers, "tokenize", tokenize)
+    monkeypatch.setattr(writer, "tokenize", tokenize)
     total = len(again) + done
     again.clear()
-    monkeypatch.setattr(workers, "tokenize", lambda *a: again.append(1) or tokenize(*a))
+    monkeypatch.setattr(writer, "tokenize", lambda *a: again.append(1) or tokenize(*a))
     prepare(PrepareOptions(source, tmp_path / "full", "gpt2", workers=1, shard_tokens=5000))
     assert len(again) == total  # what was done was not done again
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from handgrad.data import workers
+from handgrad.data import writer
 from handgrad.data.batches import Batches
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import NARROW, WIDE, header, open_dataset, token_form
@@ -48,8 +48,8 @@ def test_a_vocabulary_above_65536(tmp_path, make_text, small_units, monkeypatch,
 
     with pytest.raises(KeyboardInterrupt, match="go on"):
         prepare(options[1], stop)
-    again, tokenize = [], workers.tokenize
-    monkeypatch.setattr(workers, "tokenize", lambda *a: again.append(1) or tokenize(*a))
+    again, tokenize = [], writer.tokenize
+    monkeypatch.setattr(writer, "tokenize", lambda *a: again.append(1) or tokenize(*a))
     prepare(options[1])
     assert contents(options[0].out) == contents(options[1].out) and 0 < len(again) < 7
 
