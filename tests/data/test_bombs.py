@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from handgrad.data import sources
-from handgrad.data.sources import find_local, read_rows, text_parts
+from handgrad.data.pieces import text_parts
+from handgrad.data.sources import find_local, read_rows
 from handgrad.errors import DataError
 from handgrad.evaluation import tasks
 
