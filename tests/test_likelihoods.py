@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from handgrad.evaluation.likelihoods import Likelihoods, Request, Workload, make_batches, score
+from handgrad.evaluation.likelihoods import Likelihoods, Request, Workload, make_batches
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.memory.arena import make_plan
 from handgrad.models import gpt2
@@ -18,6 +20,22 @@ from tests.conftest import Model, make_model
 
 SHAPE = ModelShape(37, 40, 2, 2, 16)
 CPU = torch.device("cpu")
+
+
+def score(
+    ops: ModuleType,
+    weights: Any,
+    requests: Sequence[Request],
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    positions_per_batch: int,
+) -> Likelihoods:
+    """The likelihoods of `requests`, in memory of their own."""
+    work = Workload(requests, shape, dtype, ops, device, positions_per_batch=positions_per_batch, ranks=Ranks())
+    views = make_plan([*work.activation_buffers(), *work.buffers()]).allocate(device)
+    return work.score(weights, views)
 
 
 def some_requests(count: int = 23, seed: int = 0) -> list[Request]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from handgrad.evaluation.loss import OnTokens
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine.dtypes import accumulation_dtype
-from handgrad.memory.arena import Buffer, make_plan
+from handgrad.memory.arena import Buffer
 from handgrad.models import architecture, forward_buffers, head_chunk_tokens, named_activations
 from handgrad.models.passes import run
 from handgrad.settings.config import ModelShape
@@ -226,19 +226,3 @@ class Workload:
             numbers = [number for batch in self.batches[rank :: self.ranks.size] for number in batch.requests]
             sums[numbers], greedy[numbers] = their_sums, their_greedy
         return Likelihoods(sums, greedy)
-
-
-def score(
-    ops: ModuleType,
-    weights: Any,
-    requests: Sequence[Request],
-    shape: ModelShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    positions_per_batch: int,
-) -> Likelihoods:
-    """Scores `requests` once, in this process, in memory of their own."""
-    work = Workload(requests, shape, dtype, ops, device, positions_per_batch=positions_per_batch, ranks=Ranks())
-    views = make_plan([*work.activation_buffers(), *work.buffers()]).allocate(device)
-    return work.score(weights, views)
