@@ -60,10 +60,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "occurs twenty times in the": "arithmetic",
     },
     "handgrad/data/recipe.py": {"0.005 of hub rows": "a default"},
-    "handgrad/data/sources.py": {
-        "modulo 4 GiB": "the format's",
-        "to a tenth": "a constant",
-    },
+    "handgrad/data/sources.py": {"to a tenth": "a constant"},
     "handgrad/machine/devices.py": {"NVIDIA H200, 141 GB": "an example of the output"},
     "handgrad/format.py": {
         "48.3% MFU": "an example of the output",
@@ -116,7 +113,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "benchmarks/llama_speed.py": {"is a tenth of it": "arithmetic"},
     "benchmarks/polar.py": {"polynomial five times": "a constant"},
     "handgrad/api/model.py": {"of a quarter of the": "a constant"},
-    "handgrad/data/pieces.py": {"about 256 Ki characters": "a constant"},
+    "handgrad/data/pieces.py": {"about 256 Ki characters": "a constant", "modulo 4 GiB": "the format's"},
     "handgrad/data/hub.py": {"to five times in a": "a constant"},
     "handgrad/data/questions.py": {"An eighth of all": "a constant"},
     "handgrad/generation/chat.py": {"or a quarter of it": "a constant"},
