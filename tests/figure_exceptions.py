@@ -31,7 +31,6 @@ PAGES: dict[str, dict[str, str]] = {
         "99.7 and 99.9 %": "arithmetic of benchmarks/efficiency.py",
         "97.8 and 98.6 %": "the table above; tests/test_scaling_docs.py makes the sentence",
         "90 % of linear": "the definition of a column",
-        "90% of linear from": "the definition of a column",
         "than six times": "a constant",
         "by a tenth and five milliseconds": "a constant",
     },
