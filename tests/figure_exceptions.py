@@ -41,9 +41,6 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/data.md": {
         "tiny Shakespeare, 1.1 MB": "the size of a file",
         "0.005 of hub datasets": "a default",
-        "would be 78 MB": "arithmetic: a table of 10 billion tokens",
-        "h(key, 2k, a)": "an equation",
-        "h(key, 2k + 1, b)": "an equation",
         "a tenth of it": "a default",
         "about 256 Ki characters": "a size",
     },
