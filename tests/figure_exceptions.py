@@ -80,7 +80,6 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "docs/stories.md": {
         "49.0 nats": "arithmetic of the grammar",
-        "41.9 nats": "arithmetic of the grammar",
         "ln 20 = 3.0 nats": "arithmetic",
         "costs 0 nats": "arithmetic",
         "39.12 nats per story": "the grammar's entropy, computed",

@@ -74,10 +74,10 @@ def table() -> list[str]:
     lines = []
     for row in ROWS:
         (speed, memory), (was, held) = modelled(row), found(row)
-        used = "fitted" if is_fitted(row) else ""
-        fitted = "exchange fitted" if row.gpus > 1 and row.model == "d12" else used
+        used = ", fitted" if is_fitted(row) else ""
+        fitted = ", exchange fitted" if row.gpus > 1 and row.model == "d12" else used
         gib = f"{memory:.2f} | {held:.2f}"
-        speeds = f"{speed / 1e3:.1f}k | {was / 1e3:.1f}k | {speed / was - 1:+.1%} | {fitted}"
+        speeds = f"{speed / 1e3:.1f}k | {was / 1e3:.1f}k | {speed / was - 1:+.1%}{fitted}"
         precision = f"{row.precision}, head in bf16" if row.precision == "fp8" and not row.fp8_head else row.precision
         size = f"{NAMES[row.model]} | {precision} | {row.micro_steps} x {row.micro_batch}"
         lines.append(f"| {row.gpus} x {GPUS[row.gpu].title} | {size} | {gib} | {speeds} |")
