@@ -24,7 +24,6 @@ PAGES: dict[str, dict[str, str]] = {
         "needs ten times as many": "a constant of machine/threads.py",
     },
     "docs/distributed.md": {
-        "within 8 %": "arithmetic of the lanes' shares",
         "after 4 s of load": "WARM_UP_SECONDS of benchmarks/scaling.py",
         "of 4x the slowest alone": "a heading",
         "5 or 20 µs a message": "nominal, an assumption of benchmarks/efficiency.py",
