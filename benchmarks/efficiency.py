@@ -95,19 +95,21 @@ def pays_from(model: Model, network: Network, ranks: int) -> int:
 
 
 def lines() -> list[str]:
-    """A row per model, network and number of GPUs: efficiency with one and with eight micro-batches a rank, and the size of
-    a step, in tokens, that reaches 90 % of linear."""
-    found = []
-    for model in models():
-        for network in networks():
-            for ranks in GPUS:
-                if network.name == "NVLink" and ranks > NODE:
-                    continue
-                least = pays_from(model, network, ranks)
-                tokens = least * model.micro_batch * 1024 * ranks
-                shares = " | ".join(f"{efficiency(model, network, ranks, n):.0%}" for n in (1, 8))
-                found.append(f"| {model.name} | {network.name} | {ranks} | {shares} | {tokens / 1e6:.1f}M tokens a step |")
-    return found
+    """A row per model and network; for each number of GPUs the efficiency with one and with eight micro-batches a rank, and
+    the size of a step, in tokens, that reaches 90 % of linear."""
+    return [
+        f"| {model.name} | {network.name} | " + " | ".join(cell(model, network, ranks) for ranks in GPUS) + " |"
+        for model in models()
+        for network in networks()
+    ]
+
+
+def cell(model: Model, network: Network, ranks: int) -> str:
+    if network.name == "NVLink" and ranks > NODE:
+        return "–"
+    tokens = pays_from(model, network, ranks) * model.micro_batch * 1024 * ranks
+    shares = ", ".join(f"{efficiency(model, network, ranks, micro_steps):.0%}" for micro_steps in (1, 8))
+    return f"{shares}, {tokens / 1e6:.1f}M"
 
 
 if __name__ == "__main__":

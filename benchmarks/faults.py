@@ -35,38 +35,39 @@ def heading(*texts: str) -> list[str]:
     return [cells(*texts), cells(*["---"] * len(texts))]
 
 
-def on_cpu(row: Row, found: dict[str, Any]) -> str:
-    tests = found.get("rows", {}).get(str(row.number))
-    if "cpu" not in row.runs_on or tests is None:
-        return NONE
-    count = tests["passed"]
-    return f"{count} test{'s' * (count != 1)}, {found['date']}" if all_passed(tests) else "fails"
+def tests_of(row: Row, cpu: dict[str, Any], gpu: dict[str, Any]) -> str:
+    """The number of its tests that passed on a CPU, and "GPU" where it passed there."""
+    tests, played = cpu.get("rows", {}).get(str(row.number)), gpu.get("rows", {}).get(str(row.number))
+    found = []
+    if "cpu" in row.runs_on and tests is not None:
+        found.append(str(tests["passed"]) if all_passed(tests) else "fails")
+    if "gpu" in row.runs_on and played is not None:
+        found.append("GPU" if played["outcome"] == "passed" else "fails on a GPU")
+    return ", ".join(found) or NONE
 
 
-def on_gpu(row: Row, found: dict[str, Any]) -> str:
-    played = found.get("rows", {}).get(str(row.number))
-    if "gpu" not in row.runs_on or played is None:
-        return NONE
-    return found["date"] if played["outcome"] == "passed" else "fails"
-
-
-def without_guard(row: Row, found: dict[str, Any]) -> str:
-    return found.get("rows", {}).get(str(row.number), {}).get("tests", NONE)
+def without_guards(found: dict[str, Any]) -> str:
+    """The rows whose tests fail without their guard, and those whose tests do not."""
+    outcomes = {number: row["tests"] for number, row in found["rows"].items()}
+    others = [number for number, tests in outcomes.items() if tests != "fails"]
+    noticed = f"Without its guard the tests of {len(outcomes) - len(others)} rows fail"
+    return f"{noticed}; those of {', '.join(others)} do not." if others else f"{noticed}; the other rows have none."
 
 
 def rows_table() -> list[str]:
     """The lines of the page's table of faults."""
     cpu, gpu, guards = record("cpu-faults"), record("h200-faults"), record("cpu-fault-guards")
-    lines = heading("#", "fault", "required outcome", "passed on a CPU", "without its guard", "passed on a GPU")
+    lines = heading("#", "fault", "required outcome", "passed tests")
     for row in read_rows().values():
-        last = on_cpu(row, cpu), without_guard(row, guards), on_gpu(row, gpu)
-        lines.append(cells(str(row.number), row.fault, row.then, *last))
+        lines.append(cells(str(row.number), row.fault, row.then, tests_of(row, cpu, gpu)))
     lines.append("")
     if cpu:
-        found = f"{cpu['passed']} tests passed in {cpu['seconds']:.0f} s"
+        found = f"{cpu['passed']} tests passed in {cpu['seconds']:.0f} s on {cpu['date']}"
         lines.append(f"On a CPU: {found}; {cpu['machine'].removeprefix('cpu: ')}; commit {cpu['commit']}.")
     if gpu:
-        lines.append(f"On a GPU: {gpu['machine']}; commit {gpu['commit']}.")
+        lines.append(f"On a GPU: {gpu['date']}; {gpu['machine']}; commit {gpu['commit']}.")
+    if guards:
+        lines.append(without_guards(guards))
     return lines
 
 

@@ -59,7 +59,8 @@ def agreement() -> str:
         found.append(100 * mean(rows, "together") / (4 * model.tokens_per_second))
     high = [more - less for more, less in zip(predicted, found, strict=True)]
     expected, measured, off = (" and ".join(f"{value:.1f}" for value in values) for values in (predicted, found, high))
-    return f"For the four GPUs above it predicts {expected} %, where {measured} % were measured: {off} points too many,"
+    predicts = f"For the four GPUs above it predicts {expected} %. The runs reached {measured} %."
+    return f"{predicts} So it is {off} points too high."
 
 
 def test_arithmetic_agrees_with_what_was_measured() -> None:
