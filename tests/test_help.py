@@ -25,7 +25,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "tune", "profile"])
+@pytest.mark.parametrize("command", ["train", "plan", "profile"])
 def test_ten_settings_first_the_others_on_request(command: str, capsys: pytest.CaptureFixture) -> None:
     short, full = shown(capsys, command, "--help"), shown(capsys, command, "--help-all")
     assert len(FIRST_SETTINGS) == 10 and len(short.splitlines()) < 60 < 100 < len(full.splitlines())

@@ -250,4 +250,4 @@ def test_every_synonym_leads_to_a_name() -> None:
     assert set(SYNONYMS) <= known | set(MODELS) | in_lora
     assert nearest_name("--Learning_Rate", ["--learning-rate", "--zero"]) == " (did you mean --learning-rate?)"
     assert nearest_name("zzz", ["--learning-rate"]) == ""
-    assert nearest_name("finetune", COMMANDS) == " (did you mean train?)", "not tune"
+    assert nearest_name("finetune", COMMANDS) == " (did you mean train?)"

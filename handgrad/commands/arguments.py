@@ -250,12 +250,6 @@ def checkpoints(parser: Parser) -> None:
     parser.number("--prune", newest, rule=AT_LEAST_1)
 
 
-def tune(parser: Parser) -> None:
-    add_run_arguments(parser)
-    parser.number("--vocab-size", "words (default: as in --data, or GPT-2's)", rule=AT_LEAST_1)
-    parser.text("--table", "FILE", "the table to write (default: the user's own)")
-
-
 def profile(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.number("--vocab-size", "words of synthetic tokens (default: GPT-2's)", rule=AT_LEAST_1)
@@ -327,7 +321,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "gradcheck": ("compares every gradient by hand with differences of its forward", gradcheck),
     "doctor": ("checks what this machine has, uses and lacks; runs each part once", doctor),
     "profile": ("times the kernels of a run's steps, beside this machine's limits", profile),
-    "tune": ("freezes the fastest algorithm of each GEMM of a model on this GPU", tune),
     "bench": ("measures handgrad beside a PyTorch autograd twin", bench),
 }
 # The first command of each group, in order.
@@ -359,7 +352,6 @@ EXAMPLES = {
     "diff": "handgrad diff runs/a runs/b",
     "certificate": "handgrad certificate runs/a --key key.pem",
     "bench": "handgrad bench step --model d12 --out step.json",
-    "tune": "handgrad tune d12 --precision fp8",
     "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",
     "doctor": "handgrad doctor",
     "gradcheck": "handgrad gradcheck",

@@ -283,7 +283,7 @@ def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
 
 
 def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
-    """`config` with GEMMs instead of "auto" and "tuned", which stands for the GEMMs that `handgrad tune` found faster in
+    """`config` with GEMMs instead of "auto" and "tuned", which stands for the GEMMs that `benchmarks.tune` found faster in
     bf16.
 
     Raises `UsageError` for a backend that cannot run."""

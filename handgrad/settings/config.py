@@ -137,7 +137,7 @@ class RunConfig:
 
     # fp8: GEMMs of the blocks on 8-bit numbers, the rest in bf16
     fp8_keep_bf16: str = option(
-        TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: what `handgrad tune` found"
+        TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: what `benchmarks.tune` found"
     )
     fp8_head: str = option(
         AUTO, "GEMMs of the loss head in fp8: forward, dgrad, wgrad, with commas, or none; auto: all, none with lora"
