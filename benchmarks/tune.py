@@ -36,8 +36,7 @@ from handgrad.ops.cuda.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, Plan, Produc
 from handgrad.ops.sizes import WORKSPACE_BYTES
 from handgrad.run.assemble import allocate, bind
 from handgrad.run.resolve import with_precision
-from handgrad.settings.config import RunConfig
-from handgrad.settings.rules import AT_LEAST_1
+from handgrad.settings.config import AT_LEAST_1, RunConfig
 from handgrad.tools.plan import as_it_runs
 from handgrad.tools.profile import set_up
 from handgrad.tools.speeds import gemm_flops, launch_milliseconds, seconds_of

@@ -20,13 +20,13 @@ import handgrad
 from handgrad.cli import main
 from handgrad.errors import REPEAT_SECONDS, MemoryShort, Preempted, StorageError
 from handgrad.run import host_copy, saves
-from handgrad.run.lock import is_held
 from handgrad.run.log import RunLog
 from handgrad.run.open import train
 from handgrad.run.saves import Saves
 from handgrad.settings.config import RunConfig, to_toml
 from handgrad.storage import checkpoint
 from handgrad.storage.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, parts_of
+from handgrad.storage.run_files import is_held
 from handgrad.storage.tensor_files import Stored
 from handgrad.training.step import TrainStep
 from tests.distributed.launching import wait_for

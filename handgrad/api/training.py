@@ -18,7 +18,7 @@ from handgrad.run.loop import Run
 from handgrad.run.open import open_run
 from handgrad.run.settings import run_config
 from handgrad.run.signals import preempted
-from handgrad.settings.config import RunConfig, to_dict
+from handgrad.settings.config import RunConfig, check, to_dict
 from handgrad.storage import checkpoint
 from handgrad.training.step import StepResult
 
@@ -45,7 +45,7 @@ OnStep = Callable[[Step], object]
 def preset(name: str, **settings: Unpack[Settings]) -> RunConfig:
     """The configuration of `handgrad train NAME` with these settings; `handgrad train --help-all` lists them all.
     Raises `UsageError` for an unknown name or an invalid value."""
-    return configuration(name, settings)
+    return check(configuration(name, settings))
 
 
 def configuration(start: str | RunConfig, settings: Settings, recipe_file: str = "", model: str = "") -> RunConfig:

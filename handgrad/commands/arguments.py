@@ -23,8 +23,7 @@ from handgrad.machine.gpus import GPUS, short_name
 from handgrad.run import settings
 from handgrad.run.settings import Sweep, resolve_sweep
 from handgrad.settings import presets
-from handgrad.settings.config import FIELDS, TECHNIQUES, RunConfig, read_toml
-from handgrad.settings.rules import AT_LEAST_1, NOT_NEGATIVE, SECONDS
+from handgrad.settings.config import AT_LEAST_1, FIELDS, NOT_NEGATIVE, SECONDS, TECHNIQUES, RunConfig, read_toml
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
 SOURCES = (

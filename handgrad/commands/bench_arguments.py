@@ -1,8 +1,7 @@
 """The flags of bench: one list for all benchmarks, of which each takes some (`commands.bench`)."""
 
 from handgrad.commands.parser import Parser
-from handgrad.settings.config import PRECISIONS
-from handgrad.settings.rules import ABOVE_0, AT_LEAST_1
+from handgrad.settings.config import ABOVE_0, AT_LEAST_1, PRECISIONS
 
 BENCHMARKS = {
     "step": "whole optimizer steps, alternating with the twin: speed, memory; on a GPU power and time to step 1",

@@ -1,8 +1,7 @@
 """The flags of the commands that load a model and let it write: sample, chat, serve."""
 
 from handgrad.commands.parser import Parser
-from handgrad.settings.config import AUTO, BACKENDS, DEVICES, PRECISIONS
-from handgrad.settings.rules import AT_LEAST_1, between
+from handgrad.settings.config import AT_LEAST_1, AUTO, BACKENDS, DEVICES, PRECISIONS, between
 
 WATCH_PORT, SERVE_PORT = 8360, 8361
 FP8_NOTE = "; fp8: as a run in fp8 validates"

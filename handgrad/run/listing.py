@@ -14,11 +14,10 @@ from typing import Any
 
 from handgrad.errors import INTERRUPTED, RESUMABLE, DataError, HandgradError, NumericsError, StorageError, storage_errors
 from handgrad.format import human_age, human_bytes, human_count, human_seconds, table
-from handgrad.run.lock import is_held
+from handgrad.parsing import parse_record
 from handgrad.settings.batch_schedule import parse_schedule
 from handgrad.settings.config import read_toml
-from handgrad.storage.jsonl import parse
-from handgrad.storage.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE
+from handgrad.storage.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE, is_held
 
 RUNNING, FINISHED, BROKEN = "running", "finished", "broken"
 STOPPED = "stopped"  # by Ctrl-C
@@ -161,7 +160,7 @@ def last_records(folder: Path) -> Records:
             kind = KINDS.match(line)
             if kind and line.endswith(b"\n"):  # else a kill has cut it
                 found[kind[1].decode()] = line, number
-    records = {kind: parse(line, f"line {number} of {path}").fields for kind, (line, number) in found.items()}
+    records = {kind: parse_record(line, f"line {number} of {path}").fields for kind, (line, number) in found.items()}
     markers = [kind for kind in MARKERS if kind in found]
     if markers:
         records["marker"] = records[max(markers, key=lambda kind: found[kind][1])]

@@ -22,9 +22,9 @@ from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_bytes_durably, write_durably
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine import power
+from handgrad.parsing import parse_record
 from handgrad.run.console import ConsoleMode, Display
 from handgrad.run.sinks import Sinks, trackers
-from handgrad.storage.jsonl import parse
 from handgrad.storage.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
 from handgrad.training.step import StepResult
 
@@ -216,7 +216,7 @@ class Line(NamedTuple):
 def metrics_line(line: bytes) -> Line | None:
     """A line of metrics.jsonl or audit.jsonl; None if it is damaged."""
     try:
-        record = parse(line, "").fields
+        record = parse_record(line, "").fields
     except DataError:
         return None
     step, kind = record.get("step", 0), record.get("kind")

@@ -21,7 +21,7 @@ from handgrad.joins.lora.tables import LoraDesign, adapter_buffers, adapters_of,
 from handgrad.joins.parallel.memory import with_sharding
 from handgrad.machine import devices
 from handgrad.machine.backend import choose_backend, plain_backend
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer, Plan, make_plan
 from handgrad.memory.freezing import freeze
