@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import run_main
-from handgrad.commands.arguments import add_run_arguments, run_config
+from handgrad.commands.arguments import run_config
+from handgrad.commands.flags import add_run_arguments
 from handgrad.commands.parser import Formatter, Parser
 from handgrad.errors import UsageError
 from handgrad.files import check_replaceable, write_durably

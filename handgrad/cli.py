@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TextIO, cast
 
 import handgrad
-from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, Parser, parse
+from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, parse
+from handgrad.commands.parser import Parser
 from handgrad.errors import (
     INTERRUPTED,
     ShownOutput,

@@ -6,8 +6,10 @@ import shlex
 import pytest
 
 from handgrad.cli import main
-from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, EXAMPLES, FIRST_SETTINGS, GROUPS, Parser, flag, parse
+from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, EXAMPLES, parse
 from handgrad.commands.completion import command_line
+from handgrad.commands.flags import FIRST_SETTINGS, GROUPS
+from handgrad.commands.parser import Parser, flag
 from handgrad.settings.config import AUTO, FIELDS, PRECISIONS
 from handgrad.settings.presets import PRESETS
 

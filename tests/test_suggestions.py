@@ -9,7 +9,8 @@ import pytest
 
 import handgrad
 from handgrad.cli import main
-from handgrad.commands.arguments import COMMANDS, Parser, parse
+from handgrad.commands.arguments import COMMANDS, parse
+from handgrad.commands.parser import Parser
 from handgrad.errors import UsageError
 from handgrad.names import SYNONYMS, nearest_name, plain_name
 from handgrad.networks import NETWORKS

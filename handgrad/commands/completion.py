@@ -2,7 +2,8 @@
 
 import argparse
 
-from handgrad.commands.arguments import COMMANDS, Parser
+from handgrad.commands.arguments import COMMANDS
+from handgrad.commands.parser import Parser
 from handgrad.settings import presets
 
 # shtab's own names of the shells' functions that complete paths (https://docs.iterative.ai/shtab/use/).

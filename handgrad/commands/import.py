@@ -4,7 +4,7 @@ import shlex
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad.commands.arguments import flag
+from handgrad.commands.parser import flag
 from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.interop.sources import SIZES, import_model
 from handgrad.memory.rows import count_parameters
