@@ -14,10 +14,9 @@ from handgrad.errors import NumericsError, Preempted, UsageError
 from handgrad.evaluation.load import Weights
 from handgrad.joins.lora.merge import merged_state
 from handgrad.machine import devices
-from handgrad.run.loop import Run
+from handgrad.run.loop import Run, preempted
 from handgrad.run.open import open_run
 from handgrad.run.settings import run_config
-from handgrad.run.signals import preempted
 from handgrad.settings.config import RunConfig, check, to_dict
 from handgrad.storage import checkpoint
 from handgrad.training.step import StepResult
@@ -192,7 +191,7 @@ class Training:
             self._opened = opening.pop_all()
         self._stepping = self._torn = False
         self.completed = run.completed  # steps
-        self.validation_loss = run.validation_loss  # the last one of this process, in nats
+        self.validation_loss = run.evaluations.loss  # the last one of this process, in nats
 
     def __repr__(self) -> str:
         state = "" if self._run else ", closed"
@@ -241,7 +240,7 @@ class Training:
             raise
         finally:
             self._stepping = False
-            self.completed, self.validation_loss = run.completed, run.validation_loss
+            self.completed, self.validation_loss = run.completed, run.evaluations.loss
         return made
 
     def model(self) -> Model:
@@ -255,7 +254,7 @@ class Training:
         if design.lora is not None:
             tensors = merged_state(run.training.state)
         origin = {"from": "training", "source": self.config.out, "step": self.completed}
-        now = Weights(design.shape, run.tokenizer, lambda row: tensors[row.name], origin, self.config)
+        now = Weights(design.shape, run.dataset.tokenizer, lambda row: tensors[row.name], origin, self.config)
         return Model(now, design.plain_ops, design.device, precision)
 
     def plot(self, curve: str = "loss") -> "Curves":

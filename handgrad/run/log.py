@@ -20,12 +20,15 @@ from handgrad.errors import DataError, StorageError, storage_error, storage_erro
 from handgrad.evaluation.loss import perplexity
 from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_bytes_durably, write_durably
+from handgrad.format import speed
 from handgrad.joins.parallel.ranks import Ranks
-from handgrad.machine import power
+from handgrad.machine import devices, power
 from handgrad.parsing import parse_record
-from handgrad.run.console import ConsoleMode, Display
+from handgrad.run.console import Cadence, ConsoleMode, Display, Pace, StepFigures
 from handgrad.run.sinks import Sinks, trackers
+from handgrad.settings.config import RunConfig
 from handgrad.storage.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
+from handgrad.training.design import Design
 from handgrad.training.step import StepResult
 
 EVALUATION_OF = "evaluation of"  # before a task's name: the kind of its records in `RunLog.recorded`
@@ -196,6 +199,28 @@ class RunLog:
         for file in self.files.values():
             with contextlib.suppress(OSError):  # of a line that could not be written: the run has ended by that
                 file.close()
+
+
+class StepLines:
+    """Shows the steps of one process, and puts some of them into the log."""
+
+    def __init__(self, log: RunLog, config: RunConfig, design: Design, ranks: int):
+        self.log, self.pace, self.cadence = log, Pace(), Cadence(config.log_every)
+        self.steps, self.batch = config.steps, config.batch
+        self.tokens = self.batch.tokens_before(self.steps)
+        peak = devices.peak_flops(design.device)
+        self.peak = peak and peak * ranks
+        self.flops_per_token = design.flops_per_token
+
+    def show(self, step: int, result: StepResult) -> None:
+        """`step` is counted from 1."""
+        tokens_per_second = self.pace.add(self.batch.tokens(step - 1), result.elapsed_seconds)
+        rate = speed(tokens_per_second, self.flops_per_token, self.peak)
+        seconds_left = (self.tokens - self.batch.tokens_before(step)) / tokens_per_second
+        figures = StepFigures(step, self.steps, result, tokens_per_second, rate, seconds_left)
+        self.log.display.update(step, figures.live_line)
+        if self.cadence.due(step, always=step == self.steps or bool(result.skipped)):
+            self.log.step_line(figures.line)
 
 
 def _kind_of(record: dict[str, Any]) -> str:

@@ -23,9 +23,8 @@ from handgrad.errors import NumericsError, StorageError, storage_errors
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.replicas import checksum, who_differs
 from handgrad.run.assemble import Assembly
-from handgrad.run.checkpointing import save_state, stored_tensors
+from handgrad.run.checkpointing import HostCopy, save_state, stored_tensors
 from handgrad.run.folder import RunFolder
-from handgrad.run.host_copy import HostCopy
 from handgrad.run.log import RunLog
 from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint
