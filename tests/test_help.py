@@ -6,8 +6,7 @@ import shlex
 import pytest
 
 from handgrad.cli import main
-from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, EXAMPLES, parse
-from handgrad.commands.completion import command_line
+from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, EXAMPLES, command_line, parse
 from handgrad.commands.flags import FIRST_SETTINGS, GROUPS
 from handgrad.commands.parser import Parser, flag
 from handgrad.settings.config import AUTO, FIELDS, PRECISIONS
@@ -102,7 +101,7 @@ def test_defaults_are_shown(command: str, capsys: pytest.CaptureFixture) -> None
 
 
 def test_completions_know_every_word() -> None:
-    """`completion.command_line`, from which shtab writes completions: settings, presets, choices, paths."""
+    """`command_line`, from which shtab writes completions: settings, presets, choices, paths."""
     commands = next(action for action in command_line()._actions if action.dest == "command")
     assert isinstance(commands.choices, dict) and list(commands.choices) == list(COMMANDS)
     train = {action.dest: action for action in commands.choices["train"]._actions}

@@ -40,7 +40,7 @@ def choose() -> None:
 
 
 def environment_before() -> dict[str, str]:
-    """The environment that this process was started in, for one that it starts."""
+    """The environment before `choose`, to hand to a child process."""
     return {name: value for name, value in os.environ.items() if name not in chosen}
 
 

@@ -256,8 +256,8 @@ def host_memory(design: Design, ranks: Ranks) -> tuple[float, float]:
     """(bytes that a machine's ranks need for their copies and the rest, bytes that are free), the same on all ranks."""
     rest = design.host_plan.total_bytes + (design.plan.total_bytes if design.device.type == "cpu" else REST_BYTES)
     free = devices.available_bytes(torch.device("cpu"))
-    mine = copy_plans(design, ranks.size)[ranks.rank].total_bytes + rest, math.inf if free is None else free
-    needed, free = zip(*ranks.all_gather_numbers(mine, "host memory"), strict=True)
+    own = copy_plans(design, ranks.size)[ranks.rank].total_bytes + rest, math.inf if free is None else free
+    needed, free = zip(*ranks.all_gather_numbers(own, "host memory"), strict=True)
     return max(needed) * (ranks.size // ranks.nodes), min(free)
 
 

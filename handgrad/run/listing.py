@@ -1,7 +1,6 @@
 """The runs below a folder, each in a few figures, without a library that takes long to load."""
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -214,7 +213,3 @@ def listed(runs: list[RunSummary], width: int) -> list[str]:
             code = "" if run.exit_code is None else f" (exit code {run.exit_code})"
             lines.append(f"{run.state:<8} {run.name}: {run.reason}{code}")
     return lines
-
-
-def json_text(runs: list[RunSummary]) -> str:
-    return json.dumps([run.as_json() for run in runs], indent=1)

@@ -232,8 +232,8 @@ class Run:
         their writers are."""
         stepper = self.training.stepper
         seconds = stepper.compute_seconds if isinstance(stepper, ParallelStep) else 0.0
-        mine = self.signals.received or 0, seconds, self.saves.progress()
-        received, computing, writing = zip(*self.ranks.all_gather_checked(mine, "the end of the step"), strict=True)
+        own = self.signals.received or 0, seconds, self.saves.progress()
+        received, computing, writing = zip(*self.ranks.all_gather_checked(own, "the end of the step"), strict=True)
         self.stop_signal = int(max(received)) or None
         if self.ranks.size > 1:
             self.stragglers.add(computing)
@@ -316,12 +316,7 @@ class Run:
 
     def manifest(self) -> dict[str, Any]:
         """The manifest of a checkpoint of the completed step, without its files."""
-        return {
-            **self.facts,
-            **run_numbers(self.training),
-            "skips_in_a_row": self.skips_in_a_row,
-            **self.audit.named(),
-        }
+        return {**self.facts, **run_numbers(self.training), "skips_in_a_row": self.skips_in_a_row, **self.audit.named()}
 
     def event(self, line: str) -> None:
         self.log.event(self.completed, line)
