@@ -125,9 +125,8 @@ def main(arguments: list[str]) -> int:
             print("\n".join(run_ncu(arguments)))
             return 0
         parsed = parse_arguments("profile", arguments[1:])
-        config, source, vocab_size, _ = tokens_of(
-            check(parsed.run_config), parsed.vocab_size, wanted=parsed.data is not None
-        )
+        config = check(parsed.run_config)
+        config, source, vocab_size, _ = tokens_of(config, parsed.vocab_size, wanted=parsed.data is not None)
         one_micro_step(config, vocab_size, source)
     except HandgradError as error:
         print(f"handgrad: {error}", file=sys.stderr)

@@ -186,9 +186,8 @@ class Saves:
         self.copy.copy_state(list(stored_tensors(training.state, self.ranks)))
         self.ranks.from_rank_0(lambda: begin(final), "a checkpoint's folder")
         self.pending = save
-        self.work = self.thread.submit(
-            self.write if self.ranks.size > 1 else lambda save: self.commit(save, self.write(save)), save
-        )
+        write = self.write if self.ranks.size > 1 else lambda save: self.commit(save, self.write(save))
+        self.work = self.thread.submit(write, save)
         save.pause_seconds = waited + time.perf_counter() - save.begun
 
     def await_earlier(self, step: int) -> float:
