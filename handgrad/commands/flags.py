@@ -1,4 +1,4 @@
-"""The flags of every command, a function for each: a command's help is that of its flags."""
+"""The flags of every command: a function for each command, after those that several share."""
 
 import argparse
 from typing import Any

@@ -1,5 +1,5 @@
-"""What a run makes of its weights between steps: validations, results on tasks, texts. The questions of tasks are made
-ready once and asked again at every validation."""
+"""Evaluates a run between its steps: validations, results on tasks, texts. The questions of tasks are made ready once and
+asked again at every validation."""
 
 import dataclasses
 from collections.abc import Callable
