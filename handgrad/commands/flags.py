@@ -1,4 +1,4 @@
-"""The flags of every command: a function for each command, after those that several share."""
+"""The flags of every command: a function for each command, behind shared flags."""
 
 import argparse
 from typing import Any
