@@ -167,7 +167,8 @@ class TwinSteps:
 
     def launch(self) -> Slot:
         slot, samples = self.slots[self.completed % 2], self.config.micro_batch
-        first = self.completed * self.config.samples_per_step + self.rank * len(slot.tokens) * samples
+        per_step = self.config.tokens_per_step // self.config.sequence_length
+        first = self.completed * per_step + self.rank * len(slot.tokens) * samples
         for m in range(len(slot.tokens)):
             self.source.fill(slot.tokens[m], slot.targets[m], first + m * samples)
         tokens, targets = (host.to(self.device, non_blocking=True) for host in (slot.tokens, slot.targets))

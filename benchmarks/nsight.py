@@ -24,7 +24,7 @@ from handgrad.commands.profile import tokens_of
 from handgrad.errors import HandgradError, UsageError
 from handgrad.machine import devices
 from handgrad.run.assemble import allocate, bind
-from handgrad.settings.config import RunConfig
+from handgrad.settings.config import RunConfig, check
 from handgrad.tools.profile import set_up
 from handgrad.tools.recorder import OTHER, PREFIX, Recorder
 from handgrad.training.feed import Source
@@ -125,7 +125,8 @@ def main(arguments: list[str]) -> int:
             print("\n".join(run_ncu(arguments)))
             return 0
         parsed = parse_arguments("profile", arguments[1:])
-        config, source, vocab_size, _ = tokens_of(parsed.run_config, parsed.vocab_size, wanted=parsed.data is not None)
+        config = check(parsed.run_config)
+        config, source, vocab_size, _ = tokens_of(config, parsed.vocab_size, wanted=parsed.data is not None)
         one_micro_step(config, vocab_size, source)
     except HandgradError as error:
         print(f"handgrad: {error}", file=sys.stderr)

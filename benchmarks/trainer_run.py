@@ -52,7 +52,7 @@ class Samples(torch.utils.data.Dataset):
         self.tokens, self.config = tokens, config
 
     def __len__(self) -> int:
-        return STEPS * self.config.samples_per_step
+        return STEPS * self.config.tokens_per_step // self.config.sequence_length
 
     def __getitem__(self, sample: int) -> dict[str, Tensor]:
         inputs, targets = (torch.zeros(1, self.config.sequence_length, dtype=torch.int64) for _ in range(2))

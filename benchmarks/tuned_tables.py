@@ -5,7 +5,7 @@
 
 Both steps work on one state, so that they share its memory and read the same numbers; each has its own CUDA graphs. They
 alternate in turns of some seconds, at the clock that their power allows. The algorithms are those of this GPU's table, or
-of `--table`, a file that `handgrad tune --table FILE` wrote. The GEMMs of an fp8 step that stay in bf16 are the same.
+of `--table`, a file that `benchmarks.tune --table FILE` wrote. The GEMMs of an fp8 step that stay in bf16 are the same.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.settings.config import RunConfig
 from handgrad.training.step import TrainStep
 
-MICRO_BATCHES = {"d12": 64, "d24": 32, "d36": 32, "d48": 16}  # the shapes that `handgrad tune` was given
+MICRO_BATCHES = {"d12": 64, "d24": 32, "d36": 32, "d48": 16}  # the shapes that `benchmarks.tune` was given
 MICRO_STEPS = 4  # to an update
 WARM_UP_SECONDS = 2.0
 TABLE, HEURISTIC = "table", "heuristic"
@@ -58,7 +58,9 @@ def rows_of(path: str) -> Rows:
     rows = cublaslt.read_table(Path(path), "algorithms") if path else cublaslt.frozen_algorithms()
     if not rows:
         wanted = path or cublaslt.table_name()
-        raise UsageError(f"there is no table {wanted}; `handgrad tune MODEL` writes one, of which --table names the file")
+        raise UsageError(
+            f"there is no table {wanted}; `python -m benchmarks.tune MODEL` writes one, of which --table names the file"
+        )
     return rows
 
 

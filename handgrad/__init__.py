@@ -29,9 +29,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from handgrad.api.actions import evaluate, export, prepare
+    from handgrad.api.actions import evaluate, export, plan, prepare
     from handgrad.api.model import Model, load
-    from handgrad.api.planning import plan
     from handgrad.api.records import metrics
     from handgrad.api.reports import compare, plot, report
     from handgrad.api.training import Training, preset, train
@@ -52,7 +51,7 @@ HOMES = {
     "export": "handgrad.api.actions",
     "load": "handgrad.api.model",
     "metrics": "handgrad.api.records",
-    "plan": "handgrad.api.planning",
+    "plan": "handgrad.api.actions",
     "plot": "handgrad.api.reports",
     "prepare": "handgrad.api.actions",
     "preset": "handgrad.api.training",

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TextIO, cast
 
 import handgrad
-from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, Parser, parse
+from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, parse
+from handgrad.commands.parser import Parser
 from handgrad.errors import (
     INTERRUPTED,
     ShownOutput,
@@ -42,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] == "help":
             arguments = [*arguments[1:2], "--help"]
         command = parser.parse(arguments[:1]).command
+        if command == "tune":
+            raise UsageError(
+                "tune is a script of the repository now: `python -m benchmarks.tune` there takes the same flags"
+            )
         if command not in COMMANDS:
             near = nearest_name(command, COMMANDS)
             raise UsageError(f"unknown command {command!r}{near}; `handgrad --help` lists all")

@@ -113,8 +113,8 @@ PAGES: dict[str, dict[str, str]] = {
         "about 256 equal contributions": "arithmetic",
     },
     "docs/operations/linear.md": {
-        "warms the GPU for 3 s": "a constant of `tune`",
-        "for 0.6 s each": "a constant of `tune`",
+        "warms the GPU for 3 s": "a constant of benchmarks/tune.py",
+        "for 0.6 s each": "a constant of benchmarks/tune.py",
         "Four times per block": "mathematics",
     },
     "docs/operations/norm.md": {

@@ -262,7 +262,9 @@ def test_what_cannot_be_loaded(run: str, options: dict[str, str], told: str) -> 
 
 
 def test_settings_are_the_flags_of_the_command(tmp_path: Path) -> None:
-    from handgrad.commands.arguments import Parser, add_run_arguments, run_config
+    from handgrad.commands.arguments import run_config
+    from handgrad.commands.flags import add_run_arguments
+    from handgrad.commands.parser import Parser
 
     parser = Parser("x")
     add_run_arguments(parser)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import handgrad
-from handgrad.api.settings import Settings
+from handgrad.api.training import Settings
 from handgrad.settings.config import RunConfig
 
 PATHS = {"data", "out", "init_from"}  # which may be path objects

@@ -15,6 +15,7 @@ from handgrad.joins.parallel import step as parallel_step
 from handgrad.joins.parallel.step import ParallelStep, PausedStages
 from handgrad.machine.graphs import Replayed
 from handgrad.models.passes import Stage
+from handgrad.parsing import Record
 from handgrad.reports import results
 from handgrad.reports.page import tokens_axis
 from handgrad.reports.plots import choose_plots
@@ -26,7 +27,6 @@ from handgrad.settings.batch_schedule import parse_schedule
 from handgrad.settings.config import RunConfig, check
 from handgrad.settings.presets import preset
 from handgrad.storage import checkpoint
-from handgrad.storage.jsonl import Record
 from handgrad.tools.forecast import forecast
 from handgrad.tools.plan import describe_plan
 from handgrad.training.design import Batch

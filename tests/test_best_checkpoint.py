@@ -3,14 +3,15 @@
 import dataclasses
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from handgrad.cli import main
 from handgrad.errors import DataError
-from handgrad.run import loop
 from handgrad.run.checks import most_checkpoints
+from handgrad.run.evaluating import Evaluations
 from handgrad.run.log import RunLog
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
@@ -23,7 +24,14 @@ __all__ = ["finished"]  # a fixture
 
 def scripted(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
     """Validations that find these losses after these steps."""
-    patch.setattr(loop.Run, "validate", lambda run: losses[run.completed])
+    validate = Evaluations.validate
+
+    def validate_as_scripted(run: Evaluations, step: int, is_best: Callable[[float], bool]) -> bool:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(run, "validation_loss", lambda: losses[step])
+            return validate(run, step, is_best)
+
+    patch.setattr(Evaluations, "validate", validate_as_scripted)
 
 
 def steps_kept(run: RunConfig) -> list[int]:

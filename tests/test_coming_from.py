@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.commands.arguments import COMMANDS, Parser
+from handgrad.commands.arguments import COMMANDS
+from handgrad.commands.parser import Parser
 from handgrad.names import nearest_name
 from handgrad.settings.recipes import recipe_names
 

@@ -15,8 +15,8 @@ from rich.console import Console
 import handgrad
 from handgrad.errors import print_message
 from handgrad.run import console
+from handgrad.run.console import Cadence, StepFigures
 from handgrad.run.open import train
-from handgrad.run.progress import Cadence, StepFigures
 from handgrad.settings.config import RunConfig
 from handgrad.training.step import StepResult
 from tests.terminal_pictures import markup, seen

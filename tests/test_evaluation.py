@@ -19,7 +19,7 @@ from handgrad.errors import UsageError
 from handgrad.evaluation.loss import HeldOut, bits_per_byte, floor_note, held_out_loss, mean_loss
 from handgrad.models import compute_losses
 from handgrad.ops import reference as ops
-from handgrad.run import loop
+from handgrad.run import evaluating, loop
 from handgrad.run.assemble import Assembly
 from handgrad.run.open import open_run, train
 from handgrad.settings.config import ModelShape, RunConfig
@@ -191,8 +191,8 @@ def test_a_validation_takes_whole_contexts_of_complete_weights(
         events.append(f"{samples} samples")
         return 1.0
 
-    monkeypatch.setattr(loop, "mean_loss", validated)
-    monkeypatch.setattr(loop, "write_document", lambda *given, **more: events.append("text") or "")
+    monkeypatch.setattr(evaluating, "mean_loss", validated)
+    monkeypatch.setattr(evaluating, "write_document", lambda *given, **more: events.append("text") or "")
     monkeypatch.setattr(loop.Run, "save", lambda run: setattr(run.saves, "last_saved", run.completed))
     train(dataclasses.replace(config, steps=2, eval_every=1, sample_every=1, eval_tokens=eval_tokens))
     step = ["finish", "await_weights", f"{samples} samples", "await_weights", "text"]

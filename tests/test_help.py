@@ -6,8 +6,9 @@ import shlex
 import pytest
 
 from handgrad.cli import main
-from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, EXAMPLES, FIRST_SETTINGS, GROUPS, Parser, flag, parse
-from handgrad.commands.completion import command_line
+from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, EXAMPLES, command_line, parse
+from handgrad.commands.flags import FIRST_SETTINGS, GROUPS
+from handgrad.commands.parser import Parser, flag
 from handgrad.settings.config import AUTO, FIELDS, PRECISIONS
 from handgrad.settings.presets import PRESETS
 
@@ -25,7 +26,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "tune", "profile"])
+@pytest.mark.parametrize("command", ["train", "plan", "profile"])
 def test_ten_settings_first_the_others_on_request(command: str, capsys: pytest.CaptureFixture) -> None:
     short, full = shown(capsys, command, "--help"), shown(capsys, command, "--help-all")
     assert len(FIRST_SETTINGS) == 10 and len(short.splitlines()) < 60 < 100 < len(full.splitlines())
@@ -100,7 +101,7 @@ def test_defaults_are_shown(command: str, capsys: pytest.CaptureFixture) -> None
 
 
 def test_completions_know_every_word() -> None:
-    """`completion.command_line`, from which shtab writes completions: settings, presets, choices, paths."""
+    """`command_line`, from which shtab writes completions: settings, presets, choices, paths."""
     commands = next(action for action in command_line()._actions if action.dest == "command")
     assert isinstance(commands.choices, dict) and list(commands.choices) == list(COMMANDS)
     train = {action.dest: action for action in commands.choices["train"]._actions}

@@ -20,7 +20,7 @@ import pytest
 from handgrad import errors
 from handgrad.data import prepare as preparing
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.run.signals import StopSignals
+from handgrad.run.loop import StopSignals
 from handgrad.settings.config import RunConfig, to_toml
 
 ROOT = Path(__file__).parents[1]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from handgrad.cli import main
-from handgrad.run.lock import take_lock
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint
+from handgrad.storage.run_files import take_lock
 from tests.conftest import small_run
 from tests.test_best_checkpoint import scripted, steps_kept
 from tests.test_commands import refused

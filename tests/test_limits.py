@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad.machine import devices, limits
+from handgrad.machine import devices, processor
 from tests.test_commands import SMALL, refused
 from tests.test_threads import put
 
@@ -34,9 +34,9 @@ def test_the_limits_of_all_levels(tmp_path: Path) -> None:
             "sys/fs/cgroup/jobs/memory.stat": "anon 800\ninactive_file 300\n",
         },
     )
-    assert limits.memory_left(root) == [4100], "files in the cache make room"
+    assert processor.memory_left(root) == [4100], "files in the cache make room"
     (root / "sys/fs/cgroup/jobs/memory.current").write_text("9000\n")
-    assert limits.memory_left(root) == [0]
+    assert processor.memory_left(root) == [0]
 
 
 def test_the_limit_of_version_1(tmp_path: Path) -> None:
@@ -44,11 +44,11 @@ def test_the_limit_of_version_1(tmp_path: Path) -> None:
     files = {"memory.limit_in_bytes": "5000", "memory.usage_in_bytes": "1000", "memory.stat": "total_inactive_file 10\n"}
     groups = {"proc/self/cgroup": "5:cpu,cpuacct:/job\n4:memory:/job\n"}
     root = put(tmp_path, {**UNLIMITED, **groups, **{f"{folder}/{n}": v for n, v in files.items()}})
-    assert min(limits.memory_left(root)) == 4010
+    assert min(processor.memory_left(root)) == 4010
     own = "inactive_file 1\nactive_file 2\ndirty 4\n"  # without the groups below
     below = "total_inactive_file 10\ntotal_active_file 600\ntotal_dirty 30\ntotal_writeback 7\ntotal_unevictable 50\n"
     (root / folder / "memory.stat").write_text(own + below)
-    assert min(limits.memory_left(root)) == 4000 + 10 + 600 - 30 - 7
+    assert min(processor.memory_left(root)) == 4000 + 10 + 600 - 30 - 7
 
 
 @pytest.mark.parametrize(
@@ -69,17 +69,17 @@ def test_the_part_of_the_page_cache_that_makes_room(stat: dict[str, int], left: 
     counts["memory.stat"] = "".join(f"{name} {number}\n" for name, number in stat.items())
     files = {f"{folder}/{name}": text for name, text in counts.items()}
     root = put(tmp_path, {**UNLIMITED, "proc/self/cgroup": "0::/job\n", **files})
-    assert limits.memory_left(root) == [left]
+    assert processor.memory_left(root) == [left]
 
 
 def test_no_limit(tmp_path: Path) -> None:
-    assert limits.memory_left(tmp_path) == []
+    assert processor.memory_left(tmp_path) == []
 
 
-@pytest.mark.parametrize("limit", limits.ADDRESS_LIMITS)
+@pytest.mark.parametrize("limit", processor.ADDRESS_LIMITS)
 def test_the_limits_of_ulimit(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda asked: (3 << 20 if asked == limit else resource.RLIM_INFINITY, 0))
-    assert limits.memory_left(put(tmp_path, UNLIMITED)) == [
+    assert processor.memory_left(put(tmp_path, UNLIMITED)) == [
         (3 << 20) - (2 << 20 if limit == resource.RLIMIT_AS else 1 << 20)
     ]
 
@@ -88,7 +88,7 @@ def test_the_limits_of_ulimit(limit: int, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.usefixtures("soft_limit")
 def test_a_run_above_its_limit(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    in_use = limits.values(Path("/proc/self/status"), ":")["VmSize"] * 1024
+    in_use = processor.values(Path("/proc/self/status"), ":")["VmSize"] * 1024
     resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 30), resource.getrlimit(resource.RLIMIT_AS)[1]))
     assert (devices.available_bytes(torch.device("cpu")) or 0) <= 1 << 30
     large = ["--channels", "2048", "--num-layers", "8", "--data", str(shards), "--out", str(tmp_path / "run")]

@@ -15,12 +15,11 @@ import pytest
 from handgrad.cli import main
 from handgrad.errors import ConfigError, NumericsError, Preempted
 from handgrad.format import human_seconds
-from handgrad.run import lock
 from handgrad.run.listing import list_runs
-from handgrad.run.lock import take_lock
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig, to_toml
-from handgrad.storage.run_files import LOCK_FILE
+from handgrad.storage import run_files
+from handgrad.storage.run_files import LOCK_FILE, take_lock
 from handgrad.training.step import TrainStep
 from tests.test_commands import refused
 from tests.test_runs import elsewhere, interrupt_at
@@ -107,7 +106,7 @@ def test_a_look_at_the_lock_refuses_no_trainer(tmp_path: Path, monkeypatch: pyte
             if len(waited) == 3:
                 looking.close()
 
-        monkeypatch.setattr(lock, "sleep", sleep, raising=False)
+        monkeypatch.setattr(run_files, "sleep", sleep, raising=False)
         with take_lock(tmp_path), pytest.raises(ConfigError, match="another process is training"):
             assert len(waited) == 3
             take_lock(tmp_path)

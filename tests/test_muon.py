@@ -29,7 +29,7 @@ from handgrad.ops.reference.muon import POLAR_EXPRESS, polar
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import MATRIX, Muon
-from handgrad.run.host_copy import checkpoint_rows
+from handgrad.run.checkpointing import checkpoint_rows
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check

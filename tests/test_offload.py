@@ -21,7 +21,7 @@ from handgrad.machine.gpus import GPUS
 from handgrad.memory.rows import flat_elements
 from handgrad.ops import LOSS_NOT_FINITE, RESULT_VERDICT
 from handgrad.run import checks, saves
-from handgrad.run.host_copy import HostCopy
+from handgrad.run.checkpointing import HostCopy
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check

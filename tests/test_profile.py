@@ -298,29 +298,6 @@ def test_a_begun_run_is_profiled_as_it_goes_on(config: RunConfig, capsys: pytest
     assert ", bf16, recompute 0; 2 micro-steps" in told and rows["sums over lanes"][0] == "0.5"
 
 
-def test_a_begun_run_is_tuned_as_it_goes_on(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """In its precision and packing, with the words of its data; lanes change no GEMM."""
-    train(dataclasses.replace(config, precision="bf16", packing="masked", lanes=2, steps=1))
-    monkeypatch.setattr("handgrad.machine.devices.resolve_device", lambda name, rank=0: torch.device("cuda"))
-    found = list[tuple[str, str, int, int]]()
-
-    def stop(config: RunConfig, vocab_size: int, *, graphs: bool) -> None:
-        found.append((config.precision, config.packing, config.lanes, vocab_size))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("handgrad.commands.tune.with_precision", lambda config, device: config)
-    monkeypatch.setattr("handgrad.commands.tune.choose_backend", lambda *_: None)
-    monkeypatch.setattr("handgrad.commands.tune.stepper_of", stop)
-    capsys.readouterr()
-    tune = ["tune", "tiny", "--table", "table.json", "--data", config.data, "--precision"]
-    assert main([*tune, "auto", "--out", config.out]) == main([*tune, "fp32", "--vocab-size", "300"]) == 130
-    assert found == [("bf16", "masked", 0, 257), ("fp32", "stream", 0, 300)], "the last one of a new run"
-    told = capsys.readouterr().out
-    assert f"vocabulary 257 words, from {config.data}\nbegun      {config.out}, which keeps the settings of" in told
-
-
 def test_real_tokens_if_asked_for(shards: Path, capsys: pytest.CaptureFixture) -> None:
     assert main([*TINY, "--data", str(shards), "--profile-steps", "1"]) == 0
     assert f"of {shards}, a vocabulary of 257" in capsys.readouterr().out

@@ -13,7 +13,7 @@ DEMO = "handgrad.commands.demo.prepare_with_progress"
 SAMPLE, EVALUATE = "handgrad.commands.sample.open_weights", "handgrad.commands.evaluate.open_weights"
 EXPORT, IMPORT = "handgrad.interop.export.load_model", "handgrad.interop.sources.folder_of"
 PROFILE, BENCH = "handgrad.commands.profile.profile_run", "handgrad.commands.bench.module"
-VERIFY, TUNE = "handgrad.commands.verify.open_record", "handgrad.commands.tune.choose_backend"
+VERIFY = "handgrad.commands.verify.open_record"
 TASKS = ["--tasks", "arc={root}/arc.jsonl"]
 
 
@@ -44,8 +44,7 @@ def root(tmp_path: Path) -> Path:
         (IMPORT, 64, ["import", "owner/name", "--out", "{root}/file/below"], "cannot be made: {root}/file is a file"),
         (PROFILE, 64, ["profile", "tiny", "--device", "cpu", "--trace", "{root}/empty"], "empty is a folder; name a file"),
         (BENCH, 64, ["bench", "step", "--device", "cpu", "--out", "{root}/full"], "--out {root}/full is a folder"),
-        (TUNE, 64, ["tune", "tiny", "--table", "{root}/no/table.json"], "--table {root}/no/table.json: there is no folder"),
-        (TUNE, 64, ["tune", "tiny", "--table", "{root}/empty"], "--table {root}/empty is a folder"),
+        (PROFILE, 64, ["profile", "tiny", "--device", "cpu", "--trace", "{root}/no/trace"], "there is no folder {root}/no"),
         (VERIFY, 64, ["verify", "{root}/run", "--scratch", "{root}/full"], "{root}/full already exists"),
     ],
 )

@@ -14,11 +14,10 @@ import torch
 import handgrad
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.run import checkpointing
-from handgrad.run.lock import take_lock
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint
-from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, METRICS_FILE
+from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, METRICS_FILE, take_lock
 from tests.test_runs import finished, records, tensors
 
 __all__ = ["finished"]  # a fixture

@@ -18,7 +18,7 @@ from handgrad.errors import ConfigError
 from handgrad.generation import prompts
 from handgrad.generation.generate import Decoder
 from handgrad.machine import devices
-from handgrad.run import loop
+from handgrad.run import evaluating
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from tests.test_commands import SMALL, refused
@@ -318,7 +318,7 @@ def test_a_batch_that_does_not_fit(run: str, capsys: pytest.CaptureFixture, monk
 def test_a_run_draws_every_sample_with_a_seed_of_its_own(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """It follows from the run's seed and the step alone."""
     seeds: list[int] = []
-    monkeypatch.setattr(loop, "write_document", lambda *given, seed, **more: seeds.append(seed) or "text")
+    monkeypatch.setattr(evaluating, "write_document", lambda *given, seed, **more: seeds.append(seed) or "text")
     for seed in (3, 10):
         out = str(Path(config.out).with_name(str(seed)))
         train(dataclasses.replace(config, out=out, seed=seed, steps=4, sample_every=1, eval_every=0))

@@ -19,14 +19,15 @@ import torch
 import handgrad
 from handgrad.cli import main
 from handgrad.errors import REPEAT_SECONDS, MemoryShort, Preempted, StorageError
-from handgrad.run import host_copy, saves
-from handgrad.run.lock import is_held
+from handgrad.joins import offload
+from handgrad.run import checkpointing, saves
 from handgrad.run.log import RunLog
 from handgrad.run.open import train
 from handgrad.run.saves import Saves
 from handgrad.settings.config import RunConfig, to_toml
 from handgrad.storage import checkpoint
 from handgrad.storage.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, parts_of
+from handgrad.storage.run_files import is_held
 from handgrad.storage.tensor_files import Stored
 from handgrad.training.step import TrainStep
 from tests.distributed.launching import wait_for
@@ -245,7 +246,7 @@ def test_the_best_validation_is_recorded_after_its_checkpoint(
 
 def test_without_memory_for_a_copy_training_stands_still(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the header says so, with what it takes and what there is."""
-    monkeypatch.setattr(host_copy.devices, "available_bytes", lambda device: 2 << 20)
+    monkeypatch.setattr(checkpointing.devices, "available_bytes", lambda device: 2 << 20)
     monkeypatch.setattr("handgrad.run.open.check_fits", lambda *given, **named: None)
     monkeypatch.setattr(Saves, "write", lambda *given: pytest.fail("written behind"))
     train(dataclasses.replace(config, sample_tokens=0, eval_every=0))
@@ -359,10 +360,10 @@ def test_memory_is_pinned_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> Non
     """As large as it is."""
     driver, memory = Driver(), torch.zeros(3000, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    host_copy.pin(memory, "a copy", "--async-save false")
+    offload.pin(memory, "a copy", "--async-save false")
     assert driver.pinned == {memory.data_ptr(): 3000}
     del memory
     assert not driver.pinned
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(error=2))
     with pytest.raises(MemoryShort, match=r"pin 2.9 KiB of host memory.*CUDA error 2.*--async-save false"):
-        host_copy.pin(torch.zeros(3000, dtype=torch.uint8), "a copy", "--async-save false")
+        offload.pin(torch.zeros(3000, dtype=torch.uint8), "a copy", "--async-save false")

@@ -9,7 +9,8 @@ import pytest
 
 import handgrad
 from handgrad.cli import main
-from handgrad.commands.arguments import COMMANDS, Parser, parse
+from handgrad.commands.arguments import COMMANDS, parse
+from handgrad.commands.parser import Parser
 from handgrad.errors import UsageError
 from handgrad.names import SYNONYMS, nearest_name, plain_name
 from handgrad.networks import NETWORKS
@@ -250,4 +251,4 @@ def test_every_synonym_leads_to_a_name() -> None:
     assert set(SYNONYMS) <= known | set(MODELS) | in_lora
     assert nearest_name("--Learning_Rate", ["--learning-rate", "--zero"]) == " (did you mean --learning-rate?)"
     assert nearest_name("zzz", ["--learning-rate"]) == ""
-    assert nearest_name("finetune", COMMANDS) == " (did you mean train?)", "not tune"
+    assert nearest_name("finetune", COMMANDS) == " (did you mean train?)"

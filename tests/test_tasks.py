@@ -26,7 +26,7 @@ from handgrad.evaluation.tasks import (
     load_tasks,
     parse_tasks,
 )
-from handgrad.storage.jsonl import Record
+from handgrad.parsing import Record
 
 WORDS = [
     "river",

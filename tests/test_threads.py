@@ -170,7 +170,7 @@ for words in lines:
 """
 # Beside the example of every command: runs that choose their settings by data or weights, as soon as they are parsed.
 PARSED_WITH_TORCH = [
-    *(f"{command} --data shards" for command in ("train", "plan", "profile", "tune", "sweep --over seed=1,2")),
+    *(f"{command} --data shards" for command in ("train", "plan", "profile", "sweep --over seed=1,2")),
     *(f"{command} --init-from weights" for command in ("train", "plan", "sweep --over seed=1,2")),
     "train --init-from weights --data shards --lora rank=8",
 ]

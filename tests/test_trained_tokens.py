@@ -76,7 +76,7 @@ def test_means_are_over_trained_tokens(packed: RunConfig, micro_batch: int, lane
     config = replace(packed, micro_batch=micro_batch, lanes=lanes, recompute=recompute)
     source = Answers(config.sequence_length)
     training = assembled(config, source)
-    loss, norm = by_autograd(training, source, config.samples_per_step)
+    loss, norm = by_autograd(training, source, config.tokens_per_step // config.sequence_length)
     result = training.stepper.step(0)
     assert result.trained_tokens == source.trained_tokens(0, 8) < config.tokens_per_step / 2
     assert result.loss == pytest.approx(loss, rel=1e-5) and result.norm == pytest.approx(norm, rel=1e-4)

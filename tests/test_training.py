@@ -52,7 +52,7 @@ def test_twenty_steps_equal_the_autograd_twin(config: RunConfig, backend: str) -
         steps.append([])
         for micro_step in range(config.micro_steps):
             tokens, targets = (torch.empty(config.micro_batch, config.sequence_length, dtype=torch.int64) for _ in range(2))
-            batches.fill(tokens, targets, step * config.samples_per_step + micro_step * config.micro_batch)
+            batches.fill(tokens, targets, (step * config.micro_steps + micro_step) * config.micro_batch)
             steps[-1].append((tokens, targets))
     curves = []
     for dtype in (torch.float32, torch.float64):

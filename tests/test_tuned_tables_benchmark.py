@@ -1,5 +1,7 @@
-"""benchmarks/tuned_tables.py: two steps on one state in turns, the table that it needs, and the line of `doctor`."""
+"""benchmarks/tuned_tables.py: two steps on one state in turns, the table that it needs, and the line of `doctor`;
+benchmarks/tune.py takes a run as it goes on."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from benchmarks import tuned_tables
 from benchmarks.contenders import Settings, tokens_of
 from benchmarks.record import continued, write_record
 from handgrad.errors import DataError, UsageError
+from handgrad.run.open import train
+from handgrad.settings.config import RunConfig
 from handgrad.tools import speeds
 
 pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
@@ -48,7 +52,7 @@ def test_both_steps_work_on_one_state(precision: str, monkeypatch: pytest.Monkey
 def test_a_table_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nvmath")
     cublaslt = pytest.importorskip("handgrad.ops.cuda.cublaslt")
-    with pytest.raises(UsageError, match=r"there is no table .*none\.json; `handgrad tune MODEL` writes one"):
+    with pytest.raises(UsageError, match=r"there is no table .*none\.json; `python -m benchmarks.tune MODEL` writes one"):
         tuned_tables.rows_of(str(tmp_path / "none.json"))
     monkeypatch.setattr(cublaslt, "frozen_algorithms", cublaslt.frozen_algorithms)
     (tmp_path / "some.json").write_text(json.dumps({"algorithms": {"a row": ["0"] * 8}}))
@@ -96,3 +100,32 @@ def test_the_lost_speeds_are_the_records() -> None:
     for row in speeds.WITHOUT_TABLE:
         figures = json.loads((records / f"{row.source}.json").read_text())["figures"]
         assert figures[f"{row.model}-{row.precision}"]["speed_lost_without_the_table"] == row.lost
+
+
+def test_a_begun_run_is_tuned_as_it_goes_on(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """In its precision and packing, with the words of its data; lanes change no GEMM."""
+    pytest.importorskip("nvmath")
+    tune = pytest.importorskip("benchmarks.tune")
+    train(dataclasses.replace(config, precision="bf16", packing="masked", lanes=2, steps=1))
+    with pytest.raises(UsageError, match="expected a CUDA GPU to tune for"):
+        tune.main(["tiny", "--device", "cpu"])
+    monkeypatch.setattr("handgrad.machine.devices.resolve_device", lambda name, rank=0: torch.device("cuda"))
+    found = list[tuple[str, str, int, int]]()
+
+    def stop(config: RunConfig, vocab_size: int, *, graphs: bool) -> None:
+        found.append((config.precision, config.packing, config.lanes, vocab_size))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "with_precision", lambda config, device: config)
+    monkeypatch.setattr(tune, "choose_backend", lambda *_: None)
+    monkeypatch.setattr(tune, "stepper_of", stop)
+    capsys.readouterr()
+    arguments = ["tiny", "--table", "table.json", "--data", config.data, "--precision"]
+    for more in (["auto", "--out", config.out], ["fp32", "--vocab-size", "300"]):
+        with pytest.raises(KeyboardInterrupt):
+            tune.main([*arguments, *more])
+    assert found == [("bf16", "masked", 0, 257), ("fp32", "stream", 0, 300)], "the last one of a new run"
+    told = capsys.readouterr().out
+    assert f"vocabulary 257 words, from {config.data}\nbegun      {config.out}, which keeps the settings of" in told

@@ -3,8 +3,7 @@
     model       load, Model: logits, losses, text
     training    Training, train, preset: a run step by step, or all of it
     records     metrics: a run's records, also while it continues
-    actions     prepare, evaluate, export
-    planning    plan: a run's memory, speed and cost on a GPU
+    actions     prepare, plan, evaluate, export
 
 A flag of a command is a keyword of the same name. Errors are the commands' one-line errors (`handgrad.errors`), which are
 ValueErrors. This package computes nothing itself.

@@ -8,14 +8,11 @@ from typing import Any, BinaryIO
 
 from handgrad.errors import DataError, storage_error
 from handgrad.names import check_choice
-from handgrad.storage.jsonl import parse
+from handgrad.parsing import parse_record
 from handgrad.storage.run_files import METRICS_FILE
 
 POLL_SECONDS = 0.2
-KINDS = (
-    *("run", "step", "gpu", "fp8", "ranks", "validation", "evaluation", "sample", "save", "event"),
-    *("stop", "end"),
-)
+KINDS = (*("run", "step", "gpu", "fp8", "ranks", "validation", "evaluation", "sample", "save", "event"), *("stop", "end"))
 
 
 def metrics(run: str | os.PathLike[str], kind: str = "", *, follow: bool = False) -> Iterator[dict[str, Any]]:
@@ -53,7 +50,7 @@ def read_records(path: Path, *, follow: bool) -> Iterator[dict[str, Any]]:
                 if index == len(seen) or seen[index] != hash(line):
                     del seen[index:]
                     seen.append(hash(line))
-                    record = parse(line, f"line {index + 1} of {path}")
+                    record = parse_record(line, f"line {index + 1} of {path}")
                     record.text("kind")
                     last = record.fields
                     yield last

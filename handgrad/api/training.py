@@ -1,29 +1,125 @@
 """A run, driven step by step: the run of `handgrad train`, bit for bit."""
 
 import contextlib
+import inspect
 import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from handgrad.api.model import Model
-from handgrad.api.settings import Settings, with_settings
 from handgrad.errors import NumericsError, Preempted, UsageError
 from handgrad.evaluation.load import Weights
 from handgrad.joins.lora.merge import merged_state
 from handgrad.machine import devices
-from handgrad.run.loop import Run
+from handgrad.run.loop import Run, preempted
 from handgrad.run.open import open_run
 from handgrad.run.settings import run_config
-from handgrad.run.signals import preempted
-from handgrad.settings.config import RunConfig, to_dict
+from handgrad.settings.config import RunConfig, check, to_dict
 from handgrad.storage import checkpoint
 from handgrad.training.step import StepResult
 
 if TYPE_CHECKING:
     from handgrad.api.reports import Curves
+
+
+Described = TypeVar("Described", bound=Callable[..., Any])
+
+
+class Settings(TypedDict, total=False):
+    """Single fields of `RunConfig`, as a type checker, an editor and a notebook read them: a test holds the two together.
+    `handgrad train --help-all` says what each means."""
+
+    data: str | os.PathLike[str]
+    out: str | os.PathLike[str]
+    architecture: str
+    techniques: str
+    llama: str
+    num_layers: int
+    num_heads: int
+    channels: int
+    sequence_length: int
+    init_from: str | os.PathLike[str]
+    freeze: str
+    lora: str
+    steps: int
+    tokens_per_step: int
+    batch_schedule: str
+    micro_batch: int
+    lanes: int
+    packing: str
+    overfit_one_batch: bool
+    learning_rate: float
+    optimizer: str
+    matrix_learning_rate: float
+    schedule: str
+    warmup_steps: int
+    cooldown_fraction: float
+    final_learning_rate_fraction: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    adam_epsilon: float
+    clip_norm: float
+    skip_loss_z: float
+    skip_norm_z: float
+    max_skips: int
+    seed: int
+    dropout: float
+    zero: int
+    reduce_precision: str
+    check_ranks_every: int
+    join_seconds: int
+    silence_seconds: int
+    stall_seconds: int
+    fp8_keep_bf16: str
+    fp8_head: str
+    fp8_gradients: str
+    fp8_scaling: str
+    fp8_window: int
+    fp8_margin: int
+    fp8_count_every: int
+    fp8_on_saturation: str
+    fp8_saturation_steps: int
+    eval_every: int
+    eval_tokens: int
+    eval_stride: int
+    eval_tasks: str
+    eval_task_examples: int
+    sample_every: int
+    sample_tokens: int
+    log_every: int
+    log_to: str
+    audit_every: int
+    gpu_every: int
+    save_every: int
+    keep_checkpoints: int
+    keep_every: int
+    keep_best: bool
+    async_save: bool
+    device: str
+    precision: str
+    backend: str
+    master_weights: bool
+    moments: str
+    offload: bool
+    recompute: int
+    head_chunk_tokens: int
+
+
+def with_settings(described: Described) -> Described:
+    """Shows the fields instead of `**settings` in the signature, for completion in a notebook and for `help`."""
+    signature = inspect.signature(described)
+    *own, rest = signature.parameters.values()
+    assert rest.kind is rest.VAR_KEYWORD
+    fields = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=kind)
+        for name, kind in Settings.__annotations__.items()
+    ]
+    described.__signature__ = signature.replace(parameters=[*own, *fields])  # type: ignore[attr-defined]
+    return described
 
 
 @dataclass(frozen=True)
@@ -45,7 +141,7 @@ OnStep = Callable[[Step], object]
 def preset(name: str, **settings: Unpack[Settings]) -> RunConfig:
     """The configuration of `handgrad train NAME` with these settings; `handgrad train --help-all` lists them all.
     Raises `UsageError` for an unknown name or an invalid value."""
-    return configuration(name, settings)
+    return check(configuration(name, settings))
 
 
 def configuration(start: str | RunConfig, settings: Settings, recipe_file: str = "", model: str = "") -> RunConfig:
@@ -95,7 +191,7 @@ class Training:
             self._opened = opening.pop_all()
         self._stepping = self._torn = False
         self.completed = run.completed  # steps
-        self.validation_loss = run.validation_loss  # the last one of this process, in nats
+        self.validation_loss = run.evaluations.loss  # the last one of this process, in nats
 
     def __repr__(self) -> str:
         state = "" if self._run else ", closed"
@@ -144,7 +240,7 @@ class Training:
             raise
         finally:
             self._stepping = False
-            self.completed, self.validation_loss = run.completed, run.validation_loss
+            self.completed, self.validation_loss = run.completed, run.evaluations.loss
         return made
 
     def model(self) -> Model:
@@ -158,7 +254,7 @@ class Training:
         if design.lora is not None:
             tensors = merged_state(run.training.state)
         origin = {"from": "training", "source": self.config.out, "step": self.completed}
-        now = Weights(design.shape, run.tokenizer, lambda row: tensors[row.name], origin, self.config)
+        now = Weights(design.shape, run.dataset.tokenizer, lambda row: tensors[row.name], origin, self.config)
         return Model(now, design.plain_ops, design.device, precision)
 
     def plot(self, curve: str = "loss") -> "Curves":

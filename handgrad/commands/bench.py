@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import handgrad
-from handgrad.commands.arguments import flag
+from handgrad.commands.parser import flag
 from handgrad.errors import UsageError
 from handgrad.files import check_replaceable
 from handgrad.machine import devices

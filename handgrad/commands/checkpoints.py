@@ -9,10 +9,9 @@ from pathlib import Path
 from handgrad.errors import DataError
 from handgrad.format import human_age, human_bytes, table
 from handgrad.run.listing import extent
-from handgrad.run.lock import locked
 from handgrad.settings.config import RunConfig, read_toml
 from handgrad.storage import checkpoint
-from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, named_run
+from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, locked, named_run
 
 HEADINGS = ("step", "kind", "size", "loss", "age")
 

@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 
 from handgrad.errors import UsageError
 from handgrad.names import check_choice, is_epochs, meanings, nearest_name
-from handgrad.settings.config import KINDS
-from handgrad.settings.rules import Rule
+from handgrad.settings.config import KINDS, Rule
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
 

@@ -1,16 +1,17 @@
 """handgrad runs: a table of the runs below a folder."""
 
+import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad.run.listing import json_text, list_runs, listed
+from handgrad.run.listing import list_runs, listed
 
 
 def run(parsed: Namespace) -> int:
     runs = list_runs(Path(parsed.folder))
     if parsed.json:
-        print(json_text(runs))
+        print(json.dumps([run.as_json() for run in runs], indent=1))
     elif not runs:
         print(f"no runs in {parsed.folder}")
     else:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import handgrad
-from handgrad.commands.writing import sampling_options
+from handgrad.commands.chat import sampling_options
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import LoadedModel, Machine, Weights, load_model, machine, rounded_to_fp8
 from handgrad.files import check_writable

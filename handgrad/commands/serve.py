@@ -5,8 +5,8 @@ import threading
 import time
 from argparse import Namespace
 
-from handgrad.commands.model_arguments import SERVE_PORT
-from handgrad.commands.writing import context_of, open_talking_model, sampling_options
+from handgrad.commands.chat import context_of, open_talking_model, sampling_options
+from handgrad.commands.flags import SERVE_PORT
 from handgrad.evaluation.load import is_taught_to_talk
 from handgrad.generation.generate import check_writing
 from handgrad.serving.local_server import LocalHandler, listen

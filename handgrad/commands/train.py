@@ -13,6 +13,7 @@ from handgrad.joins.parallel.local import command_line, end_with_launcher, is_la
 from handgrad.joins.parallel.supervisor import supervise
 from handgrad.machine import devices, threads
 from handgrad.run.open import open_run
+from handgrad.settings.config import check
 from handgrad.storage import checkpoint
 from handgrad.storage.run_files import REPORT_FILE
 
@@ -20,6 +21,7 @@ from handgrad.storage.run_files import REPORT_FILE
 def run(parsed: Namespace) -> int:
     config, ranks = parsed.run_config, checked_ranks(parsed)
     if (ranks > 1 or parsed.restarts) and not is_launched():
+        check(config)  # else `open_run` does
         return supervise(partial(launch, parsed, ranks), partial(saved_step, Path(config.out)), parsed.restarts or 0)
     end_with_launcher()
     with open_run(config, allow_changes=parsed.allow_changes, strict=parsed.strict) as run:

@@ -4,7 +4,7 @@ import functools
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad.commands.model_arguments import WATCH_PORT
+from handgrad.commands.flags import WATCH_PORT
 from handgrad.reports.serve import Handler, Watched
 from handgrad.serving.local_server import listen
 

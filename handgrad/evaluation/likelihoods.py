@@ -20,7 +20,7 @@ from torch import Tensor
 
 from handgrad.evaluation.loss import OnTokens
 from handgrad.joins.parallel.ranks import Ranks
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.memory.arena import Buffer
 from handgrad.models import architecture, forward_buffers, head_chunk_tokens, named_activations
 from handgrad.models.passes import run

@@ -14,8 +14,7 @@ from handgrad.data.sources import batches, open_parquet, open_plain, reading
 from handgrad.errors import DataError, UsageError
 from handgrad.files import file_sha256
 from handgrad.names import nearest_name
-from handgrad.parsing import parse_json
-from handgrad.storage.jsonl import Record, numbered_lines, parse, record
+from handgrad.parsing import Record, as_record, numbered_lines, parse_json, parse_record
 
 SHOTS = "mmlu_dev"  # solved questions that precede one of mmlu
 MOST_SHOTS = 5
@@ -51,7 +50,7 @@ def read_rows(path: Path) -> Iterator[Record]:
     elif name.endswith(".json"):
         yield from json_rows(content, path)
     else:
-        yield from (parse(line, where) for line, where in numbered_lines(content, path))
+        yield from (parse_record(line, where) for line, where in numbered_lines(content, path))
 
 
 def check_size(size: int, path: Path) -> None:
@@ -75,12 +74,12 @@ def json_rows(content: bytes, path: Path) -> Iterator[Record]:
     except JSONDecodeError as error:
         if error.msg != "Extra data":
             raise DataError(f"expected JSON, found {error.msg} in line {error.lineno} of {path}; repair the file") from None
-        yield from (parse(line, where) for line, where in numbered_lines(content, path))
+        yield from (parse_record(line, where) for line, where in numbered_lines(content, path))
         return
     except ValueError as error:
         raise DataError(f"expected a list of objects in UTF-8, found {error!s:.200} in {path}; repair the file") from None
     for number, row in enumerate(loaded if isinstance(loaded, list) else [loaded], start=1):
-        yield record(row, f"entry {number} of {path}")
+        yield as_record(row, f"entry {number} of {path}")
 
 
 # A row's question.

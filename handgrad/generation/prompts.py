@@ -10,7 +10,7 @@ from typing import Any
 
 from handgrad.errors import ConfigError, DataError, storage_error, storage_errors
 from handgrad.files import check_free, write_durably
-from handgrad.storage.jsonl import numbered_lines, parse
+from handgrad.parsing import numbered_lines, parse_record
 
 ADDED = ("text", "stopped", "tokens")  # the keys that an output line adds
 
@@ -26,7 +26,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         raise storage_error(error, f"reading {path}") from None
     prompts = []
     for line, where in numbered_lines(content, path):
-        row = parse(line, where)
+        row = parse_record(line, where)
         row.text("prompt", encodable=False)
         if "max_tokens" in row.fields and row.count("max_tokens") < 1:
             raise row.wrong("max_tokens", "a whole number of 1 or more", row.fields["max_tokens"])
@@ -89,7 +89,7 @@ def read_partial(partial: Path, identity: dict[str, Any]) -> Written:
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
         os.truncate(partial, len(whole))
-    lines = [parse(line, where) for line, where in numbered_lines(whole, partial)]
+    lines = [parse_record(line, where) for line, where in numbered_lines(whole, partial)]
     if not lines:
         return {}
     before = lines[0].inner("identity").fields

@@ -14,9 +14,9 @@ from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from handgrad.evaluation.load import LoadedModel
 from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
+from handgrad.parsing import readable_records
 from handgrad.settings.batch_schedule import parse_schedule
 from handgrad.storage.checkpoint import Checkpoint
-from handgrad.storage.jsonl import readable_records
 from handgrad.storage.run_files import METRICS_FILE
 
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"

@@ -5,6 +5,7 @@ and the one before it out, each on a stream of its own. An element's update depe
 give the bits of the whole.
 """
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.errors import MemoryShort
+from handgrad.format import human_bytes
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND
 from handgrad.optimizers import Owned
+from handgrad.training.design import Design
 from handgrad.training.state import AT_UPDATE, OPTIMIZER_SCRATCH, TrainingState
 from handgrad.training.step import Program
 
@@ -127,3 +131,26 @@ def with_offload(program: Program, state: TrainingState, ops: Any) -> Program:
     """The plain program with the update of a state on the host."""
     verdict, _ = program.update
     return replace(program, update=[verdict, OffloadedUpdate(state, ops)])
+
+
+def host_state(design: Design) -> dict[str, Tensor]:
+    """The views of the host's plan, zeroed: of the optimizer's state that a GPU's run keeps here, pinned."""
+    plan = design.host_plan
+    storage = {kind: torch.empty(size, dtype=torch.uint8).zero_() for kind, size in plan.size_bytes.items()}
+    for kind, memory in storage.items() if design.device.type == "cuda" else ():
+        pin(memory, f"the {kind}", "--offload false")
+    # A view keeps the memory, but not its pinning: that ends with the tensor of the whole.
+    return plan.lay_over(storage) | {f"pinned {kind}": memory for kind, memory in storage.items()}
+
+
+def pin(memory: Tensor, holds: str, remedy: str) -> None:
+    """Pins the memory of a tensor for as long as the tensor lives; raises `MemoryShort`, which says what it `holds` and the
+    setting that does without. torch's own pinned memory comes in powers of two, up to twice as much."""
+    driver: Any = torch.cuda.cudart()
+    if error := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+        raise MemoryShort(
+            f"the driver does not pin {human_bytes(memory.nbytes)} of host memory for {holds} (CUDA error {error});"
+            f" use {remedy}"
+        )
+    unpins: Any = weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())
+    unpins.atexit = False  # the process takes its memory along

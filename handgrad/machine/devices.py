@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from handgrad.errors import UsageError
-from handgrad.machine import gpus, limits, processor
+from handgrad.machine import gpus, processor
 from handgrad.machine.gpus import GPUS
 
 # Of weights and activations; in fp8 they stay bf16, and GEMMs read fp8 copies.
@@ -80,6 +80,12 @@ def dtype_of(device: torch.device, precision: str) -> torch.dtype:
     if device.type == "cuda":
         gpus.check_precision(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), precision)
     return DTYPES[precision]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float32, or float64 for float64: of statistics, gradient accumulators, master weights, and formulas that round once,
+    at their end."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def set_arithmetic(device: torch.device, precision: str) -> None:
@@ -155,4 +161,4 @@ def available_bytes(device: torch.device) -> int | None:
         return None
     kibibytes = processor.value("/proc/meminfo", "MemAvailable:")
     free = [int(kibibytes.split()[0]) * 1024] if kibibytes else []
-    return min([*free, *limits.memory_left()], default=None)
+    return min([*free, *processor.memory_left()], default=None)

@@ -1,6 +1,9 @@
-"""The CPU, as the system describes it."""
+"""The CPU as the system describes it, and limits on this process: its control groups' and a shell's `ulimit`."""
 
+import contextlib
 import platform
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 CPU_INFO = "/proc/cpuinfo"
@@ -25,3 +28,66 @@ def is_intel() -> bool:
 def multiplies_bf16() -> bool:
     """True for a CPU with instructions for GEMMs in bf16: AVX-512 BF16 or AMX on Linux; elsewhere nothing says so."""
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(value(CPU_INFO, "flags").split())
+
+
+def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
+    """(folder, version) of every control group that limits this process by a controller, those above it included."""
+    groups = root / "proc/self/cgroup"
+    lines = groups.read_text().splitlines() if groups.exists() else []
+    for _, controllers, group in (line.split(":", 2) for line in lines):
+        if controllers and controller not in controllers.split(","):
+            continue
+        for mounted in (controllers, controller) if controllers else ("", "unified"):
+            for folder in levels(root / "sys/fs/cgroup" / mounted, group):
+                yield folder, 1 if controllers else 2
+
+
+def levels(top: Path, group: str) -> Iterator[Path]:
+    """The folders of a control group and of those above it. A container may see its own at the top."""
+    inner = top / group.lstrip("/")
+    yield inner
+    yield from (folder for folder in inner.parents if folder.is_relative_to(top))
+
+
+# Of version 1 and 2: the limit, the memory in use, the prefix of the counts in memory.stat that include the groups below.
+# https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, https://docs.kernel.org/admin-guide/cgroup-v2.html
+MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
+# Pages of files that the kernel evicts before it kills a process, also those in recent use, as in MemAvailable of
+# /proc/meminfo. Shared memory and locked pages are on other lists (anon, unevictable).
+FILE_CACHE = ("inactive_file", "active_file")
+# Pages among them that must be written to disk first; version 1's names are without "file_".
+UNWRITTEN = ("dirty", "writeback", "file_dirty", "file_writeback")
+# Limits of `ulimit -v` and `-d`, and the use that counts, in /proc/self/status.
+ADDRESS_LIMITS = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
+
+
+def memory_left(root: Path = Path("/")) -> list[int]:
+    """Bytes that each limit on this process leaves it, 0 or more; none without a limit."""
+    left = []
+    for folder, version in group_folders("memory", root):
+        limit_file, use_file, prefix = MEMORY_FILES[version]
+        with contextlib.suppress(OSError, ValueError):  # without such a file, or "max"
+            limit, use = (int((folder / file).read_text()) for file in (limit_file, use_file))
+            left.append(limit - max(0, use - evictable(values(folder / "memory.stat", " "), prefix)))
+    in_use = values(root / "proc/self/status", ":")
+    for limit, name in ADDRESS_LIMITS.items():
+        soft = resource.getrlimit(limit)[0]
+        if soft != resource.RLIM_INFINITY:
+            left.append(soft - 1024 * in_use.get(name, 0))
+    return [max(0, one) for one in left]
+
+
+def evictable(stat: dict[str, int], prefix: str) -> int:
+    """Bytes of the cache of files that a control group gives up when it reaches its limit, of its memory.stat."""
+    cached, unwritten = (sum(stat.get(prefix + name, 0) for name in names) for names in (FILE_CACHE, UNWRITTEN))
+    return max(0, cached - unwritten)
+
+
+def values(path: Path, separator: str) -> dict[str, int]:
+    """The whole numbers in a file of lines like "name: 12 kB"."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    pairs = (line.partition(separator) for line in lines)
+    return {name: int(rest.split()[0]) for name, _, rest in pairs if rest.split() and rest.split()[0].isdecimal()}

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from handgrad.machine import processor
-from handgrad.machine.limits import group_folders
 
 # Turns of libgomp's loop: longer than the waits on an idle machine, shorter than a time slice. On Intel CPUs AMD's
 # number is too small for the waits of the demo's step, and the larger one costs nothing beside other work. On AMD's it does
@@ -41,7 +40,7 @@ def choose() -> None:
 
 
 def environment_before() -> dict[str, str]:
-    """The environment that this process was started in, for one that it starts."""
+    """The environment before `choose`, to hand to a child process."""
     return {name: value for name, value in os.environ.items() if name not in chosen}
 
 
@@ -73,7 +72,7 @@ def quota(root: Path = Path("/")) -> float | None:
     https://docs.kernel.org/scheduler/sched-bwc.html (version 1: a file each).
     """
     limits = []
-    for folder, version in group_folders("cpu", root):
+    for folder, version in processor.group_folders("cpu", root):
         files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         if all((folder / file).exists() for file in files):
             limit, period = " ".join((folder / file).read_text() for file in files).split()

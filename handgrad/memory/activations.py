@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.memory.arena import ALWAYS, Buffer, Interval
 from handgrad.memory.lifetimes import NEVER, WHOLE_BLOCKS, Clock, Lives, recomputed_lifetimes
 from handgrad.memory.rows import KIND, Dims, sizes

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from handgrad.errors import DataError, HandgradError, UsageError, storage_errors
-from handgrad.parsing import parse_toml
+from handgrad.parsing import Record, numbered_lines, parse_record, parse_toml
 from handgrad.reports.results import DataSource, GpuReadings, Pace, Quantized, Run, Start, Steps, TaskFigure
-from handgrad.storage.jsonl import Record, numbered_lines, parse
 from handgrad.storage.run_files import CONFIG_FILE, METRICS_FILE
 
 Kind = TypeVar("Kind")
@@ -100,7 +99,7 @@ def parse_lines(metrics: bytes, path: Path) -> tuple[list[Record], bool]:
     lines = []
     for number, (text, where) in enumerate(numbered, start=1):
         try:
-            lines.append(parse(text, where))
+            lines.append(parse_record(text, where))
             lines[-1].text("kind")
         except DataError:
             if number == len(numbered) and not metrics.endswith(b"\n"):

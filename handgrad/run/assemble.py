@@ -25,6 +25,7 @@ from handgrad.joins.fp8.frozen import (
 from handgrad.joins.fp8.scaling import Scaling
 from handgrad.joins.lora.bind import WithAdapters, adapters_by_weight, with_adapters
 from handgrad.joins.masked import WithUntrained
+from handgrad.joins.offload import host_state
 from handgrad.joins.parallel.gradient_sync import GradientSync
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.replicas import Replicas, with_replicas
@@ -32,7 +33,6 @@ from handgrad.joins.parallel.step import ParallelStep, with_sync
 from handgrad.machine import devices
 from handgrad.memory.layout import gradient_ring, moved
 from handgrad.memory.rows import ParameterRow
-from handgrad.run.host_copy import host_state
 from handgrad.training.design import Design
 from handgrad.training.feed import SAMPLE_NUMBERS, BatchFeed, Source
 from handgrad.training.state import BASE, TrainingState, make_state, model_weights

@@ -1,7 +1,9 @@
-"""Saves the state of a run into a checkpoint and loads it, on any number of ranks."""
+"""Saves the state of a run into a checkpoint and loads it, on any number of ranks. Has the copy in host memory from
+which a save is written while training goes on."""
 
 import functools
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,9 +19,12 @@ from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, storage_errors
 from handgrad.evaluation.load import CHAT, Weights
+from handgrad.format import human_bytes
 from handgrad.joins.fp8.tables import HEAD, names_in
+from handgrad.joins.offload import pin
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine import devices
+from handgrad.memory.arena import Buffer, Plan, make_plan
 from handgrad.memory.layout import Bucket, bucket_of
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
@@ -28,12 +33,15 @@ from handgrad.settings.config import RunConfig, to_dict
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Checkpoint, Stored
 from handgrad.storage.manifest import STATE_SCHEMA
+from handgrad.training.design import Design
 from handgrad.training.spikes import SpikeWindow
 from handgrad.training.state import SavedBuffer, TrainingState
 
 SOURCES = "sources"  # the version that is a hash of the package; chains of format 1 and older checkpoints lack it
 # Settings that the scales in a checkpoint depend on.
 SCALING_RULES = ("fp8_gradients", "fp8_scaling", "fp8_window", "fp8_margin", "fp8_count_every")
+COPY = "copy for saves"
+REST_BYTES = 1 << 30  # of a GPU's process beside the copy: libraries, batches, pages on their way to the disk
 
 
 def save_state(
@@ -225,3 +233,73 @@ def changed_versions(source: Checkpoint, now: dict[str, str]) -> list[str]:
         for key in {**then, **now}
         if then.get(key) != now.get(key)
     ]
+
+
+# A copy of the state in host memory.
+
+
+def checkpoint_rows(design: Design) -> list[Buffer]:
+    """The tensors of a checkpoint, whole, in the order in which it holds them."""
+    dtypes = {buffer.name: buffer.dtype for buffer in design.buffers}
+    tables = [(design.parameters, dtypes.get("master", dtypes["parameters"]))]
+    tables += [(layout.rows, dtypes[f"optimizer.{name}"]) for name, layout in design.optimizer_state.items()]
+    return [Buffer(row.name, row.stored_shape, dtype, COPY) for table, dtype in tables for row in table]
+
+
+def copy_plans(design: Design, ranks: int) -> list[Plan]:
+    """The memory for the tensors that each rank writes."""
+    shares = checkpoint.split_among_writers(checkpoint_rows(design), ranks)
+    return [make_plan(buffer for buffers in files.values() for buffer in buffers) for files in shares]
+
+
+def host_memory(design: Design, ranks: Ranks) -> tuple[float, float]:
+    """(bytes that a machine's ranks need for their copies and the rest, bytes that are free), the same on all ranks."""
+    rest = design.host_plan.total_bytes + (design.plan.total_bytes if design.device.type == "cpu" else REST_BYTES)
+    free = devices.available_bytes(torch.device("cpu"))
+    own = copy_plans(design, ranks.size)[ranks.rank].total_bytes + rest, math.inf if free is None else free
+    needed, free = zip(*ranks.all_gather_numbers(own, "host memory"), strict=True)
+    return max(needed) * (ranks.size // ranks.nodes), min(free)
+
+
+class HostCopy:
+    """One rank's share of a checkpoint in host memory. Pinned, it takes a CUDA device's state at the speed of the link; a
+    state that lies on the host already needs no second stretch of pinned pages."""
+
+    def __init__(self, design: Design, ranks: Ranks):
+        plan = copy_plans(design, ranks.size)[ranks.rank]
+        self.size_bytes, self.pinned = plan.total_bytes, design.device.type == "cuda" and not design.host_plan.buffers
+        self.storage = {kind: torch.empty(size, dtype=torch.uint8) for kind, size in plan.size_bytes.items()}
+        for memory in self.storage.values():
+            memory.zero_()  # the system gives the pages now, not in the first save
+        self.views = plan.lay_over(self.storage)
+        self.files = {
+            file: [Stored.of(row.name, self.views[row.name]) for row in rows]
+            for file, rows in checkpoint.split_among_writers(checkpoint_rows(design), ranks.size)[ranks.rank].items()
+        }
+        for memory in self.storage.values() if self.pinned else ():
+            pin(memory, "the copy from which saves are written", "--async-save false")
+
+    def copy_state(self, tensors: list[Stored]) -> None:
+        """Copies the rank's share. All ranks fetch all tensors: their shards are gathered."""
+        for tensor in tensors:
+            value = tensor.fetch()
+            if tensor.name in self.views:
+                self.views[tensor.name].copy_(value, non_blocking=self.pinned)
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
+
+
+def host_copy(config: RunConfig, design: Design, ranks: Ranks) -> tuple[HostCopy | None, list[str]]:
+    """The run's copy, allocated, and a line about it for the header. None if it does not fit, or with `async_save` off."""
+    if not config.async_save:
+        return None, []
+    needed, free = host_memory(design, ranks)
+    if needed > free:
+        return None, [
+            f"saves      training waits for them: with a copy in host memory the run needs {human_bytes(needed)},"
+            f" {human_bytes(free)} are free"
+        ]
+    copy = HostCopy(design, ranks)
+    each = " a rank" if ranks.size > 1 else ""
+    memory = f"{'pinned ' if copy.pinned else ''}host memory"
+    return copy, [f"saves      behind training, from a copy of {human_bytes(copy.size_bytes)}{each} in {memory}"]

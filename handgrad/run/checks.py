@@ -16,7 +16,7 @@ from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
 from handgrad.machine import devices
-from handgrad.run.host_copy import checkpoint_rows
+from handgrad.run.checkpointing import checkpoint_rows
 from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, memory_bytes
 from handgrad.settings.config import RunConfig, check

@@ -10,12 +10,11 @@ from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run.listing import Records, failed_twice, last_failure, records_of
-from handgrad.run.lock import take_lock
 from handgrad.run.packing import DOCUMENTS
 from handgrad.settings.config import AUTO, STREAM, RunConfig, check, differences, to_dict, to_toml
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Checkpoint
-from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
+from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES, take_lock
 
 
 class RunFolder:

@@ -142,11 +142,7 @@ def dropout_lines(config: RunConfig, design: Design) -> list[str]:
 
 
 def run_record(
-    config: RunConfig,
-    design: Design,
-    dataset: Dataset,
-    memory_bytes: dict[str, int],
-    origin: dict[str, Any] | None = None,
+    config: RunConfig, design: Design, dataset: Dataset, memory_bytes: dict[str, int], origin: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """The "run" line of metrics.jsonl."""
     manifest, all_scored = dataset.manifest, scores_all(dataset, config.packing)

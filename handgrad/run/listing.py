@@ -1,7 +1,6 @@
 """The runs below a folder, each in a few figures, without a library that takes long to load."""
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -14,11 +13,10 @@ from typing import Any
 
 from handgrad.errors import INTERRUPTED, RESUMABLE, DataError, HandgradError, NumericsError, StorageError, storage_errors
 from handgrad.format import human_age, human_bytes, human_count, human_seconds, table
-from handgrad.run.lock import is_held
+from handgrad.parsing import parse_record
 from handgrad.settings.batch_schedule import parse_schedule
 from handgrad.settings.config import read_toml
-from handgrad.storage.jsonl import parse
-from handgrad.storage.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE
+from handgrad.storage.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE, is_held
 
 RUNNING, FINISHED, BROKEN = "running", "finished", "broken"
 STOPPED = "stopped"  # by Ctrl-C
@@ -161,7 +159,7 @@ def last_records(folder: Path) -> Records:
             kind = KINDS.match(line)
             if kind and line.endswith(b"\n"):  # else a kill has cut it
                 found[kind[1].decode()] = line, number
-    records = {kind: parse(line, f"line {number} of {path}").fields for kind, (line, number) in found.items()}
+    records = {kind: parse_record(line, f"line {number} of {path}").fields for kind, (line, number) in found.items()}
     markers = [kind for kind in MARKERS if kind in found]
     if markers:
         records["marker"] = records[max(markers, key=lambda kind: found[kind][1])]
@@ -215,7 +213,3 @@ def listed(runs: list[RunSummary], width: int) -> list[str]:
             code = "" if run.exit_code is None else f" (exit code {run.exit_code})"
             lines.append(f"{run.state:<8} {run.name}: {run.reason}{code}")
     return lines
-
-
-def json_text(runs: list[RunSummary]) -> str:
-    return json.dumps([run.as_json() for run in runs], indent=1)

@@ -20,12 +20,15 @@ from handgrad.errors import DataError, StorageError, storage_error, storage_erro
 from handgrad.evaluation.loss import perplexity
 from handgrad.evaluation.scoring import IN_TRAINING
 from handgrad.files import write_bytes_durably, write_durably
+from handgrad.format import speed
 from handgrad.joins.parallel.ranks import Ranks
-from handgrad.machine import power
-from handgrad.run.console import ConsoleMode, Display
+from handgrad.machine import devices, power
+from handgrad.parsing import parse_record
+from handgrad.run.console import Cadence, ConsoleMode, Display, Pace, StepFigures
 from handgrad.run.sinks import Sinks, trackers
-from handgrad.storage.jsonl import parse
+from handgrad.settings.config import RunConfig
 from handgrad.storage.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
+from handgrad.training.design import Design
 from handgrad.training.step import StepResult
 
 EVALUATION_OF = "evaluation of"  # before a task's name: the kind of its records in `RunLog.recorded`
@@ -198,6 +201,28 @@ class RunLog:
                 file.close()
 
 
+class StepLines:
+    """Shows the steps of one process, and puts some of them into the log."""
+
+    def __init__(self, log: RunLog, config: RunConfig, design: Design, ranks: int):
+        self.log, self.pace, self.cadence = log, Pace(), Cadence(config.log_every)
+        self.steps, self.batch = config.steps, config.batch
+        self.tokens = self.batch.tokens_before(self.steps)
+        peak = devices.peak_flops(design.device)
+        self.peak = peak and peak * ranks
+        self.flops_per_token = design.flops_per_token
+
+    def show(self, step: int, result: StepResult) -> None:
+        """`step` is counted from 1."""
+        tokens_per_second = self.pace.add(self.batch.tokens(step - 1), result.elapsed_seconds)
+        rate = speed(tokens_per_second, self.flops_per_token, self.peak)
+        seconds_left = (self.tokens - self.batch.tokens_before(step)) / tokens_per_second
+        figures = StepFigures(step, self.steps, result, tokens_per_second, rate, seconds_left)
+        self.log.display.update(step, figures.live_line)
+        if self.cadence.due(step, always=step == self.steps or bool(result.skipped)):
+            self.log.step_line(figures.line)
+
+
 def _kind_of(record: dict[str, Any]) -> str:
     """A record's kind; a training's evaluation on a task counts apart from one that was made afterwards."""
     if record["kind"] == "evaluation" and record.get("by") == IN_TRAINING:
@@ -216,7 +241,7 @@ class Line(NamedTuple):
 def metrics_line(line: bytes) -> Line | None:
     """A line of metrics.jsonl or audit.jsonl; None if it is damaged."""
     try:
-        record = parse(line, "").fields
+        record = parse_record(line, "").fields
     except DataError:
         return None
     step, kind = record.get("step", 0), record.get("kind")

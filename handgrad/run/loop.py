@@ -1,38 +1,47 @@
 """A training run from its design to its last checkpoint: resumes, steps, validates, saves, stops."""
 
 import math
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-from handgrad.data.batches import validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files
-from handgrad.errors import NumericsError
+from handgrad.errors import STOPPING, NumericsError, Preempted, end_interrupted, end_stopped, forget_signals, is_repeat
 from handgrad.evaluation.load import Weights
-from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
-from handgrad.generation.decode import decode_tensors
-from handgrad.generation.generate import write_document
+from handgrad.joins.fp8.monitor import findings, saturation_line, summary
+from handgrad.joins.fp8.scaling import Scaling
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.step import ParallelStep
 from handgrad.joins.parallel.stragglers import Stragglers
 from handgrad.machine import power
 from handgrad.run import audit
 from handgrad.run.assemble import assemble
-from handgrad.run.checkpointing import begin_state, changed_versions, origin_of, run_facts, run_numbers, versions_of
+from handgrad.run.checkpointing import (
+    begin_state,
+    changed_versions,
+    host_copy,
+    origin_of,
+    run_facts,
+    run_numbers,
+    versions_of,
+)
 from handgrad.run.console import ConsoleMode
+from handgrad.run.evaluating import Evaluations, TaskEvaluation
 from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, origin_text, run_record
-from handgrad.run.host_copy import host_copy
-from handgrad.run.log import RunLog
+from handgrad.run.log import RunLog, StepLines
 from handgrad.run.packing import identity_of, trained_tokens, training_batches
-from handgrad.run.progress import StepLines, record_fp8
-from handgrad.run.resolve import generation_plan
+from handgrad.run.resolve import memory_bytes
 from handgrad.run.saves import SaveCheck, Saves
-from handgrad.run.signals import OnStep, StopSignals, preempted
 from handgrad.run.step_check import checked_result, is_overflow
-from handgrad.run.tasks import TaskEvaluation
 from handgrad.settings.config import RunConfig, to_dict
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
+
+OnStep = Callable[[int, StepResult], None]  # a step's number, counted from 1, and its result
 
 
 class Run:
@@ -53,51 +62,44 @@ class Run:
     ):
         """`weights`: the initial ones, unless the run is resumed or draws them; with adapters, the base."""
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
-        self.tasks, self.tokenizer, self.batch = tasks, dataset.tokenizer, config.batch
-        self.train_batches = training_batches(config, dataset)
-        windows = config.sequence_length, config.eval_stride, config.packing
-        self.validation_batches = validation_batches(dataset, *windows)
-        self.versions = versions_of(design.device, design.plain_ops)
-        self.identity = identity_of(config, dataset)
-        ranks.check_equal("versions and data", {**self.versions, **self.identity})
-        ranks.from_rank_0(lambda: folder.claim(self.identity, allow_changes=allow_changes), "the run's data")
+        self.batch, batches = config.batch, training_batches(config, dataset)
+        versions, identity = versions_of(design.device, design.plain_ops), identity_of(config, dataset)
+        ranks.check_equal("versions and data", {**versions, **identity})
+        ranks.from_rank_0(lambda: folder.claim(identity, allow_changes=allow_changes), "the run's data")
 
         resumed = folder.resumed
-        generation = generation_plan(design)
-        self.decode = decode_tensors(design.shape, generation.allocate(design.device))
         copy, self.save_lines = host_copy(config, self.design, ranks)  # before the rest takes its memory
-        count = trained_tokens(self.train_batches)
-        self.training = assemble(design, self.train_batches, ranks, trained_tokens=count)
+        self.training = assemble(design, batches, ranks, trained_tokens=trained_tokens(batches))
         self.origin = origin_of(resumed) if resumed else weights.origin if weights else None
+        # The parts of every checkpoint's manifest.
+        self.facts = {**run_facts(config, dataset, self.origin), "versions": versions, "identity": identity}
         self.completed, self.skips_in_a_row = begin_state(self.training, config, weights, resumed)
         if resumed is not None:
-            folder.changes += changed_versions(resumed, self.versions)
+            folder.changes += changed_versions(resumed, versions)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, console, audited=bool(config.audit_every))
         self.audit = audit.Audit(config.audit_every, ranks, self.log)
-        facts = audit.facts(config, self.versions, self.identity, self.origin, dataset)
+        facts = audit.facts(config, versions, identity, self.origin, dataset)
         self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
-        check = SaveCheck(self.training.state, ranks)
-        self.saves = Saves(config, folder, ranks, self.log, check, copy, tokenizer_files(self.tokenizer), self.audit.seal)
+        check, files = SaveCheck(self.training.state, ranks), tokenizer_files(dataset.tokenizer)
+        self.saves = Saves(config, folder, ranks, self.log, check, copy, files, self.audit.seal)
+        self.evaluations = Evaluations(config, self.training, dataset, ranks, self.log, tasks)
         self.step_lines, self.stragglers = StepLines(self.log, config, design, ranks.size), Stragglers()
-        self.validation_loss: float | None = None  # the last one, in nats
         self.first_step = self.until = self.completed  # of this process, and where it stops for now
         self.signals = StopSignals(keeps_process=False)
         self.on_step: OnStep | None = None
         self.callback_error: BaseException | None = None  # kept until the run pauses: the next step may be under way
         self.stop_signal: int | None = None  # a signal that any of the ranks has received, as all of them know it
         self.step_seconds = 0.0  # of the last step
-        self.memory_bytes = self.design.plan.size_bytes | generation.size_bytes
-        if tasks is not None:
-            tasks.allocate(self.training.plain_ops)
-            self.memory_bytes |= tasks.plan.size_bytes
 
     def begin(self) -> None:
         """Logs the header, and makes the validation and the sample that were due when the last process ended."""
         source = f"weights of {self.config.init_from}, " if self.config.init_from else ""
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"{source}seed {self.config.seed}"
-        described = self.config, self.design, self.dataset, self.memory_bytes
+        tasks = self.evaluations.tasks
+        memory = memory_bytes(self.design) | (tasks.plan.size_bytes if tasks else {})
+        described = self.config, self.design, self.dataset, memory
         header = header_lines(*described, started, self.ranks, self.origin)
-        for line in (*header, *self.save_lines, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
+        for line in (*header, *self.save_lines, *self.folder.passed_over, *(tasks.notes if tasks else ())):
             self.log.line(line)
         for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
             self.event(text)
@@ -198,31 +200,20 @@ class Run:
         """The evaluation and the sample that are due after the completed step and not yet in the record."""
         if self.due(self.config.eval_every):
             self.evaluate()
-        missing = ("sample", self.completed) not in self.log.recorded
-        if self.due(self.config.sample_every) and self.config.sample_tokens and missing:
-            if self.ranks.is_rank_0:
-                self.sample()
-            self.ranks.barrier("a sample of text")
+        if self.due(self.config.sample_every):
+            self.evaluations.sample(self.completed)
 
     def evaluate(self) -> None:
         """The validation and the tasks after the completed step, unless the record has them."""
-        if self.validation_batches and ("validation", self.completed) not in self.log.recorded:
-            self.validation_loss = loss = self.validate()
-            scored = self.dataset, self.config.packing
-            better = self.config.keep_best and self.completed > 0 and self.is_best(loss)
-            note = f"{floor_note(loss, *scored)}{', the best so far' if better else ''}"
-            line = f"step {self.completed}: validation loss {loss:.4f}{note}"
-            self.log.validation(self.completed, loss, bits_per_byte(loss, *scored), line)
-            if better:
-                self.saves.prune()  # the best one before
-        if self.tasks is not None:
-            self.training.await_weights()
-            self.tasks.run_missing(self.completed, self.training.state, self.log)
+        if self.evaluations.validate(self.completed, self.is_best):
+            self.saves.prune()  # the best one before
+        self.evaluations.run_tasks(self.completed)
 
     def is_best(self, loss: float) -> bool:
-        """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint is complete before
-        the loss is recorded: a run that ends in between makes this validation again."""
-        if not math.isfinite(loss) or (self.saves.best is not None and loss >= self.saves.best[1]):
+        """True if a run keeps its best step and a loss is the lowest of a step that has, or now gets, a checkpoint. The
+        checkpoint is complete before the loss is recorded: a run that ends in between makes this validation again."""
+        best, wanted = self.saves.best, self.config.keep_best and self.completed > 0
+        if not wanted or not math.isfinite(loss) or (best is not None and loss >= best[1]):
             return False
         self.save()
         self.saves.wait()
@@ -241,8 +232,8 @@ class Run:
         their writers are."""
         stepper = self.training.stepper
         seconds = stepper.compute_seconds if isinstance(stepper, ParallelStep) else 0.0
-        mine = self.signals.received or 0, seconds, self.saves.progress()
-        received, computing, writing = zip(*self.ranks.all_gather_checked(mine, "the end of the step"), strict=True)
+        own = self.signals.received or 0, seconds, self.saves.progress()
+        received, computing, writing = zip(*self.ranks.all_gather_checked(own, "the end of the step"), strict=True)
         self.stop_signal = int(max(received)) or None
         if self.ranks.size > 1:
             self.stragglers.add(computing)
@@ -275,7 +266,20 @@ class Run:
             self.log.record("ranks", step=self.completed, **figures)
             if line:
                 self.event(f"step {self.completed}: {line}")
-        record_fp8(self.design, self.training.scaling, self.config, result, self.completed, self.log)
+        if self.training.scaling is not None:
+            self.record_fp8(self.training.scaling, result)
+
+    def record_fp8(self, scaling: Scaling, result: StepResult) -> None:
+        """Records the quantised tensors of a step that counted their numbers, and names the saturated ones."""
+        fp8, batch = scaling.fp8, self.design.batch
+        counted = fp8.counts(self.completed - 1)
+        micro_steps = batch.micro_steps(self.completed - 1) * batch.lanes
+        tensors = findings(scaling, result.reports[0], micro_steps, counted=counted)
+        if counted:
+            self.log.record("fp8", step=self.completed, tensors=summary(tensors))
+        for finding in tensors:
+            if finding.saturated_steps == fp8.saturation_steps:
+                self.event(saturation_line(finding, self.completed, self.config.fp8_on_saturation))
 
     def judge_update(self, result: StepResult) -> None:
         """Says why the completed step made no update, if it made none, and ends the run after too many of them. Numbers
@@ -306,33 +310,66 @@ class Run:
                 f" ({result.skipped}){where}; {clean}"
             )
 
-    def validate(self) -> float:
-        assert self.validation_batches is not None
-        self.training.await_weights()
-        state, samples = self.training.state, self.validation_batches.samples_of(self.config.eval_tokens)
-        model = self.design.shape, self.training.validation_ops, state.weights, state.activations
-        return mean_loss(*model, self.validation_batches, samples=samples, ranks=self.ranks)
-
-    def sample(self) -> None:
-        self.training.await_weights()
-        model = self.design.shape, self.training.plain_ops, self.training.state.plain_weights, self.decode, self.tokenizer
-        text = write_document(*model, max_tokens=self.config.sample_tokens, seed=self.config.seed + self.completed)
-        self.log.sample(self.completed, text)
-
     def save(self) -> None:
         """Saves the completed step, behind the steps that follow."""
         self.saves.save(self.training, self.completed, self.step_seconds, self.manifest())
 
     def manifest(self) -> dict[str, Any]:
         """The manifest of a checkpoint of the completed step, without its files."""
-        return {
-            **run_facts(self.config, self.dataset, self.origin),
-            "versions": self.versions,
-            "identity": self.identity,
-            **run_numbers(self.training),
-            "skips_in_a_row": self.skips_in_a_row,
-            **self.audit.named(),
-        }
+        return {**self.facts, **run_numbers(self.training), "skips_in_a_row": self.skips_in_a_row, **self.audit.named()}
 
     def event(self, line: str) -> None:
         self.log.event(self.completed, line)
+
+
+class StopSignals:
+    """Within a `with` block SIGINT and the signals of `STOPPING` are only noted in `received`: the step finishes first.
+
+    The same signal again ends the process at once (saves are atomic), or with `keeps_process` acts as it did before the
+    block. Within a second it counts as the same one: a launcher and its ranks may both get it, and the launcher passes it
+    on. SIGXCPU never ends the process: the kernel repeats it every second. Signals are left alone outside of the main
+    thread, where Python takes no handlers, and so is a signal of `STOPPING` that is ignored (`nohup`) or has a handler of
+    the program's own.
+    """
+
+    def __init__(self, *, keeps_process: bool):
+        self.keeps_process = keeps_process
+        self.received: int | None = None
+        self.noted: set[int] = set()
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        forget_signals()
+        if threading.current_thread() is threading.main_thread():
+            free = [number for number in STOPPING if signal.getsignal(number) in (signal.SIG_DFL, end_stopped)]
+            numbers = {signal.SIGTERM, signal.SIGINT, *free}
+            self.previous = {number: signal.signal(number, self.note) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if is_repeat(number):
+            return
+        self.received = number
+        if number in self.noted and number != signal.SIGXCPU:
+            self.act(number)
+        self.noted.add(number)
+
+    def act(self, number: int) -> None:
+        """Ends the process, or with `keeps_process` does what the signal did before the block."""
+        if number == signal.SIGINT and not self.keeps_process:
+            end_interrupted(
+                "interrupted before the step was saved; run the same command to resume from the last checkpoint"
+            )
+        signal.signal(number, self.previous[number] if self.keeps_process else signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+def preempted(received: int, completed: int, last_saved: int) -> Preempted:
+    """The error of a run that signal `received` stopped; `last_saved` is the newest checkpoint's step, or -1."""
+    saved = f"saved step {last_saved}" if last_saved >= 0 else "nothing saved yet"
+    name = signal.Signals(received).name
+    return Preempted(f"stopped by {name} after step {completed}, {saved}; run the same command to resume")

@@ -32,11 +32,11 @@ from handgrad.run.checks import (
     tokenizer_flag,
 )
 from handgrad.run.console import ConsoleMode
+from handgrad.run.evaluating import make_task_evaluation
 from handgrad.run.folder import RunFolder, inherited_settings, model_of, resolve_lanes
 from handgrad.run.loop import Run
 from handgrad.run.packing import resolve_packing
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
-from handgrad.run.tasks import make_task_evaluation
 from handgrad.settings.config import RunConfig, check, check_packing, to_dict
 
 
@@ -149,4 +149,4 @@ def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
     with open_run(config, allow_changes=allow_changes) as run:
         run.begin()
         run.advance(config.steps)
-        return run.validation_loss
+        return run.evaluations.loss

@@ -21,7 +21,7 @@ from handgrad.joins.lora.tables import LoraDesign, adapter_buffers, adapters_of,
 from handgrad.joins.parallel.memory import with_sharding
 from handgrad.machine import devices
 from handgrad.machine.backend import choose_backend, plain_backend
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer, Plan, make_plan
 from handgrad.memory.freezing import freeze
@@ -283,7 +283,7 @@ def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
 
 
 def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
-    """`config` with GEMMs instead of "auto" and "tuned", which stands for the GEMMs that `handgrad tune` found faster in
+    """`config` with GEMMs instead of "auto" and "tuned", which stands for the GEMMs that `benchmarks.tune` found faster in
     bf16.
 
     Raises `UsageError` for a backend that cannot run."""

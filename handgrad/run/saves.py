@@ -23,9 +23,8 @@ from handgrad.errors import NumericsError, StorageError, storage_errors
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.replicas import checksum, who_differs
 from handgrad.run.assemble import Assembly
-from handgrad.run.checkpointing import save_state, stored_tensors
+from handgrad.run.checkpointing import HostCopy, save_state, stored_tensors
 from handgrad.run.folder import RunFolder
-from handgrad.run.host_copy import HostCopy
 from handgrad.run.log import RunLog
 from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint
@@ -187,7 +186,8 @@ class Saves:
         self.copy.copy_state(list(stored_tensors(training.state, self.ranks)))
         self.ranks.from_rank_0(lambda: begin(final), "a checkpoint's folder")
         self.pending = save
-        self.work = self.thread.submit(self.write if self.ranks.size > 1 else self.write_and_commit, save)
+        write = self.write if self.ranks.size > 1 else lambda save: self.commit(save, self.write(save))
+        self.work = self.thread.submit(write, save)
         save.pause_seconds = waited + time.perf_counter() - save.begun
 
     def await_earlier(self, step: int) -> float:
@@ -218,9 +218,6 @@ class Saves:
         with storage_errors(f"saving {save.final}"):
             checkpoint.commit(save.final, save.step, files, save.manifest, self.extra_files)
         return time.perf_counter() - save.begun, self.remove_old(save.step)
-
-    def write_and_commit(self, save: Save) -> tuple[float, list[str]]:
-        return self.commit(save, self.write(save))
 
     def remove_old(self, newest_step: int) -> list[str]:
         """Removes the checkpoints that need not be kept; returns a line for each that the disk does not let go."""
@@ -256,8 +253,8 @@ class Saves:
             raise error
         if error is not None and self.ranks.is_rank_0:
             error = self.log.misplaced() or error
-        mine: tuple[Any, str] = (None, str(error)) if error else (self.work.result(), "")
-        outcomes = self.ranks.all_gather_objects(mine, "the writing of a checkpoint")
+        own: tuple[Any, str] = (None, str(error)) if error else (self.work.result(), "")
+        outcomes = self.ranks.all_gather_objects(own, "the writing of a checkpoint")
         if failed := [text for _, text in outcomes if text]:
             self.pending = None
             if self.ranks.is_rank_0:

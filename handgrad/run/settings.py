@@ -15,7 +15,7 @@ from handgrad.names import nearest_name
 from handgrad.networks import NETWORKS
 from handgrad.networks.modern import MODERN, changed, resolve_techniques
 from handgrad.settings import presets, recipes
-from handgrad.settings.config import RunConfig, check, convert, read_toml, to_dict
+from handgrad.settings.config import RunConfig, check, check_value, convert, read_toml, to_dict
 from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE
 
 # Other trainers' words for where a run begins, given as weights.
@@ -32,7 +32,8 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     """Preset, then recipe, then the model's sizes, then single settings: the later one wins. Empty means not given.
     Sizes that none of them gives come from the weights to start from. `command`: the one that an error recommends.
 
-    Raises `UsageError`, `DataError`: a name that does not exist, a value that does not fit, nothing to train.
+    Raises `UsageError`, `DataError`: a name that does not exist, a value out of its range, nothing to train. `check`, once
+    no setting is open, finds values that do not go together.
     """
     recipe = read_toml(recipes.find(recipe_file)) if recipe_file else {}
     recipe_preset = recipe.pop("preset", None)
@@ -70,7 +71,9 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     for name, text in (change | {"techniques": listed}).items():
         if text and NETWORKS.get(architecture) is not MODERN:
             raise UsageError(f"{name} is for --architecture modern, found {text!r} with {architecture}")
-    return check(RunConfig(**merged))
+    for name, value in merged.items():
+        check_value(name, value)
+    return RunConfig(**merged)
 
 
 def check_data(settings: dict[str, Any], command: str) -> None:
@@ -198,7 +201,7 @@ def resolve_sweep(
         name = ",".join(f"{key}={value_text(value)}" for key, value in chosen.items())
         if name in runs:
             raise UsageError(f"--over gives {name} twice; each run needs a folder of its own")
-        config = run_config(preset, recipe_file, model, {**settings, **chosen, "out": str(folder / name)}, "sweep")
+        config = check(run_config(preset, recipe_file, model, {**settings, **chosen, "out": str(folder / name)}, "sweep"))
         runs[name] = SweepRun(name, chosen, config)
     return Sweep(folder, values, list(runs.values()))
 

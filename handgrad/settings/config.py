@@ -7,9 +7,10 @@ its default. Presets are functions in `presets.py` that return a `RunConfig`.
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from handgrad.errors import DataError, UsageError
 from handgrad.names import STEPS_OF_AN_EPOCH, check_choice, is_epochs, nearest_name
@@ -19,20 +20,6 @@ from handgrad.networks.lora import check_lora
 from handgrad.networks.modern import SOFTCAP as SOFTCAP, TECHNIQUES as TECHNIQUES, of_stored, resolve_techniques
 from handgrad.parsing import parse_toml
 from handgrad.settings.batch_schedule import BatchSchedule, parse_schedule
-from handgrad.settings.rules import (
-    ABOVE_0,
-    AT_LEAST_1,
-    BELOW_1,
-    BELOW_2_32,
-    LANES,
-    NOT_NEGATIVE,
-    SECONDS,
-    UP_TO_2,
-    UP_TO_3,
-    Rule,
-    at_most,
-    between,
-)
 
 GPT2_VOCABULARY = 50257
 
@@ -43,9 +30,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "tf32", "fp8")
 AUTO = "auto"  # the precision that suits the device: `devices.auto_precision`; the packing that suits the data
 FP8_GRADIENTS = ("e4m3", "e5m2", "mixed")
 FP8_SCALINGS = ("delayed", "current")
-ON_SATURATION = ("warn", "widen")
 TUNED = "tuned"
-REDUCE_PRECISIONS = ("fp32", "bf16")
 MOMENTS = ("fp32", "bf16")
 BACKENDS = ("auto", "kernels", "reference")
 OPTIMIZERS = ("adamw", "muon")
@@ -53,6 +38,36 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd", "trapezoid")
 ARCHITECTURES = tuple(NETWORKS)
 STREAM, MASKED, WHOLE = "stream", "masked", "whole"
 PACKINGS = (AUTO, STREAM, MASKED, WHOLE)  # auto: WHOLE for chats, else STREAM
+
+
+class Rule(NamedTuple):
+    """A condition on a value; a message reads "NAME must be TEXT"."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+    def check(self, name: str, value: Any) -> None:
+        if not self.holds(value):
+            raise UsageError(f"{name} must be {self.text}, found {value}")
+
+
+def at_most(most: float) -> Rule:
+    return Rule(f"at most {most}", lambda value: value <= most)
+
+
+def between(least: float, most: float, unit: str = "") -> Rule:
+    return Rule(f"{least} to {most}{unit}", lambda value: least <= value <= most)
+
+
+AT_LEAST_1 = Rule("at least 1", lambda value: value >= 1)
+NOT_NEGATIVE = Rule("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
+ABOVE_0 = Rule("above 0", lambda value: 0 < value < math.inf)
+BELOW_1 = Rule("in [0, 1)", lambda value: 0 <= value < 1)
+BELOW_2_32 = Rule("below 2^32", lambda value: value < 1 << 32)
+UP_TO_2 = Rule("0, 1 or 2", lambda value: value in (0, 1, 2))
+UP_TO_3 = Rule("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
+LANES = Rule("a power of two up to 4096, or 0", lambda value: value & (value - 1) == 0 and 0 <= value <= 4096)
+SECONDS = between(1, 86400)
 
 
 def option(default: Any, help: str, *rules: Rule, choices: tuple[str, ...] = (), free: bool = False) -> Any:
@@ -129,7 +144,7 @@ class RunConfig:
     zero: int = option(
         1, "ZeRO stage: ranks share 0 nothing, 1 master weights and moments, 2 also gradients", UP_TO_2, free=True
     )
-    reduce_precision: str = option("fp32", "of gradients between lanes", choices=REDUCE_PRECISIONS)
+    reduce_precision: str = option("fp32", "of gradients between lanes", choices=("fp32", "bf16"))
     check_ranks_every: int = option(1, "steps between comparisons of the ranks' weights, bit by bit (0: never)", free=True)
     join_seconds: int = option(300, "rendezvous timeout: longest wait for the other ranks at the start", SECONDS, free=True)
     silence_seconds: int = option(30, "heartbeat timeout: longest silence of a rank", SECONDS, free=True)
@@ -137,7 +152,7 @@ class RunConfig:
 
     # fp8: GEMMs of the blocks on 8-bit numbers, the rest in bf16
     fp8_keep_bf16: str = option(
-        TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: what `handgrad tune` found"
+        TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: what `benchmarks.tune` found"
     )
     fp8_head: str = option(
         AUTO, "GEMMs of the loss head in fp8: forward, dgrad, wgrad, with commas, or none; auto: all, none with lora"
@@ -149,7 +164,7 @@ class RunConfig:
     fp8_window: int = option(16, "steps whose largest number sets a delayed scale", AT_LEAST_1)
     fp8_margin: int = option(0, "binades that a scale leaves free above that number", between(0, 8, " binades"))
     fp8_count_every: int = option(50, "steps between counts of clipped and vanished numbers", AT_LEAST_1)
-    fp8_on_saturation: str = option("warn", "reaction to a tensor that saturates", choices=ON_SATURATION)
+    fp8_on_saturation: str = option("warn", "reaction to a tensor that saturates", choices=("warn", "widen"))
     fp8_saturation_steps: int = option(8, "steps in a row that clip numbers before that reaction", AT_LEAST_1)
 
     # watching
@@ -220,14 +235,9 @@ class RunConfig:
         return {AUTO: usual, "none": ""}.get(self.fp8_head, self.fp8_head)
 
     @property
-    def samples_per_step(self) -> int:
-        """Samples of the first step."""
-        return self.tokens_per_step // self.sequence_length
-
-    @property
     def micro_steps(self) -> int:
         """Micro-batches of a lane in the first optimizer step."""
-        return self.samples_per_step // (self.micro_batch * max(1, self.lanes))
+        return self.tokens_per_step // (self.sequence_length * self.micro_batch * max(1, self.lanes))
 
 
 FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(RunConfig)}
@@ -241,14 +251,19 @@ def check_packing(config: RunConfig) -> RunConfig:
     return config
 
 
+def check_value(name: str, value: Any) -> None:
+    """Raises `UsageError` for a value out of the range of field `name`, or none of its choices."""
+    about = FIELDS[name].metadata
+    for rule in about["rules"]:
+        rule.check(name, value)
+    if about["choices"]:
+        check_choice(name, value, about["choices"])
+
+
 def check(config: RunConfig) -> RunConfig:
     """Returns `config` if it can run; raises `UsageError` with the field, its value and one that would do."""
-    for name, known in FIELDS.items():
-        value, choices = getattr(config, name), known.metadata["choices"]
-        for rule in known.metadata["rules"]:
-            rule.check(name, value)
-        if choices:
-            check_choice(name, value, choices)
+    for name in FIELDS:
+        check_value(name, getattr(config, name))
     check_network(config)
     if not config.master_weights and config.precision not in (AUTO, "bf16", "fp8"):
         raise UsageError(f"master_weights false needs precision bf16 or fp8, found {config.precision}")

@@ -1,4 +1,4 @@
-"""The names in a run folder.
+"""The names in a run folder, and its lock: one trainer at a time holds it, and it goes with its process.
 
 config.toml     the resolved configuration
 metrics.jsonl   a JSON object per step, validation, sample and event
@@ -9,11 +9,19 @@ samples/        texts written during training
 checkpoints/    step_00001000/, ...; damaged/ and failing/: no longer used
 *.damaged       lines of metrics.jsonl, main.log and audit.jsonl that could not be read
 report.html     curves and tables
-.lock           marks a folder as a run's; one trainer at a time holds it
+.lock           marks a folder as a run's
 best            no folder: RUN/best stands for the checkpoint with the lowest validation loss
 """
 
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
+from typing import TextIO
+
+from handgrad.errors import ConfigError, storage_errors
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = "metrics.jsonl", "main.log", "log.txt"
@@ -22,9 +30,58 @@ SAMPLES, CHECKPOINTS, BEST = "samples", "checkpoints", "best"
 REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"
 
+TRIES = 20
+HELD = "; wait for it or choose another --out"
+
 
 def named_run(path: Path) -> str:
     """The advice for a path that holds no checkpoint: a run in it, if it is a folder of runs."""
     if runs := sorted(folder.parent for folder in path.glob(f"*/{CHECKPOINTS}")):
         return f"name one of the runs in it, as {runs[0]}"
     return "give a run folder, the --out of `handgrad train`, or RUN/checkpoints/step_00001000"
+
+
+def take_lock(run: Path, remedy: str = HELD) -> TextIO:
+    """Takes the lock of a run folder until the returned file is closed. Tries for a second: `is_held` holds it for an
+    instant. Raises `ConfigError` if another process keeps it, `OSError` if the file cannot be opened."""
+    path = run / LOCK_FILE
+    for _ in range(TRIES):
+        lock = path.open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_at(path, lock):
+                return lock
+        except BlockingIOError:
+            pass
+        lock.close()  # held, or removed by a start that was refused, and then it locks nothing
+        sleep(1 / TRIES)  # seconds
+    raise ConfigError(f"another process is training in {run}, or a `handgrad.Training` that is not closed{remedy}")
+
+
+def is_at(path: Path, file: TextIO) -> bool:
+    """True if the path still leads to the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def locked(run: Path, remedy: str) -> Iterator[None]:
+    """Keeps trainers out of a run folder in a `with` block. Raises the errors of `take_lock`."""
+    with storage_errors(f"locking {run}"):
+        lock = take_lock(run, remedy)
+    with lock:
+        yield
+
+
+def is_held(run: Path) -> bool:
+    """True while a live process trains in a run folder."""
+    try:
+        with (run / LOCK_FILE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two that ask do not meet
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

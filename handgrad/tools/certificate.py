@@ -7,9 +7,8 @@ from typing import Any
 
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.joins.audit.chain import BEGIN, CHECKPOINT, STEP, Line, canonical, checked_line, faults
-from handgrad.parsing import parse_json
+from handgrad.parsing import as_record, parse_json, readable_records
 from handgrad.settings.config import RunConfig, to_dict
-from handgrad.storage.jsonl import readable_records, record
 
 KIND, FORMAT = "handgrad certificate", 1
 REMEDY = "`pip install cryptography`, or leave --key out"
@@ -66,7 +65,7 @@ def open_certificate(path: Path) -> Line:
         raise DataError(f"{path}: expected no field {further[0]!r:.40}; it was edited")
     check_signature(found, path)
     for number, line in enumerate(found["links"], start=1):
-        checked_line(record(line, f"link {number} of {path}"))
+        checked_line(as_record(line, f"link {number} of {path}"))
     for fault in faults(found["links"], whole=False):
         raise DataError(f"{path}: {fault}")
     return found

@@ -13,10 +13,10 @@ from torch import Tensor
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import CONTEXT
 from handgrad.joins.audit.chain import BEGIN, NUMBERS, STEP, Line, differing, meaning, numbers_text
+from handgrad.parsing import Record, readable_records
 from handgrad.settings.config import FIELDS, RunConfig, convert, differences, read_toml, to_dict
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Checkpoint
-from handgrad.storage.jsonl import Record, readable_records
 from handgrad.storage.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
 from handgrad.storage.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 from handgrad.storage.tensor_files import open_tensors

@@ -13,10 +13,10 @@ from handgrad.format import human_bytes, human_count, human_flops, human_seconds
 from handgrad.machine import devices
 from handgrad.machine.gpus import GPUS, Gpu
 from handgrad.memory.rows import count_parameters
+from handgrad.run.checkpointing import copy_plans
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import as_begun, model_of, resolve_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
-from handgrad.run.host_copy import copy_plans
 from handgrad.run.packing import resolve_packing
 from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve, with_precision, with_tuned_gemms
 from handgrad.settings.config import GPT2_VOCABULARY, RunConfig, check

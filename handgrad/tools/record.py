@@ -13,12 +13,12 @@ from handgrad.files import file_sha256
 from handgrad.joins.audit.chain import BEGIN, FORMAT, NUMBERS, STEP, Line, canonical, check_chain, links, read_chain
 from handgrad.machine import devices
 from handgrad.machine.backend import plain_backend
+from handgrad.parsing import readable_records
 from handgrad.run.audit import text_facts
 from handgrad.run.checkpointing import SOURCES, versions_of
 from handgrad.run.packing import DOCUMENTS, identity_of
 from handgrad.settings.config import FIELDS, RunConfig, convert, read_toml
 from handgrad.storage import checkpoint
-from handgrad.storage.jsonl import readable_records
 from handgrad.storage.manifest import MANIFEST, contradiction, read_manifest
 from handgrad.storage.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 from handgrad.tools.certificate import fingerprint, open_certificate

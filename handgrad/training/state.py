@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.memory.arena import Buffer, Interval
 from handgrad.memory.layout import Layout, Sharding, norm_parts, update_parts
 from handgrad.memory.rows import BLOCK_ELEMENTS, KIND, ParameterRow, flat_elements, initialize, named

@@ -25,7 +25,7 @@ def run(config: RunConfig, make_dataset: Callable) -> RunConfig:
     length = config.sequence_length
     tokens = [np.random.default_rng(seed).integers(0, 256, WINDOWS * length + 1) for seed in range(SHARDS + 1)]
     data = make_dataset([shard.astype(np.uint16) for shard in tokens[:-1]], [tokens[-1].astype(np.uint16)])
-    assert config.samples_per_step == PER_STEP and config.micro_batch == MICRO_BATCH
+    assert config.tokens_per_step // config.sequence_length == PER_STEP and config.micro_batch == MICRO_BATCH
     return dataclasses.replace(config, data=str(data), save_every=1, keep_checkpoints=2, eval_every=0, sample_tokens=0)
 
 

@@ -159,8 +159,8 @@ def test_attention_in_turings_tiles(D: int, dtype: torch.dtype, monkeypatch: pyt
 def test_tuning_writes_a_table_that_products_then_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, scratch: Tensor
 ) -> None:
+    from benchmarks import tune
     from handgrad.ops.cuda import cublaslt
-    from handgrad.tools import tune
 
     request.addfinalizer(cublaslt.frozen_algorithms.cache_clear)
     monkeypatch.setattr(tune, "SUSTAINED_SECONDS", 0.02)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.errors import DataError, storage_error
-from handgrad.storage.jsonl import Record, numbered_lines, parse
+from handgrad.parsing import Record, numbered_lines, parse_record
 
 BEGIN, STEP, CHECKPOINT = "begin", "step", "checkpoint"
 LINKS = (BEGIN, STEP)
@@ -73,7 +73,7 @@ def read_chain(path: Path) -> list[Line]:
     found = []
     for text, where in numbered_lines(content, path):
         try:
-            line = parse(text, where, unique=True)
+            line = parse_record(text, where, unique=True)
         except DataError:
             if content.endswith(text):  # without its end: a kill cut it, or a run is writing it now
                 break

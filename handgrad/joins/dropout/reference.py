@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from handgrad.joins.dropout.masks import PAIR, ROW_STRIDE, ROWS, Dropout
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.mask import CAUSAL, Mask
 from handgrad.ops.reference.attention import attention_scratch_bytes, masked_scores, split_heads  # noqa: F401

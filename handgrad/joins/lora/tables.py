@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from handgrad.errors import UsageError
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import ZEROS, Init, ParameterRow, Table, lay_out
 from handgrad.models import architecture

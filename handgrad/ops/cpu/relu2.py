@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
 
 

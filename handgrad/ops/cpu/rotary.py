@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import Frequencies, frequencies_of, queries_and_keys
 

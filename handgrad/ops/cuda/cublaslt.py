@@ -1,8 +1,8 @@
 """cuBLASLt called directly: one product at a time, its epilogue, its algorithm chosen once and kept.
 
 `torch.mm` chooses an algorithm at every call, by a heuristic of the library; a sum in another order is another result.
-Here an algorithm is frozen by the table of `tuned/` for this GPU and library version (`handgrad tune` writes one), and
-where the table has no row, the heuristic's first answer is taken, which is the same in every run with the same library.
+Here an algorithm is frozen by the table of `tuned/` for this GPU and library version (`benchmarks.tune` writes one). Where
+the table has no row, the heuristic's first answer is taken, which is the same in every run with the same library.
 
 Row-major (tokens, features) is column-major (features, tokens). In the library's column-major terms every product here
 is d (m, n) = op(a) op(b) + beta c, with op the transposition or nothing.
@@ -122,7 +122,7 @@ class Plan:
         except lt.cuBLASLtError as error:
             raise DataError(
                 f"cuBLASLt refuses the tuned algorithm of {self.product.name()} ({error}); remove {user_table()} or run"
-                " `handgrad tune` again"
+                " `python -m benchmarks.tune` again"
             ) from None
         return algorithm
 
@@ -264,7 +264,7 @@ def table_name() -> str:
 
 
 def user_table() -> Path:
-    """The table that `handgrad tune` writes; its rows come before the shipped ones."""
+    """The table that `python -m benchmarks.tune` writes; its rows come before the shipped ones."""
     return Path.home() / ".cache" / "handgrad" / "tuned" / table_name()
 
 
@@ -276,7 +276,9 @@ def describe() -> str:
     """The library's version and which table decides, with the hash of its rows: what the bits depend on."""
     rows = frozen_algorithms()
     if not rows:
-        return f"cuBLASLt {lt.get_version()}, the heuristic's first algorithms (`handgrad tune` finds faster ones)"
+        return (
+            f"cuBLASLt {lt.get_version()}, the heuristic's first algorithms (`python -m benchmarks.tune` finds faster ones)"
+        )
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12]
     whose = "tuned here" if user_table().exists() else f"tuned for {torch.cuda.get_device_name()}"
     return f"cuBLASLt {lt.get_version()}, {len(rows)} algorithms {whose} ({digest})"
@@ -291,7 +293,7 @@ def tuning(lost: str = "the speed lost on this GPU is not measured") -> str:
     shipped = ", ".join(sorted(path.name for path in shipped_table().parent.glob("*.json")))
     return (
         f"GEMM algorithms from cuBLASLt's heuristic: no table {table_name()} (shipped: {shipped}); {lost};"
-        " `handgrad tune MODEL` measures each GEMM and writes the table"
+        " `python -m benchmarks.tune MODEL`, in the repository, measures each GEMM and writes the table"
     )
 
 
@@ -309,4 +311,6 @@ def read_table(path: Path, part: str) -> dict[str, Any]:
         table = json.loads(path.read_text(encoding="utf-8"))
         return dict(table[part] if part in table or part == "algorithms" else {})  # the other came later
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no table of algorithms ({error}); remove it, or run `handgrad tune` again") from None
+        raise DataError(
+            f"{path} is no table of algorithms ({error}); remove it, or run `python -m benchmarks.tune`"
+        ) from None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
 

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference import attention

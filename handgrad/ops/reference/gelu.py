@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.reference.linear import linear_backward, linear_forward
 
 ROOT, CUBIC = math.sqrt(2 / math.pi), 0.044715

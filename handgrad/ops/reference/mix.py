@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
 
 # Residual and input scalars (Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt): m = r x + s x0, of the

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.reference.linear import linear_backward, linear_forward
 
 # Squared ReLU (So et al. 2021, https://arxiv.org/abs/2109.08668): y = max(x, 0)^2,  dy/dx = 2 max(x, 0) = 2 sqrt(y).

@@ -7,7 +7,7 @@ a row is H heads of queries and K each of keys and values, (N, (H + 2K) D), and 
 import torch
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 
 ROTARY_BASE = 10000.0

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.reference.linear import linear_backward, linear_forward
 
 # SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202): [g u] = x [Wg Wu]^T in one product,  y = silu(g) u,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from handgrad.machine.dtypes import accumulation_dtype
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 
 # Value embeddings (after Zhou et al. 2024, https://arxiv.org/abs/2410.17897; as tables in modded-nanogpt, gated like this

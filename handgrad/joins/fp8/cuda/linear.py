@@ -162,7 +162,7 @@ def swiglu_linear_backward(
     weight_backward(dweight_acc, dout, inp, scratch=scratch)
 
 
-# Found by `handgrad tune`, beside the algorithms.
+# Found by `python -m benchmarks.tune`, beside the algorithms.
 
 
 def keep_bf16_key(tokens: int, channels: int) -> str:

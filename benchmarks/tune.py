@@ -1,12 +1,19 @@
-"""Chooses the algorithm of every GEMM by its time under sustained load, and writes the table that freezes them.
+"""Chooses the algorithm of every GEMM of a run by its time under sustained load, and writes the table that freezes them.
+
+    python -m benchmarks.tune d12 --precision fp8      (the arguments of `handgrad train`; --table FILE: another table)
+
+The table goes where runs on this machine look for it, and its rows come before the shipped ones. In fp8 it also names the
+parts of a block whose GEMMs stay in bf16, since a whole step is faster so.
 
 A GPU at its power limit runs at other clocks than in a burst, so the candidates are timed on a GPU that has been kept
 busy, in turns. https://docs.nvidia.com/cuda/cublas/#cublasltmatmulalgogetheuristic
 """
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -16,17 +23,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad.files import write_durably
+from benchmarks.record import run_main
+from handgrad.commands.arguments import run_config
+from handgrad.commands.flags import add_run_arguments
+from handgrad.commands.parser import Formatter, Parser
+from handgrad.errors import UsageError
+from handgrad.files import check_replaceable, write_durably
+from handgrad.joins.fp8.cuda.linear import keep_bf16_key
+from handgrad.machine import devices
+from handgrad.machine.backend import choose_backend
 from handgrad.ops.cuda import cublaslt
 from handgrad.ops.cuda.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, Plan, Product
 from handgrad.ops.sizes import WORKSPACE_BYTES
-from handgrad.tools.speeds import gemm_flops, launch_milliseconds
+from handgrad.run.assemble import allocate, bind
+from handgrad.run.resolve import with_precision
+from handgrad.settings.config import AT_LEAST_1, RunConfig
+from handgrad.tools.plan import as_it_runs
+from handgrad.tools.profile import set_up
+from handgrad.tools.speeds import gemm_flops, launch_milliseconds, seconds_of
+from handgrad.training.step import TrainStep
 
 HEURISTICS = 16  # algorithms asked for, in all and of each family
 TURNS = 12  # single launches of every candidate, one after the other, so that all see the same clock
 FINALISTS = 3  # fastest of these, and the one in use, ...
 SUSTAINED_SECONDS = 0.6  # ... run so long each, and count in the second half, at the clock that their power allows
 WARM_SECONDS = 3.0  # of GEMMs before the first timing
+STEP_SECONDS = 8.0  # of micro-steps, of which the second half is measured
+NOISE = 0.005  # relative difference of two equal measurements
 
 
 def operands(product: Product) -> dict[str, Any]:
@@ -144,10 +167,87 @@ def write_table(path: Path, algorithms: dict[str, list[str]], keep_bf16: dict[st
     record = {
         "gpu": torch.cuda.get_device_name(),
         "cublaslt": cublaslt.lt.get_version(),
-        "chosen_by": "time under sustained load (`handgrad tune`)",
+        "chosen_by": "time under sustained load (`python -m benchmarks.tune`)",
         "keep_bf16": dict(sorted(keep_bf16.items())),
         "algorithms": dict(sorted(algorithms.items())),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, json.dumps(record, indent=1) + "\n")
     cublaslt.frozen_algorithms.cache_clear()
+
+
+# A whole run: its GEMMs, then the parts that are slower in fp8.
+
+
+class NoFeed:
+    """Keeps the tokens as they are: only the shapes of a step matter here."""
+
+    def fill(self, first_sample: int) -> None:
+        pass
+
+
+def stepper_of(config: RunConfig, vocab_size: int, *, graphs: bool) -> TrainStep:
+    state, scaling = allocate(set_up(config, vocab_size))
+    return bind(state, scaling, feed=NoFeed(), graphs=graphs).stepper
+
+
+def slower_in_fp8(config: RunConfig, vocab_size: int) -> list[str]:
+    """The parts of a block whose GEMMs make a whole step slower in fp8 than in bf16; prints a line for each measurement."""
+    all_fp8, kept = micro_step_milliseconds(config, vocab_size), list[str]()
+    print(f"{'a step with all GEMMs in fp8':<52} {all_fp8:9.2f} ms", flush=True)
+    for part in config.shape(vocab_size).fp8_parts:
+        without = micro_step_milliseconds(replace(config, fp8_keep_bf16=part), vocab_size)
+        kept += [part] if without < all_fp8 * (1 - NOISE) else []
+        chosen = "bf16" if part in kept else "fp8"
+        print(f"{f'the same with {part} in bf16':<52} {without:9.2f} ms  {chosen}", flush=True)
+    return kept
+
+
+def micro_step_milliseconds(config: RunConfig, vocab_size: int) -> float:
+    """The length of a micro-batch, forward and backward, under sustained load."""
+    torch.cuda.empty_cache()
+    stepper = stepper_of(config, vocab_size, graphs=True)
+    stepper.step(0)
+    (micro_step,) = stepper.micro_step
+    micro_step()  # captured
+    return 1e3 * seconds_of(torch.device("cuda"), micro_step, STEP_SECONDS, burst=20)
+
+
+def parsed_arguments(arguments: Sequence[str] | None) -> Namespace:
+    parser = Parser("python -m benchmarks.tune", formatter_class=Formatter)
+    add_run_arguments(parser)
+    parser.number("--vocab-size", "words (default: as in --data, or GPT-2's)", rule=AT_LEAST_1)
+    parser.text("--table", "FILE", "the table to write (default: the user's own)")
+    return parser.parse(sys.argv[1:] if arguments is None else arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parsed = parsed_arguments(arguments)
+    asked = run_config(parsed)
+    if parsed.table:
+        check_replaceable(Path(parsed.table), "--table")
+    device = devices.resolve_device(asked.device)
+    if device.type != "cuda":
+        raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
+    config, vocab_size, lines = as_it_runs(asked, parsed.vocab_size or 0, given=parsed.data is not None)
+    print("\n".join(lines), flush=True)
+    # Lanes change no GEMM, and the GEMMs of one process are tuned.
+    config = with_precision(replace(config, lanes=asked.lanes, backend="kernels"), device)
+    choose_backend("kernels", device, config.precision)  # raises if a library is missing
+    path = Path(parsed.table) if parsed.table else cublaslt.user_table()
+    every = replace(config, fp8_keep_bf16="") if config.precision == "fp8" else config
+    stepper_of(every, vocab_size, graphs=False).begin(0)  # launches every GEMM of a step
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    for line in tune(list(cublaslt.PLANS), path):
+        print(line, flush=True)
+    if config.precision == "fp8":
+        key = keep_bf16_key(config.micro_batch * config.sequence_length, config.channels)
+        decided = cublaslt.read_table(path, "keep_bf16") | {key: ",".join(slower_in_fp8(every, vocab_size))}
+        write_table(path, cublaslt.read_table(path, "algorithms"), decided)
+    use = "runs with these shapes use it from now on (their bits change)"
+    print(f"wrote {path}; {use if path == cublaslt.user_table() else f'copy it to {cublaslt.user_table()} to use it'}")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,18 +1,27 @@
-"""Tasks during a run: the questions are made ready once and asked again at every validation."""
+"""Evaluates a run between its steps: validations, results on tasks, texts. The questions of tasks are made ready once and
+asked again at every validation."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from handgrad.data.batches import validation_batches
+from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.evaluation.likelihoods import KIND as OWN_KIND, Request, Workload
+from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.evaluation.scoring import IN_TRAINING, TaskResult, make_requests, results_of, task_record
 from handgrad.evaluation.tasks import LLMC, TaskData, load_tasks, parse_tasks
+from handgrad.generation.decode import decode_tensors
+from handgrad.generation.generate import write_document
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.memory.arena import allocation_of, make_plan
 from handgrad.memory.rows import KIND
+from handgrad.run.assemble import Assembly
 from handgrad.run.log import EVALUATION_OF, RunLog
+from handgrad.run.resolve import generation_plan
 from handgrad.settings.config import RunConfig
 from handgrad.training.design import Design
 from handgrad.training.state import TrainingState
@@ -76,3 +85,61 @@ def make_task_evaluation(config: RunConfig, design: Design, tokenizer: Tokenizer
         return tasks, make_requests(tasks, tokenizer, config.sequence_length)
 
     return TaskEvaluation(config, design, ranks, *ranks.from_rank_0(questions, "the tasks"))
+
+
+class Evaluations:
+    """The validations, tasks and texts of one run, on all ranks."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        training: Assembly,
+        dataset: Dataset,
+        ranks: Ranks,
+        log: RunLog,
+        tasks: TaskEvaluation | None,
+    ):
+        self.config, self.training, self.dataset, self.ranks, self.log = config, training, dataset, ranks, log
+        windows = config.sequence_length, config.eval_stride, config.packing
+        self.batches, self.tasks = validation_batches(dataset, *windows), tasks
+        design = training.design
+        self.decode = decode_tensors(design.shape, generation_plan(design).allocate(design.device))
+        if tasks is not None:
+            tasks.allocate(training.plain_ops)
+        self.loss: float | None = None  # of the last validation, in nats
+
+    def validate(self, step: int, is_best: Callable[[float], bool]) -> bool:
+        """Validates after `step`, unless the record has it. `is_best` saves the state if its loss is the lowest so far;
+        returns what it said."""
+        if not self.batches or ("validation", step) in self.log.recorded:
+            return False
+        self.loss = loss = self.validation_loss()
+        scored, best = (self.dataset, self.config.packing), is_best(loss)
+        note = f"{floor_note(loss, *scored)}{', the best so far' if best else ''}"
+        self.log.validation(step, loss, bits_per_byte(loss, *scored), f"step {step}: validation loss {loss:.4f}{note}")
+        return best
+
+    def validation_loss(self) -> float:
+        assert self.batches is not None
+        self.training.await_weights()
+        state, samples = self.training.state, self.batches.samples_of(self.config.eval_tokens)
+        model = state.design.shape, self.training.validation_ops, state.weights, state.activations
+        return mean_loss(*model, self.batches, samples=samples, ranks=self.ranks)
+
+    def run_tasks(self, step: int) -> None:
+        """The results on tasks after `step`, unless the record has them."""
+        if self.tasks is not None:
+            self.training.await_weights()
+            self.tasks.run_missing(step, self.training.state, self.log)
+
+    def sample(self, step: int) -> None:
+        """A text after `step`, written by rank 0, unless the record has it."""
+        if not self.config.sample_tokens or ("sample", step) in self.log.recorded:
+            return
+        if self.ranks.is_rank_0:
+            self.training.await_weights()
+            state, tokenizer = self.training.state, self.dataset.tokenizer
+            model = state.design.shape, self.training.plain_ops, state.plain_weights, self.decode, tokenizer
+            text = write_document(*model, max_tokens=self.config.sample_tokens, seed=self.config.seed + step)
+            self.log.sample(step, text)
+        self.ranks.barrier("a sample of text")
