@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.joins.dropout.masks import Dropout
+from handgrad.joins.dropout.reference import Dropout
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND
 from handgrad.models.overlay import Overlay

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.ops.cuda.attention_configs import choose_config
 from handgrad.ops.cuda.attention_loops import (
     LN_2,
     LOG2_E,
@@ -24,6 +23,7 @@ from handgrad.ops.cuda.attention_loops import (
     load_dy_delta,
 )
 from handgrad.ops.cuda.attention_tiles import (
+    choose_config,
     head_of,
     key_block,
     load_tile,

@@ -6,11 +6,16 @@ What pays in an epilogue and what does not was measured: docs/operations/linear.
 import torch
 from torch import Tensor
 
+from handgrad.ops.cuda.activations import (
+    gelu_backward,
+    gelu_forward,
+    relu2_backward,
+    relu2_forward,
+    swiglu_backward,
+    swiglu_forward,
+)
 from handgrad.ops.cuda.column_sums import bias_backward
 from handgrad.ops.cuda.cublaslt import BIAS, DGELU, GELU_AUX_BIAS, PLAIN, multiply
-from handgrad.ops.cuda.gelu import gelu_backward, gelu_forward
-from handgrad.ops.cuda.relu2 import relu2_backward, relu2_forward
-from handgrad.ops.cuda.swiglu import swiglu_backward, swiglu_forward
 
 
 def has_gelu_epilogue(tensor: Tensor) -> bool:

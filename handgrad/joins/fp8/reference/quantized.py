@@ -42,14 +42,12 @@ def taking_forms(operation: Callable[..., None], name: str) -> Signature:
 
 layernorm_forward = quantizing(reference.layernorm_forward, "out")
 rmsnorm_forward = quantizing(reference.rmsnorm_forward, "out")
-gained_rmsnorm_forward = quantizing(reference.gained_rmsnorm_forward, "out")
 mix_rmsnorm_forward = quantizing(reference.mix_rmsnorm_forward, "out")
 attention_forward = quantizing(reference.attention_forward, "out")
 
 # The stream's gradient is quantised as it passes by, for the product below that reads it in fp8.
 layernorm_backward = quantizing(reference.layernorm_backward, "dresidual_inout")
 rmsnorm_backward = quantizing(reference.rmsnorm_backward, "dresidual_inout")
-gained_rmsnorm_backward = quantizing(reference.gained_rmsnorm_backward, "dresidual_inout")
 mix_rmsnorm_backward = quantizing(reference.mix_rmsnorm_backward, "dstream_inout")
 
 
