@@ -277,9 +277,7 @@ PAIRS = {
     "gelu_backward": Pair("gelu_forward", {"out": "dhidden_inout"}, {"inp": "dhidden_inout"}),
     # The loss of training, which may have terms that validation's has not.
     "classifier_forward_backward": Pair(
-        "classifier_forward_backward",
-        {"losses": "scale"},
-        {"logits_to_dlogits_inout": "logits_to_dlogits_inout"},
+        "classifier_forward_backward", {"losses": "scale"}, {"logits_to_dlogits_inout": "logits_to_dlogits_inout"}
     ),
     "rmsnorm_backward": Pair("rmsnorm_forward", {"out": "dout"}, {"inp": "dresidual_inout", "gain": "dgain_acc"}),
     "mix_rmsnorm_backward": Pair(

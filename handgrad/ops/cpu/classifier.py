@@ -14,13 +14,7 @@ CLASSIFIER_BLOCK_ELEMENTS = 1 << 17  # rows of logits worked on at a time: three
 
 
 def classifier_forward(
-    losses: Tensor,
-    logits_inout: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int,
-    softcap: float = 0.0,
-    untrained: bool = False,
+    losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int, softcap: float = 0.0, untrained: bool = False
 ) -> None:
     if not softcap:
         reference.classifier_forward(losses, logits_inout, targets, vocab_size=vocab_size, untrained=untrained)

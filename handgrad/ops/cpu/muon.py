@@ -6,14 +6,7 @@ from torch import Tensor
 from handgrad import ops
 from handgrad.ops.cpu.linear import prefers_onednn, product
 from handgrad.ops.reference import muon as reference
-from handgrad.ops.reference.muon import (
-    ABOVE_LARGEST,
-    FIRST_MOMENTUM,
-    LEAST_NORM,
-    POLAR_EXPRESS,
-    UPDATE_RMS,
-    WARM_UP_STEPS,
-)
+from handgrad.ops.reference.muon import ABOVE_LARGEST, FIRST_MOMENTUM, LEAST_NORM, POLAR_EXPRESS, UPDATE_RMS, WARM_UP_STEPS
 
 
 def muon_momentum(

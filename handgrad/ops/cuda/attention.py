@@ -163,14 +163,7 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor,
 
 
 def attention_backward(
-    dqkv: Tensor,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor,
-    mask: Mask = CAUSAL,
+    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL
 ) -> None:
     inputs = dout, out, lse, qkv
     if cudnn_runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and mask.document_starts is None:

@@ -138,13 +138,7 @@ def blocks(
 
 
 def launch_blocks(
-    name: str,
-    kernel: Any,
-    lse: Tensor,
-    *tensors: Tensor,
-    mask: Mask,
-    more: tuple[Any, ...] = (),
-    width: int = 0,
+    name: str, kernel: Any, lse: Tensor, *tensors: Tensor, mask: Mask, more: tuple[Any, ...] = (), width: int = 0
 ) -> None:
     """Launches a kernel over all blocks of all heads. `more`: arguments between the mask's and the sizes."""
     starts = mask.starts_like(lse)
@@ -165,14 +159,7 @@ def sums_in(scratch: Tensor, lse: Tensor) -> Tensor:
 
 
 def attention_backward(
-    dqkv: Tensor,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor,
-    mask: Mask = CAUSAL,
+    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL
 ) -> None:
     sums, (_, H, _), C = sums_in(scratch, lse), lse.shape, out.shape[1]
     dkdv = dkdv_kernel if qkv.shape[1] == 3 * C else grouped_dkdv_kernel

@@ -25,13 +25,7 @@ from handgrad.joins.fp8.formats import Form, Quantized, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import (
-    backward_begin,
-    backward_rows,
-    forward_places,
-    normalised,
-    store_sums,
-)
+from handgrad.ops.cuda.layernorm import backward_begin, backward_rows, forward_places, normalised, store_sums
 from handgrad.ops.sizes import backward_tile, forward_tile
 
 

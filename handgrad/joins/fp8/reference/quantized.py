@@ -55,14 +55,7 @@ attention_backward_into = quantizing(reference.attention_backward, "dqkv")
 
 
 def attention_backward(
-    dqkv: Form,
-    dout: Tensor,
-    out: Form,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor | None = None,
-    mask: Mask = CAUSAL,
+    dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None, mask: Mask = CAUSAL
 ) -> None:
     """A dqkv with a `workspace` is left there: an operation between attention and the product quantises it."""
     into = dqkv.workspace if isinstance(dqkv, Quantized) and dqkv.workspace is not None else dqkv
