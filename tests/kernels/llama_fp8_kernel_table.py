@@ -33,10 +33,10 @@ def launches(form: str) -> dict[str, Launch]:
         heads, (pairs, warps) = H + 2 * K, rotary.tile(D)
         sizes = {"HEADS": heads, "TURNED": H + K, "D": D, "QUADS": QUADS, "BLOCK_P": pairs, "plain": None}
         sizes |= {**limits, "TURN_SCALE": 1.0}
-        constants = {**sizes, "C3": heads * D, "ROTARY": True, "rstd": None, "qkv": None}
+        sizes |= {"COLUMNS": heads * D, "QUERIES": H, "ROTARY": True}
+        constants = sizes | dict.fromkeys(("rstd", "qkv", "q_gain", "k_gain", "partials"))
         found[f"rotary_backward of {H} heads of {D}"] = rotary._backward, constants, warps
-        constants = {**sizes, "COLUMNS": heads * D, "QUERIES": H}
-        found[f"gained_qk_norm_backward of {H} heads of {D}"] = rotary._gained_backward, constants, warps
+        found[f"gained_qk_norm_backward of {H} heads of {D}"] = rotary._backward, sizes, warps
         config = attention_tile("forward", D, narrow=True, newer=True, grouped=True)
         constants = {**limits, "D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": False}
         constants |= {"GROUP": H // K, "starts": None}

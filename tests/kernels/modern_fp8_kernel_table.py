@@ -47,8 +47,17 @@ def launches(form: str) -> dict[str, Launch]:
             found[f"mix_rmsnorm_backward of {C}, {name}"] = mix._backward, constants | dict.fromkeys(absent), warps
     for H, D in HEADS:
         pairs, warps = rotary.tile(D)
-        sizes = {"C3": 3 * H * D, "HEADS": 3 * H, "D": D, "QUADS": QUADS, "BLOCK_P": pairs, "plain": None}
-        sizes |= {"TURNED": 2 * H, "TURN_SCALE": 1.0, "frequencies": None}
+        sizes = {
+            "COLUMNS": 3 * H * D,
+            "HEADS": 3 * H,
+            "D": D,
+            "QUERIES": H,
+            "QUADS": QUADS,
+            "BLOCK_P": pairs,
+            "plain": None,
+        }
+        sizes |= {"TURNED": 2 * H, "TURN_SCALE": 1.0}
+        sizes |= dict.fromkeys(("frequencies", "q_gain", "k_gain", "partials"))
         for name, absent, rotated in (
             ("qk_norm", {}, False),
             ("rotary", {"rstd": None, "qkv": None}, True),
