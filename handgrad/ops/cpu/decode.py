@@ -29,7 +29,7 @@ def attention_decode(
 ) -> None:
     q = reference.append_keys_values(keys_inout, values_inout, qkv, positions)
     B, K, _, D = keys_inout.shape
-    q = (q / math.sqrt(D)).view(B, K, -1, D)  # heads of queries that share keys and values are rows of one product
+    q = (q / math.sqrt(D)).view(B, K, -1, D)  # heads of queries that share keys and values are rows of one GEMM
     y = out.view(*q.shape)
     for b, position in enumerate(positions.tolist()):
         keys, values = (cache[b, :, : position + 1].to(q.dtype) for cache in (keys_inout, values_inout))

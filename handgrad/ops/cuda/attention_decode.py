@@ -2,7 +2,7 @@
 
 Where few heads would leave most of a GPU idle, each head's keys are split into S parts, a program each (flash-decoding,
 Dao et al. 2023). Part s takes the tiles s, s + S, s + 2 S, ... of the keys, so that the parts are equally long at every
-position. The product that follows adds the parts in their order (`row_gemms.attended`): there is no further launch, and
+position. The GEMM that follows adds the parts in their order (`row_gemms.attended`): there is no further launch, and
 no order that a race decides.
 
 Prompts that begin with tokens which the cache holds already have several new queries (`attention_append`): the forward of
@@ -30,7 +30,7 @@ FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
 PART_TILE, PART_WARPS = 4096, 4  # numbers of a part's tile: 64 keys of 64 channels
 # Of a full cache; None: heads are not split. With 256, four parts of 1024 keys, short texts were slower (docs/sampling.md).
 KEYS_PER_PART: int | None = 1024
-MOST_PARTS = 16  # of a head: every program of the product that follows reads them all
+MOST_PARTS = 16  # of a head: every program of the GEMM that follows reads them all
 
 # Of several new tokens: queries and keys of a tile, and warps; and the same before Ampere, where larger tiles spill.
 APPEND_TILE, TURING_APPEND_TILE = (64, 32, 4), (16, 16, 8)

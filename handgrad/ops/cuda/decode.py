@@ -1,9 +1,9 @@
 """Generation: what a step does for one new token per sequence.
 
 A step of one sequence reads every weight once and does next to nothing with it, so it is as fast as memory if the reading
-never stops. Its products are kernels of their own (`row_gemms`), with the norm before them and bias, activation and
-residual sum behind them; attention of one row leaves its last sum to the product that follows (`attention_decode`). Several
-sequences share the reading, and their products run on the tensor cores like a training's.
+never stops. Its GEMMs are kernels of their own (`row_gemms`), with the norm before them and bias, activation and
+residual sum behind them; attention of one row leaves its last sum to the GEMM that follows (`attention_decode`). Several
+sequences share the reading, and their GEMMs run on the tensor cores like a training's.
 """
 
 from typing import Any
@@ -79,8 +79,8 @@ def after_rmsnorm(gemm: Operation, outs: int, activation: str = "") -> Operation
     def both(*tensors: Any, scratch: Tensor, tf32: bool = False, **epsilon: float) -> None:
         norm, rstd, x, gain, weight, *bias = tensors[outs:]
         if takes(x, weight):
-            options = {"norm": (gain, None), "rms_norm": True, "epsilon": RMSNORM_EPSILON, "activation": activation}
-            row_gemm(tensors[0], x, weight, *(bias or [None]), **options | epsilon)
+            options: dict[str, Any] = {"norm": (gain, None), "epsilon": RMSNORM_EPSILON} | epsilon
+            row_gemm(tensors[0], x, weight, *(bias or [None]), rms_norm=True, activation=activation, **options)
         else:
             rmsnorm_forward(norm, rstd, x, gain, **epsilon)
             gemm(*tensors[:outs], norm, weight, *bias, scratch=scratch, tf32=tf32)

@@ -96,7 +96,7 @@ def gelu_linear_backward(
 
 
 def linear_relu2_forward(out: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False) -> None:
-    """The square sees the product after its rounding."""
+    """The square sees the sum after its rounding."""
     linear_forward(out, inp, weight, None, scratch=scratch, tf32=tf32)
     relu2_forward(out)
 
@@ -112,7 +112,7 @@ def relu2_linear_backward(
 def linear_swiglu_forward(
     out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
 ) -> None:
-    """SwiGLU sees the product after its rounding."""
+    """SwiGLU sees the sum after its rounding."""
     linear_forward(hidden, inp, weight, None, scratch=scratch, tf32=tf32)
     swiglu_forward(out, hidden)
 

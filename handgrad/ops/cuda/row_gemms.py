@@ -42,7 +42,7 @@ NOTHING = tl.constexpr(-1e30)  # a score below all scores
 
 
 class ScaledRows(NamedTuple):
-    """A weight (O, K) = rows * scales[:, None], as a product of one row reads it."""
+    """A weight (O, K) = rows * scales[:, None], as a GEMM of one row reads it."""
 
     rows: Tensor  # (O, K) e4m3
     scales: Tensor  # (O) float32
@@ -61,7 +61,7 @@ class AttentionParts(NamedTuple):
 
 
 def takes(x: Tensor, weight: Tensor | ScaledRows) -> bool:
-    """True for the product of one row that fits a program."""
+    """True for the GEMM of one row that fits a program."""
     return x.shape[0] == 1 and weight.shape[1] <= LONGEST_ROW
 
 

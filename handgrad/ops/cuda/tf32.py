@@ -1,4 +1,4 @@
-"""The operations on NVIDIA GPUs, with products of float32 numbers in TF32."""
+"""The operations on NVIDIA GPUs, with GEMMs of float32 numbers in TF32."""
 
 from functools import partial
 from types import ModuleType

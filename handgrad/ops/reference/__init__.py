@@ -74,5 +74,5 @@ def compile_ahead(*launches: Callable[[], None]) -> None:
 
 
 def scratch_bytes(*, tokens: int, channels: int, widest: int) -> int:
-    """Bytes of `scratch` that the operations of a model need: none. `widest`: columns of the widest product in a block."""
+    """Bytes of `scratch` that the operations of a model need: none. `widest`: columns of the widest GEMM in a block."""
     return 0

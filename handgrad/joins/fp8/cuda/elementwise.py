@@ -1,4 +1,4 @@
-"""The backward of a nonlinearity between fp8 products, which writes both tensors that its neighbours read, and the pieces
+"""The backward of a nonlinearity between fp8 GEMMs, which writes both tensors that its neighbours read, and the pieces
 of kernels like it, some of them in PTX."""
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Products in fp8 where both operands have the forms for it, in 16 bits otherwise."""
+"""GEMMs in fp8 where both operands have the forms for it, in 16 bits otherwise."""
 
 from dataclasses import replace
 
@@ -14,11 +14,11 @@ from handgrad.ops.reference import linear
 def fp8_gemm(out: Tensor, operands: Operands, *, bias: Tensor | None = None, added: Tensor | None = None) -> None:
     """out (M, N) = left (M, K) right (N, K)^T + bias (N) + added (M, N), summed in float32 and rounded once."""
     left, right, (left_inverse, right_inverse) = operands
-    product = torch.mm(widened(left), widened(right).t()).mul_(left_inverse * right_inverse)
+    total = torch.mm(widened(left), widened(right).t()).mul_(left_inverse * right_inverse)
     for term in (bias, added):
         if term is not None:
-            product += term
-    out.copy_(product)
+            total += term
+    out.copy_(total)
 
 
 def linear_forward(out: Form, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor | None = None) -> None:
