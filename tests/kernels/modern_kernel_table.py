@@ -46,11 +46,11 @@ def launches(itemsize: int) -> dict[str, Launch]:
         block, rows, warps = forward_tile(C)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "wpe": None}
         found[f"token_embedding_forward of {C}"] = embedding._forward, constants, warps
-        for name, kernel, (block, rows, warps) in (
-            ("rmsnorm_forward", rmsnorm._forward, forward_tile(C)),
-            ("rmsnorm_backward", rmsnorm._backward, rmsnorm_backward_tile(C)),
-        ):
-            found[f"{name} of {C}"] = kernel, {"C": C, "BLOCK_C": block, "ROWS": rows, "gain": None}, warps
+        block, rows, warps = forward_tile(C)
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "gain": None}
+        found[f"rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
+        block, rows, warps = rmsnorm_backward_tile(C)
+        found[f"rmsnorm_backward of {C}"] = rmsnorm._backward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
         for name, absent in SCALARS.items():
             block, rows, warps = forward_tile(C)
             constants = {"C": C, "BLOCK_C": block, "ROWS": rows} | dict.fromkeys(absent)
