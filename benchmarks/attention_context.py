@@ -119,12 +119,12 @@ def triton_kernels(inputs: Inputs) -> Contender:
 
 
 def cudnn_kernels(inputs: Inputs) -> Contender:
-    from handgrad.ops.cuda import attention_cudnn as kernels
+    from handgrad.ops.cuda import attention as kernels
 
     case = inputs.case
     sizes = inputs.batch, case.heads, case.kv_heads, case.length, case.width, inputs.qkv.dtype
     size = max(kernels.forward_graph(*sizes).workspace_bytes, kernels.backward_graph(*sizes).workspace_bytes)
-    return handgrad_kernels(inputs, kernels.attention_forward, kernels.attention_backward, size)
+    return handgrad_kernels(inputs, kernels.cudnn_forward, kernels.cudnn_backward, size)
 
 
 def cpu_kernels(inputs: Inputs) -> Contender:
@@ -209,9 +209,9 @@ def taken(case: Case, dtype: torch.dtype, device: torch.device) -> str:
     """The name of the kernels that handgrad takes."""
     if device.type != "cuda":
         return "handgrad cpu"
-    from handgrad.ops.cuda import attention_cudnn
+    from handgrad.ops.cuda import attention
 
-    by_library = case.documents == NONE and attention_cudnn.runs(dtype, case.width)
+    by_library = case.documents == NONE and attention.cudnn_runs(dtype, case.width)
     return "handgrad cudnn" if by_library else "handgrad triton"
 
 

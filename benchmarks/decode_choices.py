@@ -18,24 +18,24 @@ from handgrad.machine import devices
 from handgrad.machine.graphs import Replayed
 from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
-from handgrad.ops.cuda import attention_decode, row_products
+from handgrad.ops.cuda import attention_decode, row_gemms
 from handgrad.tools.speeds import copy_bandwidth, launch_milliseconds
 
 POSITIONS, REPLAYS = (64, 150, 512, 1000), 100
 CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
     "as shipped": {},
-    "a program for each tile": {(row_products, "MOST_PROGRAMS"): 1 << 30},
-    **{f"{n} stages": {(row_products, "STAGES"): n, (row_products, "STAGES_OF_MANY"): n} for n in (2, 3, 4)},
+    "a program for each tile": {(row_gemms, "MOST_PROGRAMS"): 1 << 30},
+    **{f"{n} stages": {(row_gemms, "STAGES"): n, (row_gemms, "STAGES_OF_MANY"): n} for n in (2, 3, 4)},
     **{
         f"{keys} keys at once, {warps} warps": {(attention_decode, "FEW_ATTENTIONS"): (64 * keys, warps)}
         for keys, warps in ((256, 16), (128, 8), (128, 4), (64, 4))
     },
-    **{f"{n} programs at most": {(row_products, "MOST_PROGRAMS"): n} for n in (396, 528, 792)},
-    "small tiles of one warp": {(row_products, "FEWEST_WARPS"): 1},
-    "tiles of 16384 numbers": {(row_products, "TILE_ELEMENTS"): 16384},
-    "tiles of 4096 numbers": {(row_products, "TILE_ELEMENTS"): 4096},
-    "twice the warps": {(row_products, "ELEMENTS_PER_WARP"): 1024, (row_products, "FEWEST_WARPS"): 8},
-    "registers without a limit": {(row_products, "REGISTERS"): 255, (row_products, "REGISTERS_OF_SEVERAL"): 255},
+    **{f"{n} programs at most": {(row_gemms, "MOST_PROGRAMS"): n} for n in (396, 528, 792)},
+    "small tiles of one warp": {(row_gemms, "FEWEST_WARPS"): 1},
+    "tiles of 16384 numbers": {(row_gemms, "TILE_ELEMENTS"): 16384},
+    "tiles of 4096 numbers": {(row_gemms, "TILE_ELEMENTS"): 4096},
+    "twice the warps": {(row_gemms, "ELEMENTS_PER_WARP"): 1024, (row_gemms, "FEWEST_WARPS"): 8},
+    "registers without a limit": {(row_gemms, "REGISTERS"): 255, (row_gemms, "REGISTERS_OF_SEVERAL"): 255},
     **{f"a part for {n} keys of the cache": {(attention_decode, "KEYS_PER_PART"): n} for n in (128, 256, 512)},
     "tiles of 32 keys": {(attention_decode, "PART_TILE"): 2048},
 }

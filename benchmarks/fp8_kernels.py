@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.fp8_bytes import ROWS
 from handgrad.joins.fp8 import cuda as kernels, reference
-from handgrad.joins.fp8.cuda import gelu as gelu_fp8
+from handgrad.joins.fp8.cuda import activations
 from handgrad.joins.fp8.formats import E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
 from handgrad.models import head_chunk_tokens
 from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS_TILE, attention_parts, backward_tile, cdiv, forward_tile, tiles
@@ -182,7 +182,7 @@ def gelu_forward(m: Making) -> Case:
     hidden, out16 = m.normal(m.N, m.F), m.empty(m.N, m.F)
     out = replace(m.quantized((m.N, m.F), E4M3, NORMAL), columns=None)
     return Case(
-        lambda: gelu_fp8.gelu_forward_fp8(out, hidden),
+        lambda: activations.gelu_forward_fp8(out, hidden),
         [hidden, *written(out, cdiv(m.N * m.F, NONLINEARITY_ELEMENTS))],
         [(out, out16)],
         lambda: kernels.gelu_forward(out16, hidden),
@@ -197,7 +197,7 @@ def gelu_backward(m: Making) -> Case:
     dhidden = m.quantized((m.N, m.F), E5M2, GRADIENT)
     gelu = replace(m.quantized((m.N, m.F), E4M3, NORMAL), rows=None)
     return Case(
-        lambda: gelu_fp8.gelu_backward_fp8(dhidden, gelu, dgelu, hidden),
+        lambda: activations.gelu_backward_fp8(dhidden, gelu, dgelu, hidden),
         [dgelu, hidden, *written(dhidden, tiles(m.N, m.F, QUADS_TILE)), *written(gelu, 0)],
         [(dhidden, dhidden16), (gelu, gelu16)],
         lambda: kernels.gelu_backward(dhidden16, hidden),  # in place

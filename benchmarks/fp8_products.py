@@ -63,7 +63,7 @@ class Product:
 
     def with_sums(self, variant: Variant, fast_sums: bool) -> None:
         added = {"bias": self.bias, "added": self.added}
-        linear.fp8_product(self.out, variant.operands, **added, fast_sums=fast_sums, scratch=self.scratch)
+        linear.fp8_gemm(self.out, variant.operands, **added, fast_sums=fast_sums, scratch=self.scratch)
 
 
 def make(m: Making, layer: str, direction: str) -> Product:

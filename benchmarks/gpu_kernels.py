@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.record import write_record
 from handgrad.machine import devices
 from handgrad.ops import CONTROLS, RESULTS
-from handgrad.ops.cuda import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
+from handgrad.ops.cuda import activations, classifier, column_sums, embedding, layernorm, optimizer, reduction
 from handgrad.ops.sizes import scratch_bytes
 
 aten = torch.ops.aten
@@ -134,7 +134,7 @@ def wide_cases(size: str, N: int, C: int, scratch: Tensor) -> Iterator[Case]:
         yield Case(f"bias_backward {width}", size, 2 * N * width, ours, sums)
     inp, out = normal(N, 4 * C), normal(N, 4 * C)
     unit = 2 * inp.numel()
-    forward, backward = lambda: gelu.gelu_forward(out, inp), lambda: gelu.gelu_backward(out, inp)
+    forward, backward = lambda: activations.gelu_forward(out, inp), lambda: activations.gelu_backward(out, inp)
     yield Case("gelu_forward", size, 2 * unit, forward, lambda: F.gelu(inp, approximate="tanh"))
     yield Case("gelu_backward", size, 3 * unit, backward, lambda: aten.gelu_backward(out, inp, approximate="tanh"))
 

@@ -1,9 +1,6 @@
 """The records behind the figures of docstrings and comments, file by file, in the words of `tests/figures.py`."""
 
 CLAIMS: dict[str, str] = {
-    "handgrad/joins/fp8/cuda/column_sums.py": """in h200-fp8
-4.1 = kernels[size=124M][kernel=bias sums of fc].share_of_copy * copy_terabytes_per_second in TB/s
-4.2 TB/s = copy_terabytes_per_second""",
     "handgrad/joins/fp8/cuda/linear.py": """in h200-fp8
 6 = products[size=1558M][product=head][direction=dgrad][gradients=e4m3].fp8_other_sums_milliseconds \
  / products[size=1558M][product=head][direction=dgrad][gradients=e4m3].fp8_milliseconds - 1 in %
@@ -12,6 +9,8 @@ CLAIMS: dict[str, str] = {
 2.7e-3 1.7e-3 = products[size=1558M][product=fc][direction=dgrad][gradients=e4m3].{sums_error, other_sums_error}
 6.3e-3 = products[size=124M][product=head][direction=dgrad][gradients=e5m2].sums_error
 5e-3 2e-4 = products[size=124M][product=fc][direction=wgrad][gradients=e4m3].{other_sums_error, sums_error}
+4.1 = kernels[size=124M][kernel=bias sums of fc].share_of_copy * copy_terabytes_per_second in TB/s
+4.2 TB/s = copy_terabytes_per_second
 in h200-fp8-choices
 1.5 ms = epilogues_milliseconds.124M_fcproj_dgrad.gelu_derivative
 0.32 = epilogues_milliseconds.124M_fcproj_dgrad.plain""",
@@ -72,16 +71,16 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "saves seven of sixteen exponentials": "arithmetic",
         "and an eighth of rounding": "arithmetic",
     },
-    "handgrad/ops/cuda/row_products.py": {"4.8 TB/s times about 800 ns": "the vendor's specification, and an estimate"},
+    "handgrad/ops/cuda/row_gemms.py": {"4.8 TB/s times about 800 ns": "the vendor's specification, and an estimate"},
     "handgrad/ops/cuda/embedding.py": {"up 4 % of all tokens": "an example"},
-    "handgrad/ops/cuda/gelu.py": {
+    "handgrad/ops/cuda/activations.py": {
         "(1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3)": "an equation",
         "1 + tanh u = 2 s, s": "an equation",
         "SLOPE (x + 0.044715 x^3)": "an equation",
         "0 times infinity": "arithmetic",
     },
     "handgrad/ops/cuda/optimizer.py": {"off by 1e-5 at 0.999": "arithmetic"},
-    "handgrad/ops/reference/gelu.py": {
+    "handgrad/ops/reference/activations.py": {
         "(1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3)": "an equation",
         "(1 + 3 * 0.044715 x^2)": "an equation",
     },

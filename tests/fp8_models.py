@@ -118,27 +118,24 @@ class RoundedProducts:
         self.linear_backward(dhidden, dweight, None, dout, inp, weight)
         ops.gelu_backward(dhidden, hidden)
 
-
-class RoundedModernProducts(RoundedProducts):
-    def rmsnorm_forward(self, out: Tensor, *others: Tensor) -> None:
-        ops.rmsnorm_forward(out, *others)
+    def rmsnorm_forward(self, out: Tensor, *others: Tensor | None, **epsilon: float) -> None:
+        ops.rmsnorm_forward(out, *others, **epsilon)
         self.lnf = out  # the last one, when the head reads it
 
+    def rmsnorm_linear_forward(self, out: Tensor, *tensors: Tensor, scratch: Tensor, **epsilon: float) -> None:
+        norm, product = tensors[:4], tensors[4:]
+        self.rmsnorm_forward(*norm, **epsilon)
+        self.linear_forward(out, norm[0], *product)
+
+
+class RoundedModernProducts(RoundedProducts):
     def linear_relu2_forward(self, out: Tensor, inp: Tensor, weight: Tensor, **scratch: Tensor) -> None:
         self.linear_forward(out, inp, weight, None)
         ops.relu2_forward(out)
 
-    def rmsnorm_linear_forward(
-        self, out: Tensor, norm: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, **scratch: Tensor
-    ) -> None:
-        self.rmsnorm_forward(norm, rstd, x)
-        self.linear_forward(out, norm, weight, None)
-
-    def rmsnorm_linear_relu2_forward(
-        self, out: Tensor, norm: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, **scratch: Tensor
-    ) -> None:
-        self.rmsnorm_forward(norm, rstd, x)
-        self.linear_relu2_forward(out, norm, weight)
+    def rmsnorm_linear_relu2_forward(self, out: Tensor, *tensors: Tensor, **scratch: Tensor) -> None:
+        self.rmsnorm_forward(*tensors[:4])
+        self.linear_relu2_forward(out, tensors[0], tensors[4])
 
     def mix_rmsnorm_forward(self, mixed: Tensor | None, *others: Tensor) -> None:
         ops.mix_rmsnorm_forward(mixed, *others)
@@ -157,23 +154,14 @@ class RoundedModernProducts(RoundedProducts):
 class RoundedLlamaProducts(RoundedProducts):
     PARTS: ClassVar = {"qkv_weight": "qkv", "proj_weight": "proj", "gate_up_weight": "mlp", "down_weight": "mlp"}
 
-    def gained_rmsnorm_forward(self, out: Tensor, *others: Tensor, epsilon: float) -> None:
-        ops.gained_rmsnorm_forward(out, *others, epsilon=epsilon)
-        self.lnf = out  # the last one, when the head reads it
-
-    def gained_rmsnorm_linear_forward(self, out: Tensor, *tensors: Tensor, epsilon: float, **scratch: Tensor) -> None:
-        norm, product = tensors[:4], tensors[4:]
-        self.gained_rmsnorm_forward(*norm, epsilon=epsilon)
-        self.linear_forward(out, norm[0], *product)
-
     def linear_swiglu_forward(self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, **scratch: Tensor) -> None:
         self.linear_forward(hidden, inp, weight, None)
         ops.swiglu_forward(out, hidden)
 
-    def gained_rmsnorm_linear_swiglu_forward(
+    def rmsnorm_linear_swiglu_forward(
         self, out: Tensor, hidden: Tensor, *tensors: Tensor, epsilon: float, **scratch: Tensor
     ) -> None:
-        self.gained_rmsnorm_forward(*tensors[:4], epsilon=epsilon)
+        self.rmsnorm_forward(*tensors[:4], epsilon=epsilon)
         self.linear_swiglu_forward(out, hidden, tensors[0], tensors[4])
 
     def swiglu_linear_backward(

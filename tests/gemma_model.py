@@ -114,14 +114,14 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
         )
         x = block.residual_out
     norm = act.lnf, act.lnf_rstd, x, w.lnf_gain
-    return [*stages, Stage("lnf", partial(ops.gained_rmsnorm_forward, *norm, epsilon=EPSILON))]
+    return [*stages, Stage("lnf", partial(ops.rmsnorm_forward, *norm, epsilon=EPSILON))]
 
 
 def block_forward(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, out: Tensor, s: Tensor, shape: ModelShape
 ) -> None:
     """x (N, C) -> out (N, C), which a second run, in the backward, throws away."""
-    norm, a = partial(ops.gained_rmsnorm_forward, epsilon=EPSILON), act.residual_mid
+    norm, a = partial(ops.rmsnorm_forward, epsilon=EPSILON), act.residual_mid
     norm(act.norm1, act.norm1_rstd, x, w.norm1_gain)
     ops.linear_forward(act.qkv, act.norm1, w.qkv_weight, None, scratch=s)
     ops.rotary_forward(act.qkv, **rotation(shape, act.lse.shape[2]))
@@ -150,7 +150,7 @@ def backward(
 ) -> list[Stage]:
     stream = [act.embedded, *(block.residual_out for block in act.blocks)]
     norm = d.dresidual, g.lnf_gain, d.dlnf, stream[-1], act.lnf_rstd, w.lnf_gain
-    last_norm = partial(ops.gained_rmsnorm_backward, *norm, scratch=act.scratch)
+    last_norm = partial(ops.rmsnorm_backward, *norm, scratch=act.scratch)
     stages = [Stage("lnf", partial(head_backward, ops, w, g, act, d, scale, shape, last_norm), done=True)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d, stream[layer], act.scratch, shape, recompute
@@ -172,7 +172,7 @@ def block_backward(
 ) -> None:
     if recompute == WHOLE_BLOCKS:
         block_forward(ops, w, act, x, d.dbranch, s, shape)
-    norm_backward = partial(ops.gained_rmsnorm_backward, scratch=s)
+    norm_backward = partial(ops.rmsnorm_backward, scratch=s)
     dx = d.dresidual
     d.dbranch.zero_()
     norm_backward(d.dbranch, g.after2_gain, dx, act.down, act.down_rstd, w.after2_gain)

@@ -13,7 +13,7 @@ from handgrad.errors import UsageError
 from handgrad.machine import gpus
 from handgrad.machine.gpus import GPUS
 from handgrad.ops import cuda, sizes
-from handgrad.ops.cuda import attention_cudnn
+from handgrad.ops.cuda import attention
 from handgrad.ops.cuda.launch import collecting
 from handgrad.ops.sizes import cudnn_scratch_bytes
 from handgrad.run.resolve import resolve
@@ -54,7 +54,7 @@ def test_the_sizes_need_neither_torch_nor_triton() -> None:
 
 
 def test_cudnn_takes_the_heads_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cudnn, "installed", lambda: True)
+    monkeypatch.setattr(attention, "installed", lambda: True)
     for key in ("h100", "a100"):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda key=key: GPUS[key].capability)
         for width in range(8, 129, 4):
@@ -62,7 +62,7 @@ def test_cudnn_takes_the_heads_that_it_takes(monkeypatch: pytest.MonkeyPatch) ->
                 heads = {"batch": 2, "length": 128, "num_heads": 3, "head_width": width, "dtype": dtype}
                 found = [sizes_on(GPUS[key], RunConfig(dropout=p)).attention_scratch_bytes(**heads) for p in (0.0, 0.1)]
                 took = found[0] != found[1]
-                assert took is attention_cudnn.runs(dtype, width), (key, width, dtype)
+                assert took is attention.cudnn_runs(dtype, width), (key, width, dtype)
                 apart = sizes_on(GPUS[key], RunConfig()).attention_scratch_bytes(**heads, documents=True)
                 assert apart == cuda.attention_scratch_bytes(**heads, documents=True) == found[1]
 

@@ -81,8 +81,8 @@ def test_few_rows_of_a_large_weight(rows: int, outputs: int, few: bool, monkeypa
     """They go to oneDNN beside MKL, where torch has oneDNN."""
     few = few and torch.backends.mkldnn.is_available()
     monkeypatch.setattr(linear, "MKL_IS_AS_FAST", True)
-    calls, product = [], linear.product
-    monkeypatch.setattr(linear, "product", lambda *arguments: calls.append(arguments) or product(*arguments))
+    calls, product = [], linear.gemm
+    monkeypatch.setattr(linear, "gemm", lambda *arguments: calls.append(arguments) or product(*arguments))
     inp, weight, bias, _ = drawn(rows, 515, outputs)
     outputs_by_threads = []
     for number in NUMBERS:

@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks.twin import Twin
 from handgrad.errors import UsageError
 from handgrad.joins.dropout import reference as dropout_ops
-from handgrad.joins.dropout.masks import Dropout
-from handgrad.joins.dropout.reference import attention_mask
+from handgrad.joins.dropout.reference import Dropout, attention_mask
 from handgrad.models import compute_losses
 from handgrad.ops import reference as ops
 from handgrad.run.header import dropout_lines

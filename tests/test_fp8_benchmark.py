@@ -18,7 +18,7 @@ pytest.importorskip("nvmath")
 
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products, gpu_fp8
 from benchmarks.fp8_kernels import Making, Size
-from handgrad.joins.fp8.cuda import gelu as gelu_fp8, linear
+from handgrad.joins.fp8.cuda import activations, linear
 from handgrad.joins.fp8.tables import fp8_gemms
 from handgrad.ops import cuda as kernels
 from handgrad.ops.cuda import linear as plain_linear
@@ -102,7 +102,7 @@ def test_all_of_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypat
     def breaks(*_: object, **__: object) -> None:
         raise RuntimeError("out of\nluck")
 
-    monkeypatch.setattr(gelu_fp8, "gelu_forward_fp8", breaks)
+    monkeypatch.setattr(activations, "gelu_forward_fp8", breaks)
     out = tmp_path / "fp8.json"
     gpu_fp8.compare(str(out), [TINY])
     printed, record = capsys.readouterr().out, json.loads(out.read_text())

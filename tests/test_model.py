@@ -12,7 +12,7 @@ from handgrad.format import speed
 from handgrad.machine import devices
 from handgrad.memory.rows import count_parameters
 from handgrad.models import compute_losses, parameter_table
-from handgrad.ops.reference import gelu
+from handgrad.ops import compose, reference
 from handgrad.settings.config import ModelShape
 from tests.conftest import Model, make_model
 from tests.model_checks import check_bf16_gradients, check_twin_gradients
@@ -36,8 +36,10 @@ def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute
 def test_the_check_points_at_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong slope of GELU spoils all gradients below it: the last block's tell its place, the right ones above it and the
     wrong ones below. A wrong formula forward is told by the loss."""
-    slope = gelu.gelu_backward
-    monkeypatch.setattr(gelu, "gelu_backward", lambda dhidden, inp: slope(dhidden.mul_(1.001), inp))
+    gemms = reference.linear_forward, reference.linear_backward
+    forward, backward = reference.gelu_forward, reference.gelu_backward
+    _, wrong_backward = compose.with_gelu(*gemms, forward, lambda dhidden, inp: backward(dhidden.mul_(1.001), inp))
+    monkeypatch.setattr(reference, "gelu_linear_backward", wrong_backward)
     model = make_model(ODD, 2, 5)
     model.run(scale=1 / 10)
     right = "blocks.2.fcproj_weight, blocks.2.fcproj_bias"
@@ -45,8 +47,9 @@ def test_the_check_points_at_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
         AssertionError, match=rf"nearest to the loss .*2.fc_weight .*error 0.001.*; right beside them: {right}$"
     ):
         check_twin_gradients(model)
-    forward = gelu.gelu_forward
-    monkeypatch.setattr(gelu, "gelu_forward", lambda out, inp: forward(out, 2 * inp))
+    wrong_forward, _ = compose.with_gelu(*gemms, lambda out, inp: forward(out, 2 * inp), backward)
+    wrong_forward = compose.after_layernorm(reference.layernorm_forward, wrong_forward)
+    monkeypatch.setattr(reference, "layernorm_linear_gelu_forward", wrong_forward)
     model.run(scale=1 / 10)
     with pytest.raises(AssertionError, match="the forward differs from the twin's: loss"):
         check_twin_gradients(model)

@@ -28,8 +28,8 @@ OLDEST_CAPABILITY = (8, 9)
 # The operations of generation that are GEMMs with a weight.
 PRODUCTS = (
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
-    *("gained_rmsnorm_linear_forward", "gained_rmsnorm_linear_swiglu_forward", "attention_linear_residual_forward"),
-    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward"),
+    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "rmsnorm_linear_swiglu_forward"),
+    *("mix_rmsnorm_linear_forward", "attention_linear_residual_forward"),
 )
 
 
@@ -104,7 +104,7 @@ def with_fp8_weights(ops: ModuleType, shape: ModelShape, weights: Any, views: Ma
     these buffers."""
     if not any(name.startswith(KIND) for name in views):
         return ops
-    from handgrad.ops.cuda.row_products import ScaledRows  # imports the library of a GPU
+    from handgrad.ops.cuda.row_gemms import ScaledRows  # imports the library of a GPU
 
     found: dict[Tensor, Any] = {}
     for row in fp8_rows(shape):

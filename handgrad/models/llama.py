@@ -181,7 +181,7 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
         run = partial(block_forward, ops, weights, block, x, rotated, training_attention(ops, block, act), s, epsilon)
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
-    last_norm = partial(ops.gained_rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
+    last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
     return [*stages, Stage("head", last_norm)]
 
 
@@ -204,7 +204,7 @@ def block_forward(
     attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
     outs, norm = (act.swiglu, act.hidden), (act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain)
     # [g u] = RMS(a) W^T, h = silu(g) u
-    ops.gained_rmsnorm_linear_swiglu_forward(*outs, *norm, w.gate_up_weight, epsilon=epsilon, scratch=s)
+    ops.rmsnorm_linear_swiglu_forward(*outs, *norm, w.gate_up_weight, epsilon=epsilon, scratch=s)
     if not rerun:
         down = act.residual_mid, act.swiglu, w.down_weight, None
         ops.linear_residual_forward(act.residual_out, *down, scratch=s)  # a + h W^T
@@ -216,7 +216,7 @@ def queries_keys_values(
     """[q k v] = RMS(x) W^T + b, where `norm_and_rotate` expects them."""
     out = act.qkv if act.heads is None else act.heads
     norm = act.norm1, act.norm1_rstd, x, w.norm1_gain
-    ops.gained_rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
+    ops.rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
 
 
 # Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
@@ -237,7 +237,7 @@ def backward(
     stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
     norm = below[-1], g.lnf_gain, d.dlnf, stream[-1], act.lnf_rstd, w.lnf_gain
-    last_norm = partial(ops.gained_rmsnorm_backward, *norm, scratch=act.scratch)
+    last_norm = partial(ops.rmsnorm_backward, *norm, scratch=act.scratch)
     head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
     stages = [Stage("head", head, done=True)]
     for layer in reversed(range(len(w.blocks))):
@@ -270,22 +270,22 @@ def block_backward(
         block_forward(ops, w, act, x, rotated, training_attention(ops, act, whole), s, epsilon, rerun=True)
     elif recompute:
         if recompute == 2:
-            ops.gained_rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
+            ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
         ops.linear_swiglu_forward(act.swiglu, act.hidden, act.norm2, w.gate_up_weight, scratch=s)
     down = d.dswiglu, g.down_weight, d.dresidual_out, act.swiglu, act.hidden, w.down_weight
     ops.swiglu_linear_backward(d.dhidden, *down, scratch=s)
     ops.linear_backward(shared.dnorm, g.gate_up_weight, None, d.dhidden, act.norm2, w.gate_up_weight, scratch=s)
     norm2 = g.norm2_gain, shared.dnorm, act.residual_mid, act.norm2_rstd, w.norm2_gain
-    ops.gained_rmsnorm_backward(d.dresidual_mid, *norm2, scratch=s)
+    ops.rmsnorm_backward(d.dresidual_mid, *norm2, scratch=s)
     if recompute == 2:
-        ops.gained_rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, epsilon=epsilon)
+        ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, epsilon=epsilon)
         if act.heads is not None:
             norm_and_rotate(ops, w, act, shape, length=length)()
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
     ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
     norm_and_rotate_backward(ops, w, g, act, d.dqkv, s, shape)
     ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
-    ops.gained_rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)
+    ops.rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)
 
 
 def norm_and_rotate_backward(
@@ -326,7 +326,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
         rotated = norm_and_rotate(ops, weights, act, shape, positions=b.positions)
         block_forward(ops, weights, act, x, rotated, step_attention(ops, act, b, layer), s, epsilon)
     norm = act.norm1, act.norm1_rstd, x, w.lnf_gain
-    ops.gained_rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
+    ops.rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
 
 
 def prefill(

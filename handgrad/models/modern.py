@@ -242,7 +242,7 @@ def queries_keys_values(
 ) -> Tensor:
     """[q k v] = RMS(x) W^T, x as the scalars change it: returns that stream."""
     if act.mixed is None:
-        ops.rmsnorm_linear_forward(act.qkv, act.norm1, act.norm1_rstd, x, w.qkv_weight, scratch=s)
+        ops.rmsnorm_linear_forward(act.qkv, act.norm1, act.norm1_rstd, x, None, w.qkv_weight, None, scratch=s)
         return x
     mixture = x, first, w.residual_scalar, w.input_scalar
     ops.mix_rmsnorm_linear_forward(act.qkv, act.mixed, act.norm1, act.norm1_rstd, *mixture, w.qkv_weight, scratch=s)
@@ -270,7 +270,7 @@ def norm1_backward(
 ) -> None:
     """The block's first norm and its scalars, backward: dx, so far of the stream between them, becomes x's gradient."""
     if act.mixed is None:
-        ops.rmsnorm_backward(dx, shared.dnorm, x, act.norm1_rstd)
+        ops.rmsnorm_backward(dx, None, shared.dnorm, x, act.norm1_rstd, None, scratch=s)
         return
     sums = g.residual_scalar, g.input_scalar
     mixture = x, first, act.norm1_rstd, w.residual_scalar, w.input_scalar
@@ -325,7 +325,7 @@ def block_forward(
     x = queries_keys_values(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
     before_attention()  # q, k = R(RMS(q)), R(RMS(k)), v = v + g ve[token]
     attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
-    norm = act.norm2, act.norm2_rstd, act.residual_mid
+    norm = act.norm2, act.norm2_rstd, act.residual_mid, None
     ops.rmsnorm_linear_relu2_forward(act.hidden, *norm, w.fc_weight, scratch=s)  # h = max(RMS(a) W^T, 0)^2
     if not rerun:
         fcproj = act.residual_mid, act.hidden, w.fcproj_weight, None
@@ -367,7 +367,7 @@ def last_norm_backward(ops: ModuleType, act: Activations, d: Gradients, x: Tenso
     """Adds to dx (N, C) the gradient of the stream x that enters the last norm. Zeroes the first stream's."""
     if d.dfirst is not None:
         d.dfirst.zero_()
-    ops.rmsnorm_backward(dx, d.dlnf, x, act.lnf_rstd)
+    ops.rmsnorm_backward(dx, None, d.dlnf, x, act.lnf_rstd, None, scratch=act.scratch)
 
 
 def block_backward(
@@ -394,7 +394,7 @@ def block_backward(
         ops.linear_relu2_forward(act.hidden, act.norm2, w.fc_weight, scratch=s)
     ops.relu2_linear_backward(d.dhidden, g.fcproj_weight, d.dresidual_out, act.hidden, w.fcproj_weight, scratch=s)
     ops.linear_backward(shared.dnorm, g.fc_weight, None, d.dhidden, act.norm2, w.fc_weight, scratch=s)
-    ops.rmsnorm_backward(d.dresidual_mid, shared.dnorm, act.residual_mid, act.norm2_rstd)
+    ops.rmsnorm_backward(d.dresidual_mid, None, shared.dnorm, act.residual_mid, act.norm2_rstd, None, scratch=s)
     if recompute == 2:
         norm1_again(ops, w, act, x, whole.first)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
@@ -414,7 +414,8 @@ def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradien
         ops.residual_forward(d.dresidual, d.dresidual, d.dfirst)
     if d.dembedded is not None:
         dembedded = d.dembedded.zero_()
-        ops.rmsnorm_backward(dembedded, d.dresidual, act.embedded, act.embedding_rstd)
+        norm = d.dresidual, act.embedded, act.embedding_rstd, None
+        ops.rmsnorm_backward(dembedded, None, *norm, scratch=act.scratch)
     ops.token_embedding_backward(g.wte, dembedded, act.tokens, act.sorted_positions, scratch=act.scratch)
 
 
@@ -447,7 +448,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
         before = values_of_step(ops, rotated, weights, act, x, b.tokens)
         block_forward(ops, weights, act, x, act.first, before, step_attention(ops, act, b, layer), s)
         x = act.residual_out
-    ops.rmsnorm_linear_forward(b.logits, act.norm1, act.norm1_rstd, x, w.head, scratch=s)
+    ops.rmsnorm_linear_forward(b.logits, act.norm1, act.norm1_rstd, x, None, w.head, None, scratch=s)
     if shape.softcap:
         ops.softcap_forward(b.logits, softcap=shape.softcap)
 

@@ -27,22 +27,20 @@ OPERATIONS = (
     *("rmsnorm_forward", "rmsnorm_backward"),
     *("rotary_forward", "rotary_backward", "qk_norm_forward", "qk_norm_backward"),
     *("qk_norm_rotary_forward", "qk_norm_rotary_backward"),
-    *("gained_rmsnorm_forward", "gained_rmsnorm_backward"),
     *("gained_qk_norm_rotary_forward", "gained_qk_norm_rotary_backward"),
     *("swiglu_forward", "swiglu_backward", "linear_swiglu_forward", "swiglu_linear_backward"),
     *("mix_rmsnorm_forward", "mix_rmsnorm_backward", "value_embedding_forward", "value_embedding_backward"),
     *("relu2_forward", "relu2_backward", "linear_relu2_forward", "relu2_linear_backward"),
     *("attention_forward", "attention_backward"),
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
-    *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # also the ends of products
+    *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # also the ends of GEMMs
     *("classifier_forward", "classifier_forward_backward", "softcap_forward"),
     *("loss_sum", "squared_norms", "verdict", "adamw_update"),
     *("muon_momentum", "muon_polar", "muon_update"),
     *("tree_sum", "checksum", "digest"),  # over lanes and ranks
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row; generation has kernels for both at once
-    *("gained_rmsnorm_linear_forward", "gained_rmsnorm_linear_swiglu_forward"),
-    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward"),
-    "store_keys_values",
+    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "rmsnorm_linear_swiglu_forward"),
+    *("mix_rmsnorm_linear_forward", "store_keys_values"),
 )
 
 # Generation takes one token per sequence at a time; its operations are in the backend's module `decode`.
@@ -51,9 +49,8 @@ DECODE_OPERATIONS = (
     *("rotary_forward", "qk_norm_forward", "qk_norm_rotary_forward", "rmsnorm_forward", "softcap_forward"),
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
     *("attention_linear_residual_forward", "store_keys_values_at", "attention_append"),
-    *("gained_rmsnorm_forward", "gained_qk_norm_rotary_forward"),
-    *("gained_rmsnorm_linear_forward", "gained_rmsnorm_linear_swiglu_forward"),
-    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward", "value_embedding_decode"),
+    *("gained_qk_norm_rotary_forward", "mix_rmsnorm_linear_forward", "value_embedding_decode"),
+    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "rmsnorm_linear_swiglu_forward"),
 )
 
 # Set-up calls these of every backend.

@@ -35,10 +35,8 @@ CALLS = {
     "layernorm_forward": "out[N C] mean[N] rstd[N] <- inp[N C]+ weight[C] bias[C]",
     "layernorm_backward": "dresidual_inout[N C] dweight_acc[C] dbias_acc[C]"
     " <- dout[N C] inp[N C] mean[N] rstd[N] weight[C] dbias_below_acc[C]",
-    "rmsnorm_forward": "out[N C] rstd[N] <- inp[N C]+",
-    "rmsnorm_backward": "dresidual_inout[N C] <- dout[N C] inp[N C] rstd[N]",
-    "gained_rmsnorm_forward": "out[N C] rstd[N] <- inp[N C]+ gain[C] | epsilon",
-    "gained_rmsnorm_backward": "dresidual_inout[N C] dgain_acc[C] <- dout[N C] inp[N C] rstd[N] gain[C]",
+    "rmsnorm_forward": "out[N C] rstd[N] <- inp[N C]+ gain[C] | epsilon",
+    "rmsnorm_backward": "dresidual_inout[N C] dgain_acc[C] <- dout[N C] inp[N C] rstd[N] gain[C]",
     "mix_rmsnorm_forward": "mixed[N C] out[N C] rstd[N] <- inp[N C] first[N C] residual_scalar[1] input_scalar[1]",
     "mix_rmsnorm_backward": "dstream_inout[N C] dfirst_inout[N C] dresidual_scalar_acc[1] dinput_scalar_acc[1]"
     " <- dout[N C] inp[N C] first[N C] rstd[N] residual_scalar[1] input_scalar[1]",
@@ -279,14 +277,9 @@ PAIRS = {
     "gelu_backward": Pair("gelu_forward", {"out": "dhidden_inout"}, {"inp": "dhidden_inout"}),
     # The loss of training, which may have terms that validation's has not.
     "classifier_forward_backward": Pair(
-        "classifier_forward_backward",
-        {"losses": "scale"},
-        {"logits_to_dlogits_inout": "logits_to_dlogits_inout"},
+        "classifier_forward_backward", {"losses": "scale"}, {"logits_to_dlogits_inout": "logits_to_dlogits_inout"}
     ),
-    "rmsnorm_backward": Pair("rmsnorm_forward", {"out": "dout"}, {"inp": "dresidual_inout"}),
-    "gained_rmsnorm_backward": Pair(
-        "gained_rmsnorm_forward", {"out": "dout"}, {"inp": "dresidual_inout", "gain": "dgain_acc"}
-    ),
+    "rmsnorm_backward": Pair("rmsnorm_forward", {"out": "dout"}, {"inp": "dresidual_inout", "gain": "dgain_acc"}),
     "mix_rmsnorm_backward": Pair(
         "mix_rmsnorm_forward",
         {"mixed": "dstream_inout", "out": "dout"},

@@ -1,5 +1,6 @@
 """Operations that are two others in a row, for backends without a kernel for both at once."""
 
+import sys
 from collections.abc import Callable
 
 from torch import Tensor
@@ -7,68 +8,70 @@ from torch import Tensor
 Operation = Callable[..., None]
 
 
-def after_layernorm(layernorm_forward: Operation, product: Operation) -> Operation:
-    """Returns the operation (*outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias): `product` of LN(x), x (N, C),
+def bind_norms_and_gemms(backend: str) -> None:
+    """Adds to the module `backend` its operations that are a norm and the GEMM after it."""
+    ops = sys.modules[backend]
+    layernorm, rmsnorm = ops.layernorm_forward, ops.rmsnorm_forward
+    vars(ops).update(
+        layernorm_linear_forward=after_layernorm(layernorm, ops.linear_forward),  # out = LN(x) W^T + b
+        layernorm_linear_gelu_forward=after_layernorm(layernorm, ops.linear_gelu_forward),  # out = GELU(LN(x) W^T + b)
+        rmsnorm_linear_forward=after_rmsnorm(rmsnorm, ops.linear_forward, 1),  # out = RMSnorm(x) W^T + b
+        rmsnorm_linear_relu2_forward=after_rmsnorm(rmsnorm, ops.linear_relu2_forward, 1),  # max(RMSnorm(x) W^T, 0)^2
+        rmsnorm_linear_swiglu_forward=after_rmsnorm(rmsnorm, ops.linear_swiglu_forward, 2),
+    )
+
+
+def after_layernorm(layernorm_forward: Operation, gemm: Operation) -> Operation:
+    """Returns the operation (*outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias): `gemm` of LN(x), x (N, C),
     with weight (O, C) and bias (O), into `outs`. ln (N, C) receives LN(x), mean and rstd (N) its statistics."""
 
     def both(*tensors: Tensor | None, scratch: Tensor | None = None) -> None:
         *outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias = tensors
         layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-        product(*outs, ln, weight, bias, scratch=scratch)
+        gemm(*outs, ln, weight, bias, scratch=scratch)
 
     return both
 
 
-def after_rmsnorm(rmsnorm_forward: Operation, product: Operation, *bias: None) -> Operation:
-    """Returns the operation (out, norm, rstd, x, weight): `product` of RMSnorm(x), x (N, C), with weight (O, C), into out
-    (N, O). norm (N, C) receives RMSnorm(x), rstd (N) its statistic. `bias`: None for a product that takes one."""
+def after_rmsnorm(rmsnorm_forward: Operation, gemm: Operation, outs: int) -> Operation:
+    """Returns the operation (*outs, norm, rstd, x, gain, *weights): `gemm` of RMSnorm(x), x (N, C), with its gain (C) or
+    None, and the weights that the GEMM takes. `outs`: the number of its outputs. norm (N, C) receives RMSnorm(x), rstd (N)
+    its statistic; `epsilon` as `rmsnorm_forward` takes it."""
 
-    def both(out: Tensor, norm: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, *, scratch: Tensor | None = None) -> None:
-        rmsnorm_forward(norm, rstd, x)
-        product(out, norm, weight, *bias, scratch=scratch)
-
-    return both
-
-
-def after_gained_rmsnorm(gained_rmsnorm_forward: Operation, product: Operation, outs: int) -> Operation:
-    """Returns the operation (*outs, norm, rstd, x, gain, *weights): `product` of RMSnorm(x) with its gain (C), x (N, C),
-    and the weights that it takes. `outs`: the number of its outputs. norm (N, C) receives RMSnorm(x), rstd (N) its
-    statistic."""
-
-    def both(*tensors: Tensor | None, epsilon: float, scratch: Tensor | None = None) -> None:
+    def both(*tensors: Tensor | None, scratch: Tensor | None = None, **epsilon: float) -> None:
         norm, rstd, x, gain = tensors[outs : outs + 4]
-        gained_rmsnorm_forward(norm, rstd, x, gain, epsilon=epsilon)
-        product(*tensors[:outs], norm, *tensors[outs + 4 :], scratch=scratch)
+        rmsnorm_forward(norm, rstd, x, gain, **epsilon)
+        gemm(*tensors[:outs], norm, *tensors[outs + 4 :], scratch=scratch)
 
     return both
 
 
-def after_mix_rmsnorm(mix_rmsnorm_forward: Operation, product: Operation) -> Operation:
-    """Returns the operation (out, mixed, norm, rstd, x, first, residual_scalar, input_scalar, weight): `product` of the RMS
+def after_mix_rmsnorm(mix_rmsnorm_forward: Operation, gemm: Operation) -> Operation:
+    """Returns the operation (out, mixed, norm, rstd, x, first, residual_scalar, input_scalar, weight): `gemm` of the RMS
     norm of a mixture of streams with weight (O, C), into out (N, O), and the operands of `mix_rmsnorm_forward`."""
 
     def both(out: Tensor, *tensors: Tensor | None, scratch: Tensor | None = None) -> None:
         *mixture, weight = tensors
         mix_rmsnorm_forward(*mixture)
-        product(out, mixture[1], weight, None, scratch=scratch)
+        gemm(out, mixture[1], weight, None, scratch=scratch)
 
     return both
 
 
 def after_mix(mix_forward: Operation, rmsnorm_linear_forward: Operation) -> Operation:
-    """Returns the operation of `after_mix_rmsnorm`, from the mixture alone and a product that begins with the norm."""
+    """Returns the operation of `after_mix_rmsnorm`, from the mixture alone and a GEMM that begins with the norm."""
 
     def both(out: Tensor, *tensors: Tensor | None, scratch: Tensor | None = None) -> None:
         mixed, norm, rstd, *mixture, weight = tensors
         mix_forward(mixed, *mixture)
-        rmsnorm_linear_forward(out, norm, rstd, mixed, weight, scratch=scratch)
+        rmsnorm_linear_forward(out, norm, rstd, mixed, None, weight, None, scratch=scratch)
 
     return both
 
 
 def after_attention(attention_decode: Operation, linear_residual_forward: Operation) -> Operation:
     """Returns the operation (out, attended, keys, values, residual, qkv, positions, weight, bias): attention of one token
-    per sequence, then the product of its result y (B, H D) with weight (C, H D), onto residual (B, C), into out (B, C).
+    per sequence, then the GEMM of its result y (B, H D) with weight (C, H D), onto residual (B, C), into out (B, C).
     attended (B, H D) may receive y."""
 
     def both(
@@ -88,3 +91,101 @@ def after_attention(attention_decode: Operation, linear_residual_forward: Operat
         linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch)
 
     return both
+
+
+# A GEMM and what follows it, in the reference and on a CPU: (its forward, the backward of the GEMM that reads the result).
+
+
+def with_gelu(
+    linear_forward: Operation, linear_backward: Operation, gelu_forward: Operation, gelu_backward: Operation
+) -> tuple[Operation, Operation]:
+    """Linear and GELU: h = x W^T + b, y = GELU(h). The backward of the GEMM that reads y (its weight Wp, output gradient
+    dz): dh = GELU'(h) (dz Wp),  dWp = dz^T y."""
+
+    def linear_gelu_forward(
+        out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor | None = None
+    ) -> None:
+        """hidden (N, F) = inp (N, I) weight (F, I)^T + bias (F); out (N, F) = GELU(hidden)."""
+        linear_forward(hidden, inp, weight, bias)
+        gelu_forward(out, hidden)
+
+    def gelu_linear_backward(
+        dhidden: Tensor,
+        dweight_acc: Tensor,
+        dout: Tensor,
+        inp: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        scratch: Tensor | None = None,
+    ) -> None:
+        """`linear_backward` of a GEMM whose input (N, F) is GELU(hidden): dhidden is the gradient before the GELU. The
+        GEMM's bias gradient comes from the layer norm's backward above it."""
+        linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
+        gelu_backward(dhidden, hidden)
+
+    return linear_gelu_forward, gelu_linear_backward
+
+
+def with_relu2(
+    linear_forward: Operation, linear_backward: Operation, relu2_forward: Operation, relu2_backward: Operation
+) -> tuple[Operation, Operation]:
+    """Linear and squared ReLU."""
+
+    def linear_relu2_forward(out: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor | None = None) -> None:
+        """out (N, F) = max(inp (N, I) weight (F, I)^T, 0)^2."""
+        linear_forward(out, inp, weight, None)
+        relu2_forward(out)
+
+    def relu2_linear_backward(
+        dhidden: Tensor, dweight_acc: Tensor, dout: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor | None = None
+    ) -> None:
+        """`linear_backward` of a GEMM whose input (N, F) is a squared ReLU: dhidden is the gradient before the ReLU."""
+        linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
+        relu2_backward(dhidden, inp)
+
+    return linear_relu2_forward, relu2_linear_backward
+
+
+def with_swiglu(
+    linear_forward: Operation, linear_backward: Operation, swiglu_forward: Operation, swiglu_backward: Operation
+) -> tuple[Operation, Operation]:
+    """Linear and SwiGLU."""
+
+    def linear_swiglu_forward(
+        out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor | None = None
+    ) -> None:
+        """hidden (N, 2F) = inp (N, I) weight (2F, I)^T; out (N, F) = silu(g) u, with hidden = (g, u)."""
+        linear_forward(hidden, inp, weight, None)
+        swiglu_forward(out, hidden)
+
+    def swiglu_linear_backward(
+        dhidden: Tensor,
+        dinp: Tensor,
+        dweight_acc: Tensor,
+        dout: Tensor,
+        inp: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        scratch: Tensor | None = None,
+    ) -> None:
+        """`linear_backward` of a GEMM whose input (N, F) is the SwiGLU of hidden (N, 2F), and on through it to dhidden."""
+        linear_backward(dinp, dweight_acc, None, dout, inp, weight)
+        swiglu_backward(dhidden, dinp, hidden)
+
+    return linear_swiglu_forward, swiglu_linear_backward
+
+
+def with_residual(linear_forward: Operation, residual_forward: Operation) -> Operation:
+    """Linear and the residual sum."""
+
+    def linear_residual_forward(
+        out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor | None = None
+    ) -> None:
+        """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C), which may be None; `out` is not
+        `residual`."""
+        linear_forward(out, inp, weight, bias)
+        residual_forward(out, residual, out)
+
+    return linear_residual_forward

@@ -175,14 +175,7 @@ CUDNN_SUMS = 8  # float32 partial sums of dq in its deterministic backward: as s
 
 
 def attention_tile(
-    kernel: str,
-    D: int,
-    *,
-    narrow: bool,
-    newer: bool,
-    turing: bool = False,
-    grouped: bool = False,
-    documents: bool = False,
+    kernel: str, D: int, *, narrow: bool, newer: bool, turing: bool = False, grouped: bool = False, documents: bool = False
 ) -> AttentionTile:
     """`narrow`: inputs of 16 bits; `newer`: on a data-centre GPU; `turing`: on one before Ampere; `grouped`: heads of
     queries share keys; `documents`: in a row."""

@@ -74,8 +74,8 @@ MOVING = {
     "embedding": "embedding_forward embedding_backward token_embedding_forward token_embedding_backward",
     "layernorm forward": "layernorm_forward",
     "layernorm backward": "layernorm_backward",
-    "RMS norm forward": "rmsnorm_forward gained_rmsnorm_forward",
-    "RMS norm backward": "rmsnorm_backward gained_rmsnorm_backward",
+    "RMS norm forward": "rmsnorm_forward",
+    "RMS norm backward": "rmsnorm_backward",
     "QK-norm and rotation": "rotary_forward rotary_backward qk_norm_forward qk_norm_backward qk_norm_rotary_forward"
     " qk_norm_rotary_backward gained_qk_norm_rotary_forward gained_qk_norm_rotary_backward",
     "scalars and RMS norm": "mix_rmsnorm_forward mix_rmsnorm_backward",

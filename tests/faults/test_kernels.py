@@ -15,8 +15,7 @@ import torch
 from handgrad.errors import StorageError, UsageError
 from handgrad.machine import backend
 from handgrad.machine.backend import choose_backend
-from handgrad.ops.cuda.kernel_cache import refuse_cut_code
-from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.launch import launch, refuse_cut_code
 
 
 def no_driver() -> None:

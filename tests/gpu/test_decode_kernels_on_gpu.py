@@ -36,14 +36,14 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 @pytest.mark.parametrize(
     ("C", "O"), [(24, 7), (100, 33), (768, 2304), (768, 50304), (1600, 4800), (1600, 1600), (6400, 1600), (3072, 768)]
 )
-def test_row_products(draw: Draw, C: int, O: int) -> None:
-    check(checks.row_products(draw, C, O), terms=4)
+def test_row_gemms(draw: Draw, C: int, O: int) -> None:
+    check(checks.row_gemms(draw, C, O), terms=4)
     check(checks.swiglu_product(draw, C, O), terms=8)
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability() < OLDEST_CAPABILITY, reason="converts no e4m3 numbers")
 @pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 50304), (1600, 4800), (6400, 1600)])
-def test_row_products_of_fp8_weights(draw: Draw, C: int, O: int) -> None:
+def test_row_gemms_of_fp8_weights(draw: Draw, C: int, O: int) -> None:
     checks.fp8_products(draw, C, O)
 
 

@@ -12,8 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from handgrad.joins.dropout import cuda as dropout_kernels, reference as dropout_reference
-from handgrad.joins.dropout.masks import Dropout
-from handgrad.joins.dropout.reference import attention_mask
+from handgrad.joins.dropout.reference import Dropout, attention_mask
 from handgrad.machine import devices
 from handgrad.ops import cuda as kernels, reference
 from handgrad.run.assemble import assemble

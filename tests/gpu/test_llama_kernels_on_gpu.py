@@ -27,7 +27,7 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 
 @pytest.mark.parametrize(("N", "C"), [(65536, 576), (32768, 1024), (16384, 2048), (1, 24), (7, 48), (333, 100)])
 def test_gained_rmsnorm(draw: Draw, N: int, C: int) -> None:
-    for each in both(draw, "gained_rmsnorm", N=N, C=C):
+    for each in both(draw, "rmsnorm", N=N, C=C):
         check_all(each)
 
 

@@ -9,8 +9,8 @@ from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
 
 RANDOM = {"samples": "*i64:16", "stream": "i32", "threshold": "i32", "dropout_scale": "fp32"}
 FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
-KINDS = {"plain": "ops.cuda.attention_triton", "grouped": "ops.cuda.attention_triton", "dropout": "dropout.cuda.attention"}
-KINDS |= dict.fromkeys(FORMATS, "fp8.cuda.attention")
+KINDS = {"plain": "ops.cuda.attention_triton", "grouped": "ops.cuda.attention_triton", "dropout": "joins.dropout.cuda"}
+KINDS |= dict.fromkeys(FORMATS, "joins.fp8.cuda.attention")
 DOCUMENTS = " with documents"  # behind a kind
 OLDER = "dkdv", 256  # its tiles have too few rows for Hopper's tensor-core instructions: they run Ampere's
 # With documents. (kernel, head width, inputs of 16 bits), and the bytes of a thread: float32 is no precision for speed.

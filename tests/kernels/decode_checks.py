@@ -9,7 +9,7 @@ from torch import Tensor
 
 from handgrad.generation.fp8_weights import quantized
 from handgrad.ops.cuda import decode as kernels
-from handgrad.ops.cuda.row_products import ScaledRows
+from handgrad.ops.cuda.row_gemms import ScaledRows
 from handgrad.ops.reference import decode as reference
 from tests.kernels.memory_checks import Case, Draw, Tensors, close, copy, nan, statistics_dtype
 
@@ -32,7 +32,7 @@ def workspace(x: Tensor, F: int = 0) -> list[Tensor]:
     return [*([nan(x, B, F)] if F else []), nan(x, B, C), *statistics]
 
 
-def row_products(draw: Draw, C: int, O: int) -> Case:
+def row_gemms(draw: Draw, C: int, O: int) -> Case:
     """The products of one row: after a layer norm (with and without bias), into a GELU, onto the residual stream."""
     inputs = {"x": draw.normal(1, C) * 2 + 0.5, "ln_weight": draw.normal(C), "ln_bias": draw.normal(C)}
     inputs |= {"weight": draw.normal(O, C) / C**0.5, "bias": draw.normal(O), "residual": draw.normal(1, O)}
@@ -54,15 +54,15 @@ def gained(ops: ModuleType, t: Tensors, O: int) -> Tensors:
     out = {name: nan(t["x"], 1, O) for name in ("gained", "gained with bias")}
     rstd, options = nan(t["x"], 1, dtype=statistics_dtype(t["x"])), {"epsilon": 1e-3, "scratch": torch.empty(0)}
     norm = nan(t["x"], *t["x"].shape), rstd, t["x"], t["ln_weight"]
-    ops.gained_rmsnorm_linear_forward(out["gained"], *norm, t["weight"], None, **options)
-    ops.gained_rmsnorm_linear_forward(out["gained with bias"], *norm, t["weight"], t["bias"], **options)
+    ops.rmsnorm_linear_forward(out["gained"], *norm, t["weight"], None, **options)
+    ops.rmsnorm_linear_forward(out["gained with bias"], *norm, t["weight"], t["bias"], **options)
     return out
 
 
 def fp8_products(draw: Draw, C: int, O: int) -> None:
     """The kernels' products of e4m3 numbers and scales are theirs of the rounded weight: the same numbers in another form,
     so that only the order of a sum may differ."""
-    inputs, run = row_products(draw, C, O)
+    inputs, run = row_gemms(draw, C, O)
     rows, scales = quantized(inputs["weight"])
     inputs["weight"] = (rows.float() * scales.unsqueeze(1)).to(draw.dtype)
     exact = run(reference, copy(inputs, torch.float64))
@@ -80,7 +80,7 @@ def swiglu_product(draw: Draw, C: int, F: int) -> Case:
         out, hidden = nan(t["x"], 1, F), nan(t["x"], 1, 2 * F)
         norm = nan(t["x"], 1, C), nan(t["x"], 1, dtype=statistics_dtype(t["x"])), t["x"], t["gain"]
         options = {"epsilon": 1e-3, "scratch": torch.empty(0)}
-        ops.gained_rmsnorm_linear_swiglu_forward(out, hidden, *norm, t["weight"], **options)
+        ops.rmsnorm_linear_swiglu_forward(out, hidden, *norm, t["weight"], **options)
         return {"out": out}
 
     return inputs, run

@@ -2,7 +2,7 @@
 
 import triton
 
-from handgrad.ops.cuda import attention_append, attention_decode, choosing, decode, rotary, row_products
+from handgrad.ops.cuda import attention_decode, choosing, decode, rotary, row_gemms
 from handgrad.ops.sizes import CHOICES
 from tests.kernels.compiling import compile_kernel
 
@@ -42,7 +42,7 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
 
     def product(name: str, O: int, K: int, *given: str, itemsize: int = 2, head: int = 0, **constants: object) -> None:
         scaled = ("scales",) if itemsize == 1 else ()
-        rows, block, warps = row_products.product_tile(O, K)
+        rows, block, warps = row_gemms.gemm_tile(O, K)
         if constants.get("ACTIVATION") == "swiglu":
             rows //= 2
             O //= 2
@@ -54,10 +54,10 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
             "HEAD": head,
             "ACTIVATION": "",
             "RMS_NORM": False,
-            "STAGES": row_products.stages_of(triton.cdiv(O, rows)),
+            "STAGES": row_gemms.stages_of(triton.cdiv(O, rows)),
         }
         absent = dict.fromkeys(set(everything) - set(present))
-        found[name] = row_products._row_product, plain | constants | absent, warps
+        found[name] = row_gemms._row_gemm, plain | constants | absent, warps
 
     product("RMS norm, qkv", 2304, 768, RMS_NORM=True)
     product("RMS norm, relu2", 3072, 768, RMS_NORM=True, ACTIVATION="relu2")
@@ -97,11 +97,11 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
     for D, parts in ((64, 4), (64, 16), (128, 4)):
         constants = {"KEYS": attention_decode.PART_TILE // D, "D": D, "GROUP": 1, "SPLITS": parts}
         found[f"a part of {parts}, heads of {D}"] = attention_decode._attention_part, constants, attention_decode.PART_WARPS
-    queries, keys, warps = attention_append.TURING_TILE if turing else attention_append.TILE
+    queries, keys, warps = attention_decode.TURING_APPEND_TILE if turing else attention_decode.APPEND_TILE
     for D, group in ((64, 1), (128, 1), (64, 4), (128, 2)):
         constants = {"QUERIES": queries, "KEYS": keys, "BLOCK": D, "GROUP": group}
         name = f"attention of new tokens, heads of {D}, {group} to a key"
-        found[name] = attention_append._attention_append, constants, warps
+        found[name] = attention_decode._attention_append, constants, warps
     found["advance"] = decode._advance, {"BLOCK": 1}, 1
     found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
     found["token embedding"] = decode._embedding, {"BLOCK": 1024, "positions": None, "wpe": None}, 2
@@ -126,8 +126,8 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
         signature["weight"] = "*fp8e4nv:16"
     overlaps = arch >= 90
     options: dict[str, object] = {"launch_pdl": True} if overlaps else {}
-    if kernel is row_products._row_product:
-        options |= row_products.registers(constants["STAGES"], normed="norm_weight" not in constants)
+    if kernel is row_gemms._row_gemm:
+        options |= row_gemms.registers(constants["STAGES"], normed="norm_weight" not in constants)
     if "OVERLAPS" in kernel.arg_names:
         constants = constants | {"OVERLAPS": overlaps}
     made = compile_kernel(kernel, signature, constants, warps, 3, arch, **options)

@@ -6,7 +6,7 @@ from types import ModuleType
 import torch
 
 from handgrad.joins.dropout import cuda as dropout_kernels, reference as dropout_reference
-from handgrad.joins.dropout.masks import Dropout
+from handgrad.joins.dropout.reference import Dropout
 from handgrad.ops import cuda as kernels
 from handgrad.ops.mask import Mask
 from tests.documents import document_starts

@@ -7,19 +7,17 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 from handgrad.joins.fp8.cuda import (
+    activations,
     attention,
     classifier,
     elementwise,
-    gelu as gelu_fp8,
     layernorm,
     quantizing,
-    relu2,
     rotary,
-    swiglu,
 )
-from handgrad.ops.cuda.gelu import gelu, gelu_derivative
+from handgrad.ops.cuda.activations import gelu, gelu_derivative
 
-MODULES = (attention, classifier, elementwise, gelu_fp8, layernorm, quantizing, relu2, rotary, swiglu)
+MODULES = (activations, attention, classifier, elementwise, layernorm, quantizing, rotary)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +27,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, function in (("rounded", rounded), ("word", word)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)
-    monkeypatch.setattr(gelu_fp8, "gelu_and_derivative", separately)
+    monkeypatch.setattr(activations, "gelu_and_derivative", separately)
 
 
 def rounded(x, scale, TYPE):

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from handgrad.joins.fp8.cuda import column_sums, gelu as gelu_fp8
+from handgrad.joins.fp8.cuda import activations as kernels, linear
 from handgrad.joins.fp8.formats import INVERSE
 from handgrad.joins.fp8.reference.quantizing import write_forms
-from handgrad.ops.cuda import gelu
+from handgrad.ops.cuda import activations
 from tests.kernels import fp8_frames as frames
 from tests.kernels.fp8_checks import make, wide
 from tests.kernels.memory_checks import SENTINEL, Draw
@@ -28,8 +28,8 @@ def hidden_of(draw: Draw, N: int, F: int) -> Tensor:
 def forward(draw: Draw, N: int, F: int, *, counting: bool, current: bool) -> None:
     hidden = hidden_of(draw, N, F)
     plain = torch.empty_like(hidden)
-    gelu.gelu_forward(plain, hidden)
-    launch = lambda found: gelu_fp8.gelu_forward_fp8(found, hidden)  # noqa: E731
+    activations.gelu_forward(plain, hidden)
+    launch = lambda found: kernels.gelu_forward_fp8(found, hidden)  # noqa: E731
     frames.nonlinearity_forward(draw, plain, launch, counting=counting, current=current)
 
 
@@ -38,10 +38,10 @@ def backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: bool, c
     dgelu.view(-1)[: len(EXTREMES)] = 7.0
     dgelu[-1, -1], hidden[-1, -1] = 77.0, 3.0  # the largest, in the last row of the last quad
     plain, dplain = torch.empty_like(hidden), dgelu.clone()
-    gelu.gelu_forward(plain, hidden)
-    gelu.gelu_backward(dplain, hidden)
+    activations.gelu_forward(plain, hidden)
+    activations.gelu_backward(dplain, hidden)
     tensors = draw, dplain, plain, kind
-    launch = lambda found, inp: gelu_fp8.gelu_backward_fp8(found, inp, dgelu, hidden)  # noqa: E731
+    launch = lambda found, inp: kernels.gelu_backward_fp8(found, inp, dgelu, hidden)  # noqa: E731
     frames.nonlinearity_backward(*tensors, launch, (hidden, dgelu), counting=counting, current=current)
 
 
@@ -52,7 +52,7 @@ def bias_backward(draw: Draw, N: int, O: int, kind: torch.dtype) -> None:
     if dout.rows is not None:
         dout.rows.view(torch.uint8).fill_(0x7F)  # not what is summed
     found = torch.full((O,), SENTINEL, device=draw.device)
-    column_sums.bias_backward(found, dout, scratch=torch.empty(0, dtype=torch.uint8, device=draw.device))
+    linear.bias_backward(found, dout, scratch=torch.empty(0, dtype=torch.uint8, device=draw.device))
     numbers = dout.columns.double() * dout.scaling[INVERSE]
     error = (found.double() - numbers.sum(1) - SENTINEL).abs()
     assert (error <= 1e-6 * (numbers.abs().sum(1) + SENTINEL)).all(), error.max()

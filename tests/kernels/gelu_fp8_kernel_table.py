@@ -3,7 +3,7 @@ without a GPU (`tables`)."""
 
 import math
 
-from handgrad.joins.fp8.cuda import column_sums, elementwise, gelu as gelu_fp8
+from handgrad.joins.fp8.cuda import activations, elementwise, linear
 from handgrad.joins.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
 from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE
 from tests.kernels.compiling import compile_kernel
@@ -20,12 +20,12 @@ def compile_one(job: tuple[str, str, str, bool, int]) -> dict[str, object]:
     largest = LARGEST_MANTISSA * 2.0 ** LARGEST_EXPONENT[kind]
     limits: dict[str, object] = {"LARGEST": largest, "VANISHES_AT": VANISHES_AT[kind], "EVEN": even}
     tile: dict[str, object] = {"QUADS": QUADS, "COLUMNS": QUADS_TILE[1]}
-    sums: dict[str, object] = {name: getattr(column_sums, name) for name in ("ROWS", "COLUMNS", "STAGES")}
-    forward, backward = gelu_fp8.WARPS, elementwise.BACKWARD_WARPS
+    sums: dict[str, object] = {name: getattr(linear, name) for name in ("ROWS", "COLUMNS", "STAGES")}
+    forward, backward = activations.WARPS, elementwise.BACKWARD_WARPS
     kernel, constants, warps, elements = {
-        "forward": (gelu_fp8._forward, limits | {"BLOCK": NONLINEARITY_ELEMENTS}, forward, NONLINEARITY_ELEMENTS),
-        "backward": (gelu_fp8._backward, limits | tile, backward, math.prod(QUADS_TILE)),
-        "sums": (column_sums._sum_fp8_rows, sums, column_sums.WARPS, 0),
+        "forward": (activations._gelu_forward, limits | {"BLOCK": NONLINEARITY_ELEMENTS}, forward, NONLINEARITY_ELEMENTS),
+        "backward": (activations._gelu_backward, limits | tile, backward, math.prod(QUADS_TILE)),
+        "sums": (linear._sum_fp8_rows, sums, linear.WARPS, 0),
     }[name]
     types = dict.fromkeys(("rows", "drows", "dcolumns"), f"*{form}:16") | {"columns": "*fp8e4nv:16", "sums_acc": "*fp32:16"}
     types |= dict.fromkeys(("hidden", "dgelu"), f"*{dtype}:16") | {"dout": f"*{form}:16", "PARTS": "i32"}

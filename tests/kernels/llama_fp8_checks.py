@@ -8,10 +8,10 @@ import triton
 from torch import Tensor
 
 from handgrad.joins.fp8 import reference
-from handgrad.joins.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, rotary, swiglu
+from handgrad.joins.fp8.cuda import activations, attention, rmsnorm, rotary
 from handgrad.joins.fp8.formats import Form
 from handgrad.networks.llama import LlamaShape
-from handgrad.ops.cuda import attention_triton, swiglu as plain_swiglu
+from handgrad.ops.cuda import activations as plain_activations, attention_triton
 from handgrad.ops.mask import Mask
 from handgrad.ops.sizes import rows_of
 from tests.kernels import fp8_frames as frames
@@ -28,7 +28,7 @@ def gained_rmsnorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, cou
 
     def run(out: Form) -> list[Tensor]:
         rstd = torch.full((N,), math.nan, device=draw.device)
-        gained_rmsnorm.gained_rmsnorm_forward(out, rstd, inp, gain, epsilon=1e-3)
+        rmsnorm.rmsnorm_forward(out, rstd, inp, gain, epsilon=1e-3)
         return [rstd]
 
     frames.norm_forward(draw, (N, C), kind, run, counting=counting)
@@ -41,7 +41,7 @@ def gained_rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, co
 
     def run(dresidual: Form) -> list[Tensor]:
         dgain = torch.ones(C, device=draw.device)
-        gained_rmsnorm.gained_rmsnorm_backward(dresidual, dgain, dout, inp, rstd, gain, scratch=scratch.fill_(255))
+        rmsnorm.rmsnorm_backward(dresidual, dgain, dout, inp, rstd, gain, scratch=scratch.fill_(255))
         return [dgain]
 
     frames.norm_backward(draw, stream, kind, run, counting=counting)
@@ -50,8 +50,8 @@ def gained_rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, co
 def swiglu_forward(draw: Draw, N: int, F: int, *, counting: bool, current: bool) -> None:
     hidden = wide(draw, N, 2 * F)
     plain, before = torch.full((N, F), math.nan, dtype=draw.dtype, device=draw.device), hidden.clone()
-    plain_swiglu.swiglu_forward(plain, hidden)
-    launch = lambda found: swiglu.swiglu_forward_fp8(found, hidden)  # noqa: E731
+    plain_activations.swiglu_forward(plain, hidden)
+    launch = lambda found: activations.swiglu_forward_fp8(found, hidden)  # noqa: E731
     frames.nonlinearity_forward(draw, plain, launch, counting=counting, current=current)
     assert torch.equal(hidden, before)
 
@@ -61,10 +61,10 @@ def swiglu_backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: 
     dout[-1, -1], hidden[-1, F - 1], hidden[-1, -1] = 16.0, 3.0, 5.0  # the largest, in the last row of the last quad
     plain = torch.full((N, F), math.nan, dtype=draw.dtype, device=draw.device)
     dplain = torch.full_like(hidden, math.nan)
-    plain_swiglu.swiglu_forward(plain, hidden)
-    plain_swiglu.swiglu_backward(dplain, dout, hidden)
+    plain_activations.swiglu_forward(plain, hidden)
+    plain_activations.swiglu_backward(dplain, dout, hidden)
     tensors = draw, dplain, plain, kind
-    launch = lambda found, inp: swiglu.swiglu_backward_fp8(found, inp, dout, hidden)  # noqa: E731
+    launch = lambda found, inp: activations.swiglu_backward_fp8(found, inp, dout, hidden)  # noqa: E731
     frames.nonlinearity_backward(*tensors, launch, (hidden, dout), counting=counting, current=current)
 
 
@@ -99,7 +99,7 @@ def turn_back(
             return []
         sums = [torch.ones(D, device=draw.device) for _ in gains]
         inputs = qkv, rstd, *gains
-        gained_qk_norm.gained_qk_norm_rotary_backward(dqkv, *sums, *inputs, **options, scratch=scratch_of(draw))
+        rotary.gained_qk_norm_rotary_backward(dqkv, *sums, *inputs, **options, scratch=scratch_of(draw))
         return sums
 
     turned_columns, terms = (H + K) * D, N * H

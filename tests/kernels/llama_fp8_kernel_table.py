@@ -1,6 +1,6 @@
 """The Llama family's kernels that write fp8 as they are launched at published sizes, compiled without a GPU (`tables`)."""
 
-from handgrad.joins.fp8.cuda import attention, elementwise, gained_qk_norm, gained_rmsnorm, rotary, swiglu
+from handgrad.joins.fp8.cuda import activations, attention, elementwise, rmsnorm, rotary
 from handgrad.joins.fp8.formats import VANISHES_AT, largest_number
 from handgrad.ops.sizes import QUADS, QUADS_TILE, SWIGLU_TILE, attention_tile, backward_tile, forward_tile
 from tests.kernels.compiling import compile_kernel
@@ -19,24 +19,24 @@ def launches(form: str) -> dict[str, Launch]:
     tile = {"EVEN": True, "QUADS": QUADS, "COLUMNS": QUADS_TILE[1]}
     forward = {"EVEN": True, "ROWS": SWIGLU_TILE[0], "COLUMNS": SWIGLU_TILE[1]}
     found: dict[str, Launch] = {
-        "swiglu_forward": (swiglu._forward, {**limits, **forward}, swiglu.WARPS),
-        "swiglu_backward": (swiglu._backward, {**limits, **tile}, elementwise.BACKWARD_WARPS),
+        "swiglu_forward": (activations._swiglu_forward, {**limits, **forward}, activations.WARPS),
+        "swiglu_backward": (activations._swiglu_backward, {**limits, **tile}, elementwise.BACKWARD_WARPS),
     }
     for C in CHANNELS:
         block, rows, warps = forward_tile(C)
         constants = {**limits, "C": C, "BLOCK_C": block, "ROWS": rows, "out": None}
-        found[f"gained_rmsnorm_forward of {C}"] = gained_rmsnorm._forward, constants, warps
+        found[f"gained_rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
         _, block, rows, warps, stages = backward_tile(1 << 16, C, 2)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages}
-        found[f"gained_rmsnorm_backward of {C}"] = gained_rmsnorm._backward, constants, warps
+        found[f"gained_rmsnorm_backward of {C}"] = rmsnorm._gain_backward, constants, warps
     for H, K, D in HEADS:
         heads, (pairs, warps) = H + 2 * K, rotary.tile(D)
         sizes = {"HEADS": heads, "TURNED": H + K, "D": D, "QUADS": QUADS, "BLOCK_P": pairs, "plain": None}
         sizes |= {**limits, "TURN_SCALE": 1.0}
-        constants = {**sizes, "C3": heads * D, "ROTARY": True, "rstd": None, "qkv": None}
+        sizes |= {"COLUMNS": heads * D, "QUERIES": H, "ROTARY": True}
+        constants = sizes | dict.fromkeys(("rstd", "qkv", "q_gain", "k_gain", "partials"))
         found[f"rotary_backward of {H} heads of {D}"] = rotary._backward, constants, warps
-        constants = {**sizes, "COLUMNS": heads * D, "QUERIES": H}
-        found[f"gained_qk_norm_backward of {H} heads of {D}"] = gained_qk_norm._backward, constants, warps
+        found[f"gained_qk_norm_backward of {H} heads of {D}"] = rotary._backward, sizes, warps
         config = attention_tile("forward", D, narrow=True, newer=True, grouped=True)
         constants = {**limits, "D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": False}
         constants |= {"GROUP": H // K, "starts": None}

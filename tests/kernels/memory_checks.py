@@ -17,7 +17,7 @@ from torch import Tensor
 
 from handgrad import ops
 from handgrad.joins.dropout import cuda as dropout_kernels, reference as dropout_reference
-from handgrad.joins.dropout.masks import Dropout
+from handgrad.joins.dropout.reference import Dropout
 from handgrad.ops import cases, cuda as kernels, reference, rounding
 from handgrad.ops.cases import SENTINEL, Arguments
 from handgrad.ops.sizes import scratch_bytes

@@ -5,8 +5,8 @@ bf16 on every architecture, and each of the other dtypes on one: a compilation t
 
 import triton
 
-from handgrad.joins.dropout.cuda import elementwise
-from handgrad.ops.cuda import classifier, column_sums, digests, embedding, gelu, layernorm, optimizer, reduction
+from handgrad.joins.dropout import cuda as dropout
+from handgrad.ops.cuda import activations, classifier, column_sums, embedding, layernorm, optimizer, reduction
 from handgrad.ops.sizes import BIAS_COLUMNS, BIAS_ROWS, CHUNK, backward_tile, forward_tile
 from tests.kernels.compiling import compile_kernel
 
@@ -79,11 +79,11 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
             {**softmax, "UNTRAINED": True},
             classifier.WARPS,
         ),
-        "gelu_forward": (gelu._forward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
-        "gelu_backward": (gelu._backward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
+        "gelu_forward": (activations._gelu_forward, {"BLOCK": activations.BLOCK}, activations.WARPS),
+        "gelu_backward": (activations._gelu_backward, {"BLOCK": activations.BLOCK}, activations.WARPS),
         "embedding_forward": (embedding._forward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps),
-        "dropout": (elementwise._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows, "residual": None}, warps),
-        "dropout and residual": (elementwise._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows}, warps),
+        "dropout": (dropout._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows, "residual": None}, warps),
+        "dropout and residual": (dropout._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows}, warps),
         "embedding runs": (embedding._sum_runs, {**chunk, "COLUMNS": embedding.RUN_COLUMNS}, embedding.RUN_WARPS),
         "embedding parts": (
             embedding._join_runs,
@@ -115,7 +115,11 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
             {"BLOCK": reduction.CHECKSUM_WORDS, "TILES": reduction.CHECKSUM_TILES},
             reduction.CHECKSUM_WARPS,
         ),
-        "digest": (digests._digest, {"COLUMNS": digests.COLUMNS, "ROWS": digests.ROWS}, digests.WARPS),
+        "digest": (
+            reduction._digest,
+            {"COLUMNS": reduction.COLUMNS, "ROWS": reduction.DIGEST_ROWS},
+            reduction.DIGEST_WARPS,
+        ),
         "verdict": (
             optimizer._verdict,
             {"TOKENS": 524288.0, "CLIP_NORM": 1.0, "DYNAMIC": True, **sums},

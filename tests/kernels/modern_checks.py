@@ -33,6 +33,12 @@ def absent(residual: bool, first: bool) -> dict[str, None]:
     return dict.fromkeys(names + ["first", "input_scalar", "dfirst_inout", "dinput_scalar_acc"] * (not first))
 
 
+def rmsnorm(draw: Draw, N: int, C: int) -> list[Case]:
+    """Both ways, without a gain."""
+    without: dict[str, dict[str, None]] = {"forward": {"gain": None}, "backward": {"gain": None, "dgain_acc": None}}
+    return [case(draw, f"rmsnorm_{way}", N=N, C=C, **changes) for way, changes in without.items()]
+
+
 def mix_forward(draw: Draw, N: int, C: int, residual: bool, first: bool) -> Case:
     """With the mixture stored, and the norm alone, to the bit."""
     missing = {name: None for name in absent(residual, first) if not name.startswith("d")}
@@ -109,7 +115,7 @@ def check_token_embedding(draw: Draw, tokens: Tensor, C: int, Vp: int) -> None:
     assert torch.equal(found["dwte_acc"], expected["dwte_acc"]), "which test_memory_kernels compares with the reference"
 
 
-def modern_row_products(draw: Draw, C: int, O: int) -> Case:
+def modern_row_gemms(draw: Draw, C: int, O: int) -> Case:
     """The products of one row: after an RMS norm, into a squared ReLU, and onto the residual stream without a bias."""
     inputs = {"x": draw.normal(1, C) * 2 + 0.5, "weight": draw.normal(O, C) / C**0.5, "residual": draw.normal(1, O)}
 
@@ -117,8 +123,8 @@ def modern_row_products(draw: Draw, C: int, O: int) -> Case:
         x, weight, scratch = t["x"], t["weight"], {"scratch": torch.empty(0)}
         norm, rstd = nan(x, 1, C), nan(x, 1, dtype=statistics_dtype(x))
         out = {name: nan(x, 1, O) for name in ("linear", "relu2", "residual")}
-        ops.rmsnorm_linear_forward(out["linear"], norm, rstd, x, weight, **scratch)
-        ops.rmsnorm_linear_relu2_forward(out["relu2"], norm, rstd, x, weight, **scratch)
+        ops.rmsnorm_linear_forward(out["linear"], norm, rstd, x, None, weight, None, **scratch)
+        ops.rmsnorm_linear_relu2_forward(out["relu2"], norm, rstd, x, None, weight, **scratch)
         ops.linear_residual_forward(out["residual"], t["residual"], x, weight, None, **scratch)
         return out
 
@@ -162,7 +168,7 @@ def relu2_products(draw: Draw, N: int, C: int, F: int) -> Case:
         scratch = {"scratch": poisoned(t["x"], tokens=N, channels=C, widest=F)}
         out, norm, dhidden = nan(t["x"], N, F), nan(t["x"], N, C), nan(t["x"], N, F)
         rstd, dweight = nan(t["x"], N, dtype=statistics_dtype(t["x"])), accumulator(t["x"], C, F)
-        ops.rmsnorm_linear_relu2_forward(out, norm, rstd, t["x"], t["fc"], **scratch)
+        ops.rmsnorm_linear_relu2_forward(out, norm, rstd, t["x"], None, t["fc"], **scratch)
         stream = nan(t["x"], N, C)
         ops.linear_residual_forward(stream, t["residual"], out, t["proj"], None, **scratch)
         ops.relu2_linear_backward(dhidden, dweight, t["dout"], out, t["proj"], **scratch)

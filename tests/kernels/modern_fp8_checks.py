@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.joins.fp8.cuda import mix, relu2, rmsnorm, rotary
+from handgrad.joins.fp8.cuda import activations, mix, rmsnorm, rotary
 from handgrad.joins.fp8.formats import Form
-from handgrad.ops.cuda import relu2 as plain_relu2
+from handgrad.ops.cuda import activations as plain_activations
 from tests.kernels import fp8_frames as frames
 from tests.kernels.fp8_checks import wide
 from tests.kernels.memory_checks import Draw
@@ -30,7 +30,7 @@ def rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting:
     rstd = draw.normal(N, dtype=torch.float32).abs()
 
     def run(dresidual: Form) -> list[Tensor]:
-        rmsnorm.rmsnorm_backward(dresidual, dout, inp, rstd)
+        rmsnorm.rmsnorm_backward(dresidual, None, dout, inp, rstd, None, scratch=inp)
         return []
 
     frames.norm_backward(draw, stream, kind, run, counting=counting)
@@ -82,9 +82,9 @@ def mix_rmsnorm_backward(
 def relu2_forward(draw: Draw, N: int, F: int, *, counting: bool, current: bool) -> None:
     hidden = wide(draw, N, F)
     plain = hidden.clone()
-    plain_relu2.relu2_forward(plain)
+    plain_activations.relu2_forward(plain)
     changes = {"current": current, "plain": hidden}
-    frames.nonlinearity_forward(draw, plain, relu2.relu2_forward_fp8, counting=counting, **changes)
+    frames.nonlinearity_forward(draw, plain, activations.relu2_forward_fp8, counting=counting, **changes)
     assert torch.equal(hidden, plain)
 
 
@@ -92,9 +92,9 @@ def relu2_backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: b
     square, dsquare = wide(draw, N, F).clamp_(min=0), wide(draw, N, F)
     dsquare[-1, -1], square[-1, -1] = 77.0, 9.0  # the largest, in the last row of the last quad
     dplain = dsquare.clone()
-    plain_relu2.relu2_backward(dplain, square)
+    plain_activations.relu2_backward(dplain, square)
     tensors = draw, dplain, square, kind
-    launch = lambda found, inp: relu2.relu2_backward_fp8(found, inp, dsquare)  # noqa: E731
+    launch = lambda found, inp: activations.relu2_backward_fp8(found, inp, dsquare)  # noqa: E731
     options = {"counting": counting, "current": current, "inp_plain": square}
     frames.nonlinearity_backward(*tensors, launch, (square, dsquare), **options)
 

@@ -3,7 +3,7 @@
 
 import triton
 
-from handgrad.joins.fp8.cuda import elementwise, gelu, mix, relu2, rmsnorm, rotary
+from handgrad.joins.fp8.cuda import activations, elementwise, mix, rmsnorm, rotary
 from handgrad.joins.fp8.formats import E4M3, E5M2, VANISHES_AT, largest_number
 from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE, backward_tile, forward_tile, rmsnorm_backward_tile
 from tests.kernels.compiling import compile_kernel
@@ -13,7 +13,7 @@ ARCHITECTURES = (90, 100)
 TYPES = {"fp8e4nv": E4M3, "fp8e5": E5M2}
 HEADS = ((12, 64), (6, 128), (24, 128), (16, 100))  # H, D
 SIZES = dict.fromkeys(("elements", "N4", "F", "N", "length"), "i32:16") | {"PARTS": "i32"}
-UNALIGNED = dict.fromkeys(("scaling", "inp_scaling", "statistics"), "*fp32") | {"rstd": "*fp32:16"}
+UNALIGNED = dict.fromkeys(("scaling", "inp_scaling", "statistics"), "*fp32") | {"rstd": "*fp32:16", "epsilon": "fp32"}
 
 Launch = tuple[triton.JITFunction, dict[str, object], int]
 
@@ -24,13 +24,17 @@ def launches(form: str) -> dict[str, Launch]:
     limits: dict[str, object] = {"LARGEST": largest_number(kind), "VANISHES_AT": VANISHES_AT[kind]}
     tile = {"EVEN": True, "QUADS": QUADS, "COLUMNS": QUADS_TILE[1]}
     found: dict[str, Launch] = {
-        "relu2_forward": (relu2._forward, {**limits, "EVEN": True, "BLOCK": NONLINEARITY_ELEMENTS}, gelu.WARPS),
-        "relu2_backward": (relu2._backward, {**limits, **tile}, elementwise.BACKWARD_WARPS),
+        "relu2_forward": (
+            activations._relu2_forward,
+            {**limits, "EVEN": True, "BLOCK": NONLINEARITY_ELEMENTS},
+            activations.WARPS,
+        ),
+        "relu2_backward": (activations._relu2_backward, {**limits, **tile}, elementwise.BACKWARD_WARPS),
     }
     for C in (768, 1600, 3072):
         block, rows, warps = forward_tile(C)
         constants = {**limits, "C": C, "BLOCK_C": block, "ROWS": rows, "out": None}
-        found[f"rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
+        found[f"rmsnorm_forward of {C}"] = rmsnorm._forward, constants | {"gain": None}, warps
         block, rows, warps = rmsnorm_backward_tile(C)
         found[f"rmsnorm_backward of {C}"] = rmsnorm._backward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
         for name, absent in SCALARS.items():
@@ -43,8 +47,17 @@ def launches(form: str) -> dict[str, Launch]:
             found[f"mix_rmsnorm_backward of {C}, {name}"] = mix._backward, constants | dict.fromkeys(absent), warps
     for H, D in HEADS:
         pairs, warps = rotary.tile(D)
-        sizes = {"C3": 3 * H * D, "HEADS": 3 * H, "D": D, "QUADS": QUADS, "BLOCK_P": pairs, "plain": None}
-        sizes |= {"TURNED": 2 * H, "TURN_SCALE": 1.0, "frequencies": None}
+        sizes = {
+            "COLUMNS": 3 * H * D,
+            "HEADS": 3 * H,
+            "D": D,
+            "QUERIES": H,
+            "QUADS": QUADS,
+            "BLOCK_P": pairs,
+            "plain": None,
+        }
+        sizes |= {"TURNED": 2 * H, "TURN_SCALE": 1.0}
+        sizes |= dict.fromkeys(("frequencies", "q_gain", "k_gain", "partials"))
         for name, absent, rotated in (
             ("qk_norm", {}, False),
             ("rotary", {"rstd": None, "qkv": None}, True),

@@ -5,16 +5,12 @@ import triton
 
 from handgrad.networks.modern import GATE_CHANNELS
 from handgrad.ops.cuda import (
+    activations,
     classifier,
     embedding,
-    gained_qk_norm,
-    gained_rmsnorm,
-    gelu,
     mix,
-    relu2,
     rmsnorm,
     rotary,
-    swiglu,
     value_embedding,
 )
 from handgrad.ops.sizes import backward_tile, forward_tile, rmsnorm_backward_tile
@@ -39,8 +35,8 @@ Launch = tuple[triton.JITFunction, dict[str, object], int]
 def launches(itemsize: int) -> dict[str, Launch]:
     """name: (kernel, its constants, warps), as the operations launch them."""
     found: dict[str, Launch] = {
-        "relu2_forward": (relu2._forward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
-        "relu2_backward": (relu2._backward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
+        "relu2_forward": (activations._relu2_forward, {"BLOCK": activations.BLOCK}, activations.WARPS),
+        "relu2_backward": (activations._relu2_backward, {"BLOCK": activations.BLOCK}, activations.WARPS),
     }
     softmax = {"V": V, "Vp": Vp, "CAP": 15.0}
     found["classifier_forward"] = classifier._forward, {**softmax, "PADDED": 64}, classifier.WARPS
@@ -50,11 +46,11 @@ def launches(itemsize: int) -> dict[str, Launch]:
         block, rows, warps = forward_tile(C)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "wpe": None}
         found[f"token_embedding_forward of {C}"] = embedding._forward, constants, warps
-        for name, kernel, (block, rows, warps) in (
-            ("rmsnorm_forward", rmsnorm._forward, forward_tile(C)),
-            ("rmsnorm_backward", rmsnorm._backward, rmsnorm_backward_tile(C)),
-        ):
-            found[f"{name} of {C}"] = kernel, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
+        block, rows, warps = forward_tile(C)
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "gain": None}
+        found[f"rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
+        block, rows, warps = rmsnorm_backward_tile(C)
+        found[f"rmsnorm_backward of {C}"] = rmsnorm._backward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
         for name, absent in SCALARS.items():
             block, rows, warps = forward_tile(C)
             constants = {"C": C, "BLOCK_C": block, "ROWS": rows} | dict.fromkeys(absent)
@@ -85,25 +81,25 @@ def launches(itemsize: int) -> dict[str, Launch]:
 def llama_launches(itemsize: int) -> dict[str, Launch]:
     """Of the Llama family: SmolLM2's sizes, Qwen3's, and heads of 256."""
     found: dict[str, Launch] = {
-        "swiglu_forward": (swiglu._forward, {"BLOCK": swiglu.BLOCK}, swiglu.WARPS),
-        "swiglu_backward": (swiglu._backward, {"BLOCK": swiglu.BLOCK}, swiglu.WARPS),
+        "swiglu_forward": (activations._swiglu_forward, {"BLOCK": activations.SWIGLU_BLOCK}, activations.SWIGLU_WARPS),
+        "swiglu_backward": (activations._swiglu_backward, {"BLOCK": activations.SWIGLU_BLOCK}, activations.SWIGLU_WARPS),
     }
     for C in (576, 1024, 2048):
         block, rows, warps = forward_tile(C)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows}
-        found[f"gained_rmsnorm_forward of {C}"] = gained_rmsnorm._forward, constants, warps
+        found[f"gained_rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
         _, block, rows, warps, stages = backward_tile(1 << 16, C, itemsize)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages}
-        found[f"gained_rmsnorm_backward of {C}"] = gained_rmsnorm._backward, constants, warps
+        found[f"gained_rmsnorm_backward of {C}"] = rmsnorm._gain_backward, constants, warps
     for H, K, D in ((9, 3, 64), (16, 8, 128), (8, 4, 256)):
         columns, turned = (H + 2 * K) * D, H + K
         heads, pairs, warps = rotary.tile(turned, D, itemsize, rotary.FORWARD_BYTES_PER_WARP)
         sizes = {"COLUMNS": columns, "HEADS": turned, "QUERIES": H, "D": D, "SCALE": 1.0}
         constants = {**sizes, "BLOCK_H": heads, "BLOCK_P": pairs, "positions": None}
         constants["VALUES"] = triton.next_power_of_2(K * D)
-        found[f"gained_qk_norm_forward of {H} heads"] = gained_qk_norm._forward, constants, warps
+        found[f"gained_qk_norm_forward of {H} heads"] = rotary._gained_forward, constants, warps
         at_positions = {name: value for name, value in constants.items() if name != "positions"}
-        found[f"gained_qk_norm_forward of {H} heads, generation"] = gained_qk_norm._forward, at_positions, warps
+        found[f"gained_qk_norm_forward of {H} heads, generation"] = rotary._gained_forward, at_positions, warps
         alone = {"C3": columns, "HEADS": turned, "D": D, "BLOCK_H": heads, "BLOCK_P": pairs, "ROTARY": True, "rstd": None}
         for scale in (1.0, 1.2):
             for name, more in (("", {"positions": None, "OVERLAPS": False}), (", generation", {"OVERLAPS": True})):
@@ -111,7 +107,7 @@ def llama_launches(itemsize: int) -> dict[str, Launch]:
                 found[name] = rotary._forward, {**alone, **more, "SCALE": scale}, warps
         heads, pairs, warps = rotary.tile(turned, D, itemsize, rotary.BACKWARD_BYTES_PER_WARP)
         constants = {**sizes, "BLOCK_H": heads, "BLOCK_P": pairs}
-        found[f"gained_qk_norm_backward of {H} heads"] = gained_qk_norm._backward, constants, warps
+        found[f"gained_qk_norm_backward of {H} heads"] = rotary._gained_backward, constants, warps
         alone = {**alone, "BLOCK_H": heads, "BLOCK_P": pairs, "qkv": None}
         for scale in (1.0, 1.2):
             name = f"rotary_backward of {H} heads by table, scale {scale}"

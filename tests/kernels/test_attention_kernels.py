@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from handgrad.joins.dropout import cuda as dropout_kernels, reference as dropout_reference
-from handgrad.joins.dropout.masks import Dropout
+from handgrad.joins.dropout.reference import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.sizes import AttentionTile, attention_scratch_bytes

@@ -13,7 +13,7 @@ from handgrad.joins.fp8 import reference as fp8_reference
 from handgrad.ops import DECODE_OPERATIONS, OPERATIONS, SET_UP, reference
 
 CONTRACT = OPERATIONS + SET_UP
-BACKENDS = ("ops.reference", "ops.cpu", "ops.cuda", "ops.cuda.tf32", "fp8.reference", "fp8.cuda")
+BACKENDS = ("ops.reference", "ops.cpu", "ops.cuda", "ops.cuda.tf32", "joins.fp8.reference", "joins.fp8.cuda")
 
 
 def arguments(function) -> list:

@@ -22,7 +22,7 @@ import handgrad.joins.dropout.cuda
 import handgrad.ops.cuda
 from benchmarks import compiled_kernels
 from handgrad.errors import UsageError
-from handgrad.ops.cuda import attention_configs
+from handgrad.ops.cuda import attention_tiles
 from tests.kernels import (
     attention_kernel_table as attention,
     decode_kernel_table as decode,
@@ -106,5 +106,5 @@ def test_heads_that_a_card_takes(found: tuple[int, int] | None, widest: int, mon
     ],
 )
 def test_tiles_of_a_card(found: tuple[int, int], D: int, config: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_configs, "capability", lambda device: found)
-    assert attention_configs.choose_config("forward", torch.empty(1, dtype=torch.float16), D) == config
+    monkeypatch.setattr(attention_tiles, "capability", lambda device: found)
+    assert attention_tiles.choose_config("forward", torch.empty(1, dtype=torch.float16), D) == config

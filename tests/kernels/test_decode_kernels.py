@@ -10,7 +10,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.cuda import attention_append, attention_decode, choosing, decode, row_products
+from handgrad.ops.cuda import attention_decode, choosing, decode, row_gemms
 from handgrad.ops.reference import decode as reference
 from handgrad.ops.reference.decode import gumbel
 from tests.kernels import decode_checks as checks
@@ -24,20 +24,20 @@ def draw() -> Draw:
 
 
 @pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 11), (1600, 5), (6400, 40)])
-def test_row_products(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(checks.row_products(draw, C, O), terms=4)  # of the layer norm: as its own check has it
+def test_row_gemms(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(checks.row_gemms(draw, C, O), terms=4)  # of the layer norm: as its own check has it
     check(checks.swiglu_product(draw, C, O), terms=8)
-    monkeypatch.setattr(row_products, "FEWEST_PROGRAMS", 2)  # several rows in a tile, the last one cut
-    monkeypatch.setattr(row_products, "MOST_PROGRAMS", 2)  # several tiles in a program
-    check(checks.row_products(draw, C, O), terms=4)
+    monkeypatch.setattr(row_gemms, "FEWEST_PROGRAMS", 2)  # several rows in a tile, the last one cut
+    monkeypatch.setattr(row_gemms, "MOST_PROGRAMS", 2)  # several tiles in a program
+    check(checks.row_gemms(draw, C, O), terms=4)
     check(checks.swiglu_product(draw, C, O), terms=8)
 
 
 @pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (1600, 40)])
-def test_row_products_of_fp8_weights(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_gemms_of_fp8_weights(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.fp8_products(draw, C, O)
-    monkeypatch.setattr(row_products, "FEWEST_PROGRAMS", 2)
-    monkeypatch.setattr(row_products, "MOST_PROGRAMS", 1)
+    monkeypatch.setattr(row_gemms, "FEWEST_PROGRAMS", 2)
+    monkeypatch.setattr(row_gemms, "MOST_PROGRAMS", 1)
     checks.fp8_products(draw, C, O)
 
 
@@ -52,13 +52,13 @@ def test_a_row_far_from_zero_keeps_its_variance(draw: Draw) -> None:
 
 
 def test_a_program_has_rows_while_there_are_enough_programs() -> None:
-    assert row_products.product_tile(4800, 1600) == (4, 2048, 4)
-    assert row_products.product_tile(50304, 768) == (8, 1024, 4)
-    assert row_products.product_tile(768, 768) == (2, 1024, 4)
-    assert row_products.product_tile(1600, 6400) == (1, 8192, 4)
-    counts = {tiles: row_products.programs_of(tiles) for tiles in (96, 660, 661, 1200, 1600, 12576)}
+    assert row_gemms.gemm_tile(4800, 1600) == (4, 2048, 4)
+    assert row_gemms.gemm_tile(50304, 768) == (8, 1024, 4)
+    assert row_gemms.gemm_tile(768, 768) == (2, 1024, 4)
+    assert row_gemms.gemm_tile(1600, 6400) == (1, 8192, 4)
+    counts = {tiles: row_gemms.programs_of(tiles) for tiles in (96, 660, 661, 1200, 1600, 12576)}
     assert counts == {96: 96, 660: 660, 661: 331, 1200: 600, 1600: 534, 12576: 629}, "as many tiles for each"
-    assert [row_products.stages_of(tiles) for tiles in (96, 660, 661, 2640, 2641)] == [0, 0, 2, 2, 3]
+    assert [row_gemms.stages_of(tiles) for tiles in (96, 660, 661, 2640, 2641)] == [0, 0, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_attention_of_new_tokens(draw: Draw, T: int, starts: list[int], H: int, 
 
 
 def test_attention_of_new_tokens_in_turings_tiles(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_append, "TILE", attention_append.TURING_TILE)
+    monkeypatch.setattr(attention_decode, "APPEND_TILE", attention_decode.TURING_APPEND_TILE)
     check(checks.attention_append(draw, 37, [3, 0, 11], 4, 2, 64, 24))
 
 

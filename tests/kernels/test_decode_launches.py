@@ -33,7 +33,7 @@ def launches(shape: ModelShape, *, fp8: bool = False) -> tuple[dict[str, int], l
     decoder = Decoder(shape, bound, weights, decode_tensors(shape, views), SamplingOptions(0), end_of_text=None)
     with collecting() as noted:
         decoder.launch_step()
-    products = [launch for kernel, made in noted.items() if name_of(kernel) == "_row_product" for launch in made]
+    products = [launch for kernel, made in noted.items() if name_of(kernel) == "_row_gemm" for launch in made]
     assert all((type(arguments[5]) is torch.Tensor) == fp8 for _, arguments, _ in products), "scales"
     return {name_of(kernel): len(made) for kernel, made in noted.items()}, [grid for grid, _, _ in products]
 
@@ -46,7 +46,7 @@ def name_of(kernel: Any) -> str:
 def test_a_block_of_gpt2_takes_five_kernels(fp8: bool) -> None:
     """Four products and attention, and nothing of the block or of the choice runs outside of them."""
     found, grids = launches(ModelShape(3000, 1024, 3, 12, 768), fp8=fp8)
-    assert found == STEP | {"_row_product": 4 * 3 + 1, "_attention": 3}
+    assert found == STEP | {"_row_gemm": 4 * 3 + 1, "_attention": 3}
     assert grids[:4] == [(288,), (384,), (384,), (384,)], "qkv, proj, fc, fcproj on 132 multiprocessors"
 
 
@@ -58,4 +58,4 @@ def test_a_long_cache_is_read_in_parts() -> None:
 def test_a_block_of_llama_takes_six_kernels() -> None:
     """GPT-2's, and the norm and rotation of heads; norms and SwiGLU are in the products."""
     found, _ = launches(ModelShape(3000, 1024, 3, 4, 256, "llama", "", LLAMA))
-    assert found == STEP | {"_row_product": 4 * 3 + 1, "_attention": 3, "_forward": 3}
+    assert found == STEP | {"_row_gemm": 4 * 3 + 1, "_attention": 3, "_forward": 3}

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.cuda.attention_documents import first_after
+from handgrad.ops.cuda.attention_tiles import first_after
 from handgrad.ops.sizes import AttentionTile
 from tests.documents import PACKINGS, document_starts
 from tests.kernels import document_checks as checks

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from handgrad.joins.fp8.cuda import gelu as gelu_fp8
+from handgrad.joins.fp8.cuda import activations
 from handgrad.joins.fp8.formats import E4M3, E5M2
-from handgrad.ops.cuda.gelu import gelu, gelu_derivative
+from handgrad.ops.cuda.activations import gelu, gelu_derivative
 from tests.kernels import fp8_stand_ins, gelu_fp8_checks as checks
 from tests.kernels.memory_checks import Draw
 from tests.kernels.pairs import every_pair
@@ -35,7 +35,7 @@ def reciprocal(x):
 def both_ways(together, apart, inp, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     x = tl.load(inp + place)
-    y, derivative = gelu_fp8.gelu_and_derivative(x)
+    y, derivative = activations.gelu_and_derivative(x)
     tl.store(together + place, y)
     tl.store(together + BLOCK + place, derivative)
     tl.store(apart + place, gelu(x))
@@ -69,8 +69,8 @@ def test_backward(draw: Draw, shape: tuple[int, int], kind: torch.dtype, countin
 
 
 def test_gelu_and_derivative_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gelu_fp8, "exp2_of_minus_abs", exp2_of_minus_abs)
-    monkeypatch.setattr(gelu_fp8, "reciprocal", reciprocal)
+    monkeypatch.setattr(activations, "exp2_of_minus_abs", exp2_of_minus_abs)
+    monkeypatch.setattr(activations, "reciprocal", reciprocal)
     x = torch.cat([torch.linspace(-12, 12, 4096 - len(checks.EXTREMES)), torch.tensor(checks.EXTREMES)])
     together, apart = torch.full((2, 4096), torch.nan), torch.full((2, 4096), torch.nan)
     both_ways[(1,)](together, apart, x, 4096)
@@ -81,9 +81,9 @@ def test_fewer_parts_than_programs(draw: Draw) -> None:
     tensor = checks.make(208, 320, -5, E4M3, "cpu")
     hidden = draw.normal(208, 320)
     with pytest.raises(AssertionError, match="0 parts, 9 needed"):
-        gelu_fp8.gelu_forward_fp8(tensor, hidden)
+        activations.gelu_forward_fp8(tensor, hidden)
     with pytest.raises(AssertionError, match="0 parts, 21 needed"):
-        gelu_fp8.gelu_backward_fp8(tensor, tensor, hidden, hidden)
+        activations.gelu_backward_fp8(tensor, tensor, hidden, hidden)
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=str)

@@ -22,7 +22,7 @@ def draw() -> Draw:
 
 @pytest.mark.parametrize(("N", "C"), [(1, 24), (7, 48), (33, 100), (5, 576), (3, 2048)])
 def test_gained_rmsnorm(draw: Draw, N: int, C: int) -> None:
-    for each in both(draw, "gained_rmsnorm", N=N, C=C):
+    for each in both(draw, "rmsnorm", N=N, C=C):
         check(each)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.joins.dropout.masks import Dropout
+from handgrad.joins.dropout.reference import Dropout
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND
 from handgrad.models.overlay import Overlay
@@ -57,8 +57,8 @@ class WithDropout(Overlay):
         self.mask = Mask(act.document_starts)
         sites = (Dropout(samples, probability, seed, site) for site in count())  # in the order of the forward
         self.embedding = next(sites)
-        self.sites: dict[Tensor, Dropout] = {}  # by an attention's lse, a product's bias, its weight's gradient
-        self.dbias_acc: dict[Tensor, Tensor] = {}  # of the products before the stream, by their weights' gradients
+        self.sites: dict[Tensor, Dropout] = {}  # by an attention's lse, a GEMM's bias, its weight's gradient
+        self.dbias_acc: dict[Tensor, Tensor] = {}  # of the GEMMs before the stream, by their weights' gradients
         for a, b, db in zip(act.blocks, w.blocks, g.blocks, strict=True):
             self.sites[a.lse], proj, fcproj = next(sites), next(sites), next(sites)
             self.sites |= {b.proj_bias: proj, db.proj_weight: proj, b.fcproj_bias: fcproj, db.fcproj_weight: fcproj}
@@ -87,18 +87,18 @@ class WithDropout(Overlay):
     def linear_residual_forward(
         self, out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor
     ) -> None:
-        """Writes the product to out and reads it again: the library has no epilogue that drops."""
+        """Writes the GEMM to out and reads it again: the library has no epilogue that drops."""
         self.ops.linear_forward(out, inp, weight, bias, scratch=scratch)
         self.dropout_ops.dropout_residual_forward(out, residual, self.sites[bias])
 
-    # In the backward the output gradient of such a product is not the stream's, but `dbranch`, from which its bias gradient
-    # is made here: the layer norm above, which sums the stream's gradient for the plain product, does not.
+    # In the backward the output gradient of such a GEMM is not the stream's, but `dbranch`, from which its bias gradient
+    # is made here: the layer norm above, which sums the stream's gradient for the plain GEMM, does not.
 
     def layernorm_backward(self, dresidual_inout: Tensor, *tensors: Tensor | None, scratch: Tensor) -> None:
         self.ops.layernorm_backward(dresidual_inout, *tensors[:-1], None, scratch=scratch)
 
     def drop_branch(self, dweight_acc: Tensor, dout: Tensor) -> Any:
-        """Fills `dbranch` from the stream's gradient; returns it as the product reads it."""
+        """Fills `dbranch` from the stream's gradient; returns it as the GEMM reads it."""
         self.dropout_ops.dropout_backward(self.dbranch, dout, self.sites[dweight_acc])
         return self.dbranch
 

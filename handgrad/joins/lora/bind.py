@@ -16,7 +16,7 @@ from handgrad.joins.lora.products import AdapterProducts, AdapterTensors
 from handgrad.joins.lora.tables import Adapter
 from handgrad.models.overlay import Overlay
 from handgrad.models.passes import Stage
-from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm
+from handgrad.ops.compose import after_attention, after_layernorm, after_rmsnorm
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Program
 
@@ -40,14 +40,14 @@ class WithAdapters(Overlay):
         super().__init__(ops)
         self.tensors, self.memory, self.module = tensors, memory, module or ops
         self.products = AdapterProducts(ops, tensors, memory)
-        norm, gained = ops.layernorm_forward, ops.gained_rmsnorm_forward
+        layernorm, rmsnorm = ops.layernorm_forward, ops.rmsnorm_forward
         # Operations that end with a product, as two in a row, the second one from below.
         self.composed: dict[str, Callable[..., None]] = {
             "attention_linear_residual_forward": after_attention(ops.decode.attention_decode, self.linear_residual_forward),
-            "layernorm_linear_forward": after_layernorm(norm, self.linear_forward),
-            "layernorm_linear_gelu_forward": after_layernorm(norm, self.linear_gelu_forward),
-            "gained_rmsnorm_linear_forward": after_gained_rmsnorm(gained, self.linear_forward, 1),
-            "gained_rmsnorm_linear_swiglu_forward": after_gained_rmsnorm(gained, self.linear_swiglu_forward, 2),
+            "layernorm_linear_forward": after_layernorm(layernorm, self.linear_forward),
+            "layernorm_linear_gelu_forward": after_layernorm(layernorm, self.linear_gelu_forward),
+            "rmsnorm_linear_forward": after_rmsnorm(rmsnorm, self.linear_forward, 1),
+            "rmsnorm_linear_swiglu_forward": after_rmsnorm(rmsnorm, self.linear_swiglu_forward, 2),
         }
 
     def __getattr__(self, name: str) -> Any:
@@ -125,9 +125,9 @@ class WithAdapters(Overlay):
         *_, weight, _ = inputs
         self.ops.layernorm_backward(dresidual_inout, *self.discarded(weight), *inputs, scratch=scratch)
 
-    def gained_rmsnorm_backward(self, dresidual_inout: Tensor, dgain_acc: None, *inputs: Tensor, scratch: Tensor) -> None:
+    def rmsnorm_backward(self, dresidual_inout: Tensor, dgain_acc: None, *inputs: Tensor, scratch: Tensor) -> None:
         discarded, _ = self.discarded(inputs[-1])
-        self.ops.gained_rmsnorm_backward(dresidual_inout, discarded, *inputs, scratch=scratch)
+        self.ops.rmsnorm_backward(dresidual_inout, discarded, *inputs, scratch=scratch)
 
     def gained_qk_norm_rotary_backward(
         self, dqkv_inout: Tensor, dq_gain_acc: None, dk_gain_acc: None, *inputs: Tensor, **options: Any

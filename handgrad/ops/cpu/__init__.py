@@ -9,29 +9,30 @@ Each is tested against `handgrad.ops.reference`, its specification.
 
 from typing import Any
 
-from handgrad.ops import reference
-from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
+from handgrad.ops import compose, reference
 from handgrad.ops.cpu import decode
-from handgrad.ops.cpu.adamw import adamw_update
-from handgrad.ops.cpu.attention import attention_backward, attention_forward
-from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward
-from handgrad.ops.cpu.gelu import (
+from handgrad.ops.cpu.activations import (
     gelu_backward,
     gelu_forward,
     gelu_linear_backward,
     linear_gelu_forward,
+    linear_relu2_forward,
     linear_residual_forward,
+    linear_swiglu_forward,
+    relu2_backward,
+    relu2_forward,
+    relu2_linear_backward,
+    swiglu_backward,
+    swiglu_forward,
+    swiglu_linear_backward,
 )
+from handgrad.ops.cpu.attention import attention_backward, attention_forward
+from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.cpu.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
 from handgrad.ops.cpu.muon import muon_momentum, muon_polar, muon_update
-from handgrad.ops.cpu.relu2 import linear_relu2_forward, relu2_backward, relu2_forward, relu2_linear_backward
-from handgrad.ops.cpu.rmsnorm import (
-    gained_rmsnorm_backward,
-    gained_rmsnorm_forward,
-    rmsnorm_backward,
-    rmsnorm_forward,
-)
+from handgrad.ops.cpu.optimizer import adamw_update
+from handgrad.ops.cpu.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.ops.cpu.rotary import (
     qk_norm_backward,
     qk_norm_forward,
@@ -40,20 +41,9 @@ from handgrad.ops.cpu.rotary import (
     rotary_backward,
     rotary_forward,
 )
-from handgrad.ops.cpu.swiglu import (
-    linear_swiglu_forward,
-    swiglu_backward,
-    swiglu_forward,
-    swiglu_linear_backward,
-)
 
-layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
-layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
-rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
-rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
-gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
-gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
-mix_rmsnorm_linear_forward = after_mix_rmsnorm(reference.mix_rmsnorm_forward, linear_forward)
+compose.bind_norms_and_gemms(__name__)
+mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(reference.mix_rmsnorm_forward, linear_forward)
 
 
 def __getattr__(name: str) -> Any:

@@ -23,14 +23,7 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor 
 
 
 def attention_backward(
-    dqkv: Tensor,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor | None = None,
-    mask: Mask = CAUSAL,
+    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None, mask: Mask = CAUSAL
 ) -> None:
     B, H, T = lse.shape
     q, k, v = split_heads(qkv.to(lse.dtype), B, H, out.shape[1] // H)

@@ -7,20 +7,14 @@ import torch
 from torch import Tensor
 
 from handgrad.ops import reference
-from handgrad.ops.cpu.whole_vectors import by_whole_vectors
+from handgrad.ops.cpu.activations import by_whole_vectors
 from handgrad.ops.reference.classifier import check_trained, clear_untrained
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 17  # rows of logits worked on at a time: three temporaries of 512 KiB stay in cache
 
 
 def classifier_forward(
-    losses: Tensor,
-    logits_inout: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int,
-    softcap: float = 0.0,
-    untrained: bool = False,
+    losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int, softcap: float = 0.0, untrained: bool = False
 ) -> None:
     if not softcap:
         reference.classifier_forward(losses, logits_inout, targets, vocab_size=vocab_size, untrained=untrained)

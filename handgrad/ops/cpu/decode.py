@@ -6,22 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
-from handgrad.ops.cpu.gelu import linear_gelu_forward, linear_residual_forward
-from handgrad.ops.cpu.layernorm import layernorm_forward
+from handgrad.ops import compose
+from handgrad.ops.cpu.activations import (
+    linear_gelu_forward,  # noqa: F401
+    linear_relu2_forward,  # noqa: F401
+    linear_residual_forward,
+    linear_swiglu_forward,  # noqa: F401
+)
+from handgrad.ops.cpu.layernorm import layernorm_forward  # noqa: F401
 from handgrad.ops.cpu.linear import linear_forward
-from handgrad.ops.cpu.relu2 import linear_relu2_forward
-from handgrad.ops.cpu.rmsnorm import gained_rmsnorm_forward, rmsnorm_forward
-from handgrad.ops.cpu.swiglu import linear_swiglu_forward
+from handgrad.ops.cpu.rmsnorm import rmsnorm_forward
 from handgrad.ops.reference import decode as reference
 
-layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
-layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
-rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
-rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
-gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
-gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
-mix_rmsnorm_linear_forward = after_mix(reference.mix_forward, rmsnorm_linear_forward)
+compose.bind_norms_and_gemms(__name__)
+mix_rmsnorm_linear_forward = compose.after_mix(
+    reference.mix_forward, compose.after_rmsnorm(rmsnorm_forward, linear_forward, 1)
+)
 
 
 def attention_decode(
@@ -29,14 +29,14 @@ def attention_decode(
 ) -> None:
     q = reference.append_keys_values(keys_inout, values_inout, qkv, positions)
     B, K, _, D = keys_inout.shape
-    q = (q / math.sqrt(D)).view(B, K, -1, D)  # heads of queries that share keys and values are rows of one product
+    q = (q / math.sqrt(D)).view(B, K, -1, D)  # heads of queries that share keys and values are rows of one GEMM
     y = out.view(*q.shape)
     for b, position in enumerate(positions.tolist()):
         keys, values = (cache[b, :, : position + 1].to(q.dtype) for cache in (keys_inout, values_inout))
         y[b] = torch.matmul(torch.softmax(torch.matmul(q[b], keys.transpose(-1, -2)), -1), values)
 
 
-attention_linear_residual_forward = after_attention(attention_decode, linear_residual_forward)
+attention_linear_residual_forward = compose.after_attention(attention_decode, linear_residual_forward)
 
 
 def __getattr__(name: str) -> Any:

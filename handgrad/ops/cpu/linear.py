@@ -6,18 +6,18 @@ from torch import Tensor
 from handgrad.machine import processor
 from handgrad.ops import reference
 
-# Rows of a weight gradient that are multiplied before they are added to the accumulator, where the product itself cannot
-# accumulate: the temporary of 1024 rows stays in the last-level cache, and the product runs as fast as in one piece.
+# Rows of a weight gradient that are multiplied before they are added to the accumulator, where the GEMM itself cannot
+# accumulate: the temporary of 1024 rows stays in the last-level cache, and the GEMM runs as fast as in one piece.
 ACCUMULATE_ROWS = 1024
 
-# On Intel's CPUs torch's own products, which MKL makes, are as fast as oneDNN's, and they write and add in place.
+# On Intel's CPUs torch's own GEMMs, which MKL makes, are as fast as oneDNN's, and they write and add in place.
 MKL_IS_AS_FAST = torch.backends.mkl.is_available() and processor.is_intel()
 # But for the few rows of generated text, which cost a pass over the weight: in the mode whose sums depend on no thread, MKL
 # takes longer for them (benchmarks/results/cpu-intel-few-rows.json).
 FEW_ROWS, LARGE_WEIGHT_ELEMENTS = 8 if torch.backends.mkldnn.is_available() else 0, 1 << 20
 
 
-def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+def gemm(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left (M, K) right (N, K)^T + bias (N), by oneDNN. In float32 it runs at 293 to 440 GFLOP/s on two AVX-512 cores of
     AMD's, where the BLAS behind `torch.mm` runs at 190; it has no accumulating and no out= form."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
@@ -35,7 +35,7 @@ def is_pass_over_weight(inp: Tensor, weight: Tensor) -> bool:
 
 def linear_forward(out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor | None = None) -> None:
     if prefers_onednn(inp) or is_pass_over_weight(inp, weight):
-        out.copy_(product(inp, weight, bias))
+        out.copy_(gemm(inp, weight, bias))
     else:
         reference.linear_forward(out, inp, weight, bias)
 
@@ -51,7 +51,7 @@ def linear_backward(
     scratch: Tensor | None = None,
 ) -> None:
     if prefers_onednn(dout):
-        dinp.copy_(product(dout, weight.t()))
+        dinp.copy_(gemm(dout, weight.t()))
     else:
         torch.mm(dout, weight, out=dinp)
     if dweight_acc is not None:
@@ -61,7 +61,7 @@ def linear_backward(
 
 
 def weight_backward(dweight_acc: Tensor, dout: Tensor, inp: Tensor) -> None:
-    """By blocks of rows, whose temporary stays in cache, where the product cannot accumulate."""
+    """By blocks of rows, whose temporary stays in cache, where the GEMM cannot accumulate."""
     onednn = prefers_onednn(inp)
     if dweight_acc.dtype == inp.dtype and not onednn:
         dweight_acc.addmm_(dout.t(), inp)
@@ -69,4 +69,4 @@ def weight_backward(dweight_acc: Tensor, dout: Tensor, inp: Tensor) -> None:
     for row in range(0, dweight_acc.shape[0], ACCUMULATE_ROWS):
         rows = slice(row, row + ACCUMULATE_ROWS)
         left = dout[:, rows].t()
-        dweight_acc[rows].add_(product(left, inp.t()) if onednn else torch.mm(left, inp))
+        dweight_acc[rows].add_(gemm(left, inp.t()) if onednn else torch.mm(left, inp))

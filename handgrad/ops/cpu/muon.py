@@ -1,19 +1,12 @@
-"""Muon's update in place, as the host knows the step's numbers, with float32 products by oneDNN where that is faster."""
+"""Muon's update in place, as the host knows the step's numbers, with float32 GEMMs by oneDNN where that is faster."""
 
 import torch
 from torch import Tensor
 
 from handgrad import ops
-from handgrad.ops.cpu.linear import prefers_onednn, product
+from handgrad.ops.cpu.linear import gemm, prefers_onednn
 from handgrad.ops.reference import muon as reference
-from handgrad.ops.reference.muon import (
-    ABOVE_LARGEST,
-    FIRST_MOMENTUM,
-    LEAST_NORM,
-    POLAR_EXPRESS,
-    UPDATE_RMS,
-    WARM_UP_STEPS,
-)
+from handgrad.ops.reference.muon import ABOVE_LARGEST, FIRST_MOMENTUM, LEAST_NORM, POLAR_EXPRESS, UPDATE_RMS, WARM_UP_STEPS
 
 
 def muon_momentum(
@@ -39,10 +32,10 @@ def polar(matrix: Tensor) -> Tensor:
     X = (matrix.T if tall else matrix).contiguous()
     X = X / (torch.linalg.vector_norm(X) * ABOVE_LARGEST + LEAST_NORM)
     for a, b, c in POLAR_EXPRESS:
-        A = product(X, X)
-        B = product(A, A).mul_(c).add_(A, alpha=b)
+        A = gemm(X, X)
+        B = gemm(A, A).mul_(c).add_(A, alpha=b)
         B.diagonal().add_(a)
-        X = product(B, X.T)
+        X = gemm(B, X.T)
     return X.T if tall else X
 
 

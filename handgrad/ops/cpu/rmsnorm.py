@@ -6,41 +6,38 @@ from torch import Tensor
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 
 
-def rmsnorm_forward(out: Tensor, rstd: Tensor, inp: Tensor) -> None:
-    torch.linalg.vector_norm(inp, dim=1, dtype=rstd.dtype, out=rstd)
-    rstd.square_().div_(inp.shape[1]).add_(RMSNORM_EPSILON).rsqrt_()
-    torch.mul(inp, rstd.unsqueeze(1), out=out)
-
-
-def rmsnorm_backward(dresidual_inout: Tensor, dout: Tensor, inp: Tensor, rstd: Tensor) -> None:
-    x, dy, r = inp.to(rstd.dtype), dout.to(rstd.dtype), rstd.unsqueeze(1)
-    dx = dy * x
-    along = dx.mean(1, keepdim=True).mul_(r).mul_(r)  # mean(dy y) rstd
-    torch.addcmul(dy, x, along, value=-1, out=dx)
-    dresidual_inout.add_(dx.mul_(r))
-
-
-def gained_rmsnorm_forward(out: Tensor, rstd: Tensor, inp: Tensor, gain: Tensor, *, epsilon: float) -> None:
+def rmsnorm_forward(
+    out: Tensor, rstd: Tensor, inp: Tensor, gain: Tensor | None = None, *, epsilon: float = RMSNORM_EPSILON
+) -> None:
     torch.linalg.vector_norm(inp, dim=1, dtype=rstd.dtype, out=rstd)
     rstd.square_().div_(inp.shape[1]).add_(epsilon).rsqrt_()
-    y = inp * rstd.unsqueeze(1)
-    out.copy_(y.mul_(gain))
+    if gain is None:
+        torch.mul(inp, rstd.unsqueeze(1), out=out)
+    else:
+        out.copy_((inp * rstd.unsqueeze(1)).mul_(gain))
 
 
-def gained_rmsnorm_backward(
+def rmsnorm_backward(
     dresidual_inout: Tensor,
-    dgain_acc: Tensor,
+    dgain_acc: Tensor | None,
     dout: Tensor,
     inp: Tensor,
     rstd: Tensor,
-    gain: Tensor,
+    gain: Tensor | None,
     *,
     scratch: Tensor | None = None,
 ) -> None:
     dy, r = dout.to(rstd.dtype), rstd.unsqueeze(1)
-    normalized = inp * r
-    products = dy * normalized
-    dgain_acc.add_(products.sum(0))
-    along = products.mul_(gain).mean(1, keepdim=True)
-    dx = torch.addcmul(dy * gain, normalized, along, value=-1)
+    if gain is None:
+        x = inp.to(rstd.dtype)
+        dx = dy * x
+        along = dx.mean(1, keepdim=True).mul_(r).mul_(r)  # mean(dy y) rstd
+        torch.addcmul(dy, x, along, value=-1, out=dx)
+    else:
+        assert dgain_acc is not None
+        normalized = inp * r
+        terms = dy * normalized
+        dgain_acc.add_(terms.sum(0))
+        along = terms.mul_(gain).mean(1, keepdim=True)
+        dx = torch.addcmul(dy * gain, normalized, along, value=-1)
     dresidual_inout.add_(dx.mul_(r))

@@ -9,23 +9,27 @@ deterministic, allocate nothing, and can be recorded in a CUDA graph.
 import triton
 
 from handgrad.errors import UsageError
-from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
-from handgrad.ops.cuda import attention_cudnn, cublaslt, decode
+from handgrad.ops import compose
+from handgrad.ops.cuda import attention, cublaslt, decode
+from handgrad.ops.cuda.activations import (
+    gelu_backward,
+    gelu_forward,
+    relu2_backward,
+    relu2_forward,
+    swiglu_backward,
+    swiglu_forward,
+)
 from handgrad.ops.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
-from handgrad.ops.cuda.attention_configs import capability_here, widest_head
+from handgrad.ops.cuda.attention_tiles import capability_here, widest_head
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward, softcap_forward
 from handgrad.ops.cuda.column_sums import bias_backward
 from handgrad.ops.cuda.cublaslt import tuning
-from handgrad.ops.cuda.digests import digest
 from handgrad.ops.cuda.embedding import (
     embedding_backward,
     embedding_forward,
     token_embedding_backward,
     token_embedding_forward,
 )
-from handgrad.ops.cuda.gained_qk_norm import gained_qk_norm_rotary_backward, gained_qk_norm_rotary_forward
-from handgrad.ops.cuda.gained_rmsnorm import gained_rmsnorm_backward, gained_rmsnorm_forward
-from handgrad.ops.cuda.gelu import gelu_backward, gelu_forward
 from handgrad.ops.cuda.launch import compile_ahead
 from handgrad.ops.cuda.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cuda.linear import (
@@ -42,10 +46,11 @@ from handgrad.ops.cuda.linear import (
 from handgrad.ops.cuda.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
 from handgrad.ops.cuda.muon import muon_momentum, muon_polar, muon_update
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
-from handgrad.ops.cuda.reduction import checksum, tree_sum
-from handgrad.ops.cuda.relu2 import relu2_backward, relu2_forward
+from handgrad.ops.cuda.reduction import checksum, digest, tree_sum
 from handgrad.ops.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.ops.cuda.rotary import (
+    gained_qk_norm_rotary_backward,
+    gained_qk_norm_rotary_forward,
     qk_norm_backward,
     qk_norm_forward,
     qk_norm_rotary_backward,
@@ -53,25 +58,19 @@ from handgrad.ops.cuda.rotary import (
     rotary_backward,
     rotary_forward,
 )
-from handgrad.ops.cuda.swiglu import swiglu_backward, swiglu_forward
 from handgrad.ops.cuda.value_embedding import value_embedding_backward, value_embedding_forward
 from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
 from handgrad.ops.sizes import muon_scratch_bytes, scratch_bytes
 
-layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
-layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
-rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
-rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
-gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
-gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
-mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
+compose.bind_norms_and_gemms(__name__)
+mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
 CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
 
 
 def versions() -> dict[str, str]:
     """Names all that the bits depend on beside torch and the GPU."""
-    return {"triton": triton.__version__, "products": cublaslt.describe(), "attention": attention_cudnn.describe()}
+    return {"triton": triton.__version__, "products": cublaslt.describe(), "attention": attention.describe()}
 
 
 def check_sizes(*, length: int, num_heads: int, channels: int, head_width: int = 0) -> None:

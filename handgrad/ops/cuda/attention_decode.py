@@ -2,8 +2,12 @@
 
 Where few heads would leave most of a GPU idle, each head's keys are split into S parts, a program each (flash-decoding,
 Dao et al. 2023). Part s takes the tiles s, s + S, s + 2 S, ... of the keys, so that the parts are equally long at every
-position. The product that follows adds the parts in their order (`row_products.attended`): there is no further launch, and
+position. The GEMM that follows adds the parts in their order (`row_gemms.attended`): there is no further launch, and
 no order that a race decides.
+
+Prompts that begin with tokens which the cache holds already have several new queries (`attention_append`): the forward of
+FlashAttention-2 (Dao 2023), with keys and values from the cache. A program takes a tile of one head's queries and walks
+over all keys up to its last query's.
 """
 
 import math
@@ -14,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from handgrad.ops.cuda.attention_tiles import capability, is_before_ampere
 from handgrad.ops.cuda.launch import launch, overlapping
-from handgrad.ops.cuda.row_products import NOTHING, AttentionParts
+from handgrad.ops.cuda.row_gemms import NOTHING, AttentionParts
 
 # (numbers, warps) of an attention tile: 256 keys of 64 channels at once where there are few programs, which then have a
 # multiprocessor each; less where many share one.
@@ -25,7 +30,10 @@ FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
 PART_TILE, PART_WARPS = 4096, 4  # numbers of a part's tile: 64 keys of 64 channels
 # Of a full cache; None: heads are not split. With 256, four parts of 1024 keys, short texts were slower (docs/sampling.md).
 KEYS_PER_PART: int | None = 1024
-MOST_PARTS = 16  # of a head: every program of the product that follows reads them all
+MOST_PARTS = 16  # of a head: every program of the GEMM that follows reads them all
+
+# Of several new tokens: queries and keys of a tile, and warps; and the same before Ampere, where larger tiles spill.
+APPEND_TILE, TURING_APPEND_TILE = (64, 32, 4), (16, 16, 8)
 
 
 def splits(maxT: int, D: int) -> int:
@@ -62,6 +70,17 @@ def attention_parts(
     sizes = H, maxT, scale, max(16, PART_TILE // D), D, H // K, parts
     launch(_attention_part, (H, parts), *found, *tensors, *sizes, **overlapping(qkv, PART_WARPS))
     return found
+
+
+def attention_append(
+    out: Tensor, keys: Tensor, values: Tensor, qkv: Tensor, slots: Tensor, positions: Tensor, *, scratch: Tensor
+) -> None:
+    (_, K, maxT, D), B = keys.shape, slots.shape[0]
+    H, T = out.shape[1] // D, out.shape[0] // B
+    tensors, scale = (out, keys, values, qkv, slots, positions), 1 / (math.sqrt(D) * math.log(2))
+    queries, keys_at_once, warps = TURING_APPEND_TILE if is_before_ampere(capability(qkv.device)) else APPEND_TILE
+    tile = queries, keys_at_once, max(16, triton.next_power_of_2(D)), H // K
+    launch(_attention_append, (triton.cdiv(T, queries), H, B), *tensors, H, T, maxT, D, scale, *tile, num_warps=warps)
 
 
 @triton.jit
@@ -173,3 +192,40 @@ def _attention(
     sums = tl.sum(total * share) + mine_weight
     result = tl.sum(y * share[:, None], 0) + mine_weight * v.to(tl.float32)
     tl.store(out + b * H * D + h * D + channel, (result / sums).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attention_append(
+    out, keys, values, qkv, slots, positions, H, T, maxT, D, SCALE, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    query, channel = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, BLOCK)
+    real, inside = query < T, channel < D
+    kv_heads, kv_head = H // GROUP, h // GROUP
+    row = b * T + query
+    position = tl.load(positions + row, mask=real, other=0)
+    mine = row[:, None] * ((H + 2 * kv_heads) * D) + h * D + channel[None, :]
+    q = tl.load(qkv + mine, mask=real[:, None] & inside[None, :], other=0.0)
+    cache = (tl.load(slots + b) * kv_heads + kv_head) * maxT * D
+    largest = tl.full([QUERIES], NOTHING, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    y = tl.zeros([QUERIES, BLOCK], tl.float32)
+    last = tl.max(position).to(tl.int32)
+    for first in range(0, last + 1, KEYS):
+        n = first + tl.arange(0, KEYS)
+        place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
+        mask = (n <= last)[:, None] & inside[None, :]
+        key = tl.load(keys + place, mask=mask, other=0.0)
+        value = tl.load(values + place, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * SCALE
+        scores = tl.where(n[None, :] <= position[:, None], scores, NOTHING)
+        above = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - above[:, None])
+        before = tl.exp2(largest - above)
+        total = total * before + tl.sum(weights, 1)
+        y = y * before[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        largest = above
+    found = y / total[:, None]
+    mine = row[:, None] * (H * D) + h * D + channel[None, :]
+    tl.store(out + mine, found.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])

@@ -3,8 +3,15 @@
 import triton
 import triton.language as tl
 
-from handgrad.ops.cuda.attention_documents import first_after, is_before, keys_of_queries, masked_block
-from handgrad.ops.cuda.attention_tiles import is_later, load_tile, load_vector
+from handgrad.ops.cuda.attention_tiles import (
+    first_after,
+    is_before,
+    is_later,
+    keys_of_queries,
+    load_tile,
+    load_vector,
+    masked_block,
+)
 
 # Causal attention (Vaswani et al. 2017), per head: S = q k^T / sqrt(D) for keys at or before the query,
 # P = softmax(S) = exp(S - lse),  y = P v.

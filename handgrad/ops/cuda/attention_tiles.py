@@ -1,7 +1,47 @@
-"""Blocks of attention's kernels: which one a program has, and how tiles of it are loaded and stored."""
+"""Blocks of attention's kernels: their sizes on the GPU that is there, which one a program has, how tiles of it are loaded
+and stored, and where documents begin and end in it."""
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from handgrad.ops.sizes import ATTENTION_TILES, TURING_TILES, AttentionTile, attention_tile
+
+AMPERE = (8, 0)
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a CUDA GPU; None on the CPU, where the interpreter runs the kernels."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def capability_here() -> tuple[int, int] | None:
+    """Compute capability of the current GPU; None without one."""
+    return capability(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
+
+
+def is_data_centre(found: tuple[int, int] | None) -> bool:
+    """True for Hopper's and Blackwell's data-centre GPUs. sm_120 has Blackwell's name, but not its shared memory."""
+    return found is not None and found[0] in (9, 10)
+
+
+def is_before_ampere(found: tuple[int, int] | None) -> bool:
+    return found is not None and found < AMPERE
+
+
+def widest_head(found: tuple[int, int] | None) -> int:
+    """Channels of the widest head that the kernels take on a GPU."""
+    return max(width for _, width in (TURING_TILES if is_before_ampere(found) else ATTENTION_TILES))
+
+
+def choose_config(kernel: str, qkv: Tensor, D: int, grouped: bool = False, documents: bool = False) -> AttentionTile:
+    found = capability(qkv.device)
+    kind = {"narrow": qkv.element_size() == 2, "newer": is_data_centre(found), "turing": is_before_ampere(found)}
+    return attention_tile(kernel, D, **kind, grouped=grouped, documents=documents)
 
 
 @triton.jit
@@ -106,3 +146,44 @@ def store_vector(vector, count, x, COUNT: tl.constexpr, TAIL: tl.constexpr):
 def is_later(first_query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """(QUERIES, KEYS): whether the key comes after the query."""
     return (first_key + tl.arange(0, KEYS))[None, :] > (first_query + tl.arange(0, QUERIES))[:, None]
+
+
+# Boundaries of documents, read from the document starts of a row, which never fall along it.
+
+
+@triton.jit
+def is_before(first_key, KEYS: tl.constexpr, starts):
+    """(queries, KEYS): whether the key comes before the start of the query's document."""
+    return (first_key + tl.arange(0, KEYS))[None, :] < starts[:, None]
+
+
+@triton.jit
+def keys_of_queries(starts, first, T, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """(begin, crossed) of a block of queries. Of the keys before its diagonal, all queries see `begin` and later ones, and
+    none sees any that is more than `crossed` before it. Both are multiples of KEYS: `crossed` is KEYS at most where all
+    queries are of one document, and else `begin` is where the diagonal is."""
+    none = tl.load(starts + first) // KEYS * KEYS
+    begin = tl.minimum(tl.cdiv(tl.load(starts + tl.minimum(first + QUERIES, T) - 1), KEYS), first // KEYS) * KEYS
+    return begin, begin - none
+
+
+@triton.jit
+def masked_block(place, diagonal, begin, starts):
+    """The first key of a masked block: blocks up to `begin` come before the diagonal's."""
+    if starts is None:
+        return place
+    else:
+        return tl.where(place < diagonal, place + begin - diagonal, place)
+
+
+@triton.jit
+def first_after(starts, first, key, T, SPAN: tl.constexpr = 128):
+    """The first position whose document starts after `key`, or T; `first`, at or before the key, is none such. Counts the
+    positions before it among every 128th, then among the 128 that are left: two loads in a row for 16,384 positions."""
+    found = 0
+    for place in range(first, T, SPAN * SPAN):
+        places = place + tl.arange(0, SPAN) * SPAN
+        found += tl.sum((tl.load(starts + places, mask=places < T, other=2147483647) <= key).to(tl.int32))
+    last = first + (found - 1) * SPAN
+    places = last + tl.arange(0, SPAN)
+    return last + tl.sum((tl.load(starts + places, mask=places < T, other=2147483647) <= key).to(tl.int32))

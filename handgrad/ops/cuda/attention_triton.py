@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.ops.cuda.attention_configs import choose_config
 from handgrad.ops.cuda.attention_loops import (
     LN_2,
     LOG2_E,
@@ -24,6 +23,7 @@ from handgrad.ops.cuda.attention_loops import (
     load_dy_delta,
 )
 from handgrad.ops.cuda.attention_tiles import (
+    choose_config,
     head_of,
     key_block,
     load_tile,
@@ -138,13 +138,7 @@ def blocks(
 
 
 def launch_blocks(
-    name: str,
-    kernel: Any,
-    lse: Tensor,
-    *tensors: Tensor,
-    mask: Mask,
-    more: tuple[Any, ...] = (),
-    width: int = 0,
+    name: str, kernel: Any, lse: Tensor, *tensors: Tensor, mask: Mask, more: tuple[Any, ...] = (), width: int = 0
 ) -> None:
     """Launches a kernel over all blocks of all heads. `more`: arguments between the mask's and the sizes."""
     starts = mask.starts_like(lse)
@@ -165,14 +159,7 @@ def sums_in(scratch: Tensor, lse: Tensor) -> Tensor:
 
 
 def attention_backward(
-    dqkv: Tensor,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor,
-    mask: Mask = CAUSAL,
+    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL
 ) -> None:
     sums, (_, H, _), C = sums_in(scratch, lse), lse.shape, out.shape[1]
     dkdv = dkdv_kernel if qkv.shape[1] == 3 * C else grouped_dkdv_kernel

@@ -29,13 +29,7 @@ CAP_BLOCK = 4096
 
 
 def classifier_forward(
-    losses: Tensor,
-    logits_inout: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int,
-    softcap: float = 0.0,
-    untrained: bool = False,
+    losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int, softcap: float = 0.0, untrained: bool = False
 ) -> None:
     N, Vp = logits_inout.shape
     padded = triton.next_power_of_2(max(1, Vp - vocab_size))

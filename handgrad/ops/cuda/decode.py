@@ -1,9 +1,9 @@
 """Generation: what a step does for one new token per sequence.
 
 A step of one sequence reads every weight once and does next to nothing with it, so it is as fast as memory if the reading
-never stops. Its products are kernels of their own (`row_products`), with the norm before them and bias, activation and
-residual sum behind them; attention of one row leaves its last sum to the product that follows (`attention_decode`). Several
-sequences share the reading, and their products run on the tensor cores like a training's.
+never stops. Its GEMMs are kernels of their own (`row_gemms`), with the norm before them and bias, activation and
+residual sum behind them; attention of one row leaves its last sum to the GEMM that follows (`attention_decode`). Several
+sequences share the reading, and their GEMMs run on the tensor cores like a training's.
 """
 
 from typing import Any
@@ -14,18 +14,21 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from handgrad.ops.compose import Operation, after_mix
-from handgrad.ops.cuda import gained_qk_norm, linear, rotary
-from handgrad.ops.cuda.attention_append import attention_append  # noqa: F401
-from handgrad.ops.cuda.attention_decode import attention_decode, attention_parts, splits
+from handgrad.ops.cuda import linear, rotary
+from handgrad.ops.cuda.attention_decode import (
+    attention_append,  # noqa: F401
+    attention_decode,
+    attention_parts,
+    splits,
+)
 from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
 from handgrad.ops.cuda.classifier import softcap_forward  # noqa: F401
-from handgrad.ops.cuda.gained_rmsnorm import gained_rmsnorm_forward
 from handgrad.ops.cuda.launch import launch, overlapping, overlaps
 from handgrad.ops.cuda.layernorm import layernorm_forward
 from handgrad.ops.cuda.mix import mix_forward
 from handgrad.ops.cuda.rmsnorm import rmsnorm_forward
 from handgrad.ops.cuda.rotary import qk_norm_forward  # noqa: F401
-from handgrad.ops.cuda.row_products import row_product, takes
+from handgrad.ops.cuda.row_gemms import row_gemm, takes
 from handgrad.ops.cuda.value_embedding import value_embedding_decode  # noqa: F401
 from handgrad.ops.reference.decode import store_keys_values_at  # noqa: F401
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
@@ -52,16 +55,16 @@ def advance(tokens: Tensor, positions_inout: Tensor, places_inout: Tensor, chose
     launch(_advance, (1,), *tensors, B, triton.next_power_of_2(B), **overlapping(tokens, 1))
 
 
-def after_layernorm(product: Operation, **row: Any) -> Operation:
-    """Returns `product` after a layer norm: of one row in one kernel, which does not use scratch."""
+def after_layernorm(gemm: Operation, **row: Any) -> Operation:
+    """Returns `gemm` after a layer norm: of one row in one kernel, which does not use scratch."""
 
     def both(*tensors: Any, scratch: Tensor, tf32: bool = False) -> None:
         *outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias = tensors
         if takes(x, weight):
-            row_product(outs[0], x, weight, bias, norm=(ln_weight, ln_bias), **row)
+            row_gemm(outs[0], x, weight, bias, norm=(ln_weight, ln_bias), **row)
         else:
             layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-            product(*outs, ln, weight, bias, scratch=scratch, tf32=tf32)
+            gemm(*outs, ln, weight, bias, scratch=scratch, tf32=tf32)
 
     return both
 
@@ -70,41 +73,24 @@ layernorm_linear_forward = after_layernorm(linear.linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(linear.linear_gelu_forward, activation="gelu")
 
 
-def after_rmsnorm(product: Operation, *bias: None, activation: str = "") -> Operation:
-    """Returns `product`, without a bias, after an RMS norm: of one row in one kernel, which does not use scratch."""
+def after_rmsnorm(gemm: Operation, outs: int, activation: str = "") -> Operation:
+    """Returns `gemm`, which fills so many `outs`, after an RMS norm: of one row in one kernel without scratch."""
 
-    def both(
-        out: Tensor, norm: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
-    ) -> None:
-        if takes(x, weight):
-            row_product(out, x, weight, None, rms_norm=True, epsilon=RMSNORM_EPSILON, activation=activation)
-        else:
-            rmsnorm_forward(norm, rstd, x)
-            product(out, norm, weight, *bias, scratch=scratch, tf32=tf32)
-
-    return both
-
-
-def after_gained_rmsnorm(product: Operation, outs: int, activation: str = "") -> Operation:
-    """Returns `product`, which fills so many `outs`, after an RMS norm with a gain: of one row in one kernel, which does
-    not use scratch."""
-
-    def both(*tensors: Any, epsilon: float, scratch: Tensor, tf32: bool = False) -> None:
+    def both(*tensors: Any, scratch: Tensor, tf32: bool = False, **epsilon: float) -> None:
         norm, rstd, x, gain, weight, *bias = tensors[outs:]
         if takes(x, weight):
-            options = {"norm": (gain, None), "rms_norm": True, "epsilon": epsilon, "activation": activation}
-            row_product(tensors[0], x, weight, *(bias or [None]), **options)
+            options: dict[str, Any] = {"norm": (gain, None), "epsilon": RMSNORM_EPSILON} | epsilon
+            row_gemm(tensors[0], x, weight, *(bias or [None]), rms_norm=True, activation=activation, **options)
         else:
-            gained_rmsnorm_forward(norm, rstd, x, gain, epsilon=epsilon)
-            product(*tensors[:outs], norm, weight, *bias, scratch=scratch, tf32=tf32)
+            rmsnorm_forward(norm, rstd, x, gain, **epsilon)
+            gemm(*tensors[:outs], norm, weight, *bias, scratch=scratch, tf32=tf32)
 
     return both
 
 
-rmsnorm_linear_forward = after_rmsnorm(linear.linear_forward, None)
-rmsnorm_linear_relu2_forward = after_rmsnorm(linear.linear_relu2_forward, activation="relu2")
-gained_rmsnorm_linear_forward = after_gained_rmsnorm(linear.linear_forward, 1)
-gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(linear.linear_swiglu_forward, 2, "swiglu")
+rmsnorm_linear_forward = after_rmsnorm(linear.linear_forward, 1)
+rmsnorm_linear_relu2_forward = after_rmsnorm(linear.linear_relu2_forward, 1, "relu2")
+rmsnorm_linear_swiglu_forward = after_rmsnorm(linear.linear_swiglu_forward, 2, "swiglu")
 mix_rmsnorm_linear_forward = after_mix(mix_forward, rmsnorm_linear_forward)
 
 
@@ -124,7 +110,7 @@ def gained_qk_norm_rotary_forward(
     scale: float,
     epsilon: float,
 ) -> None:
-    gained_qk_norm.forward(out, rstd, qkv, q_gain, k_gain, positions, 1, frequencies, scale, epsilon)
+    rotary.gained_forward(out, rstd, qkv, q_gain, k_gain, positions, 1, frequencies, scale, epsilon)
 
 
 def rotary_forward(
@@ -139,7 +125,7 @@ def linear_residual_forward(
 ) -> None:
     """Takes a single row in a kernel of its own."""
     if takes(inp, weight):
-        row_product(out, inp, weight, bias, residual=residual)
+        row_gemm(out, inp, weight, bias, residual=residual)
     else:
         linear.linear_residual_forward(out, residual, inp, weight, bias, scratch=scratch, tf32=tf32)
 
@@ -161,7 +147,7 @@ def attention_linear_residual_forward(
     """Leaves `attended` as it is for one row with split heads: the GEMV kernel adds the parts itself."""
     attention = keys_inout, values_inout, qkv, positions
     if takes(attended, weight) and splits(*keys_inout.shape[2:]) > 1:
-        row_product(out, attended, weight, bias, residual=residual, parts=attention_parts(*attention, scratch=scratch))
+        row_gemm(out, attended, weight, bias, residual=residual, parts=attention_parts(*attention, scratch=scratch))
     else:
         attention_decode(attended, *attention, scratch=scratch)
         linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch, tf32=tf32)

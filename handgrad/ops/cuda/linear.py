@@ -6,11 +6,16 @@ What pays in an epilogue and what does not was measured: docs/operations/linear.
 import torch
 from torch import Tensor
 
+from handgrad.ops.cuda.activations import (
+    gelu_backward,
+    gelu_forward,
+    relu2_backward,
+    relu2_forward,
+    swiglu_backward,
+    swiglu_forward,
+)
 from handgrad.ops.cuda.column_sums import bias_backward
 from handgrad.ops.cuda.cublaslt import BIAS, DGELU, GELU_AUX_BIAS, PLAIN, multiply
-from handgrad.ops.cuda.gelu import gelu_backward, gelu_forward
-from handgrad.ops.cuda.relu2 import relu2_backward, relu2_forward
-from handgrad.ops.cuda.swiglu import swiglu_backward, swiglu_forward
 
 
 def has_gelu_epilogue(tensor: Tensor) -> bool:
@@ -91,7 +96,7 @@ def gelu_linear_backward(
 
 
 def linear_relu2_forward(out: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False) -> None:
-    """The square sees the product after its rounding."""
+    """The square sees the sum after its rounding."""
     linear_forward(out, inp, weight, None, scratch=scratch, tf32=tf32)
     relu2_forward(out)
 
@@ -107,7 +112,7 @@ def relu2_linear_backward(
 def linear_swiglu_forward(
     out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
 ) -> None:
-    """SwiGLU sees the product after its rounding."""
+    """SwiGLU sees the sum after its rounding."""
     linear_forward(hidden, inp, weight, None, scratch=scratch, tf32=tf32)
     swiglu_forward(out, hidden)
 

@@ -1,6 +1,6 @@
 """Muon's update of a matrix: momentum, the polar factors of a batch of matrices, new weights.
 
-Products here are not the library's: a tile of one matrix is summed by one program in one order, so a matrix has the same
+GEMMs here are not the library's: a tile of one matrix is summed by one program in one order, so a matrix has the same
 bits in any batch, and of a symmetric product half the tiles suffice.
 """
 
@@ -24,7 +24,7 @@ FIRST_MOMENTUM, WARM_UP_STEPS = tl.constexpr(formula.FIRST_MOMENTUM), tl.constex
 FLAT_ELEMENTS, FLAT_WARPS = 4096, 8
 SUM_WARPS = 8
 
-# A product's tile. Two programs fit a multiprocessor of Hopper, 96 KB of operands under way each, so that one multiplies
+# A GEMM's tile. Two programs fit a multiprocessor of Hopper, 96 KB of operands under way each, so that one multiplies
 # while the other begins or ends; with four warps they spill on Ampere and Blackwell.
 SIDE, DEPTH, PRODUCT_WARPS, PRODUCT_STAGES = 128, 64, 8, 3
 HOPPER, HOPPER_REGISTERS = 9, 128  # of a lane: with more, two such programs do not fit; elsewhere so few would spill

@@ -1,12 +1,13 @@
-"""Sums over ranks in a fixed order, and a checksum of what they hold."""
+"""Sums over ranks in a fixed order; a checksum and a digest of what they hold."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.ops.cuda.hashing import mixed
+from handgrad import ops
+from handgrad.ops.cuda.hashing import WEYL, mixed
 from handgrad.ops.cuda.launch import launch
+from handgrad.ops.reference.reduction import words_of
 
 # A program of 256 threads has 32 KB under way, whatever the rows: up to eight in 16-byte loads. With such loads of 16 rows
 # ptxas spills on sm_100.
@@ -14,6 +15,9 @@ TREE_BYTES, TREE_WARPS = 32768, 8
 
 # Words of one program, which goes over them in tiles.
 CHECKSUM_WORDS, CHECKSUM_TILES, CHECKSUM_WARPS = 4096, 8, 8
+
+COLUMNS, STEP = ops.DIGEST_COLUMNS, tl.constexpr(ops.CONTROL_STEP)
+DIGEST_ROWS, DIGEST_WARPS = 8, 8  # rows of a program, which keeps two sums for each of its columns
 
 
 def tree_sum(out: Tensor, pieces: Tensor, *, rounded: bool) -> None:
@@ -61,7 +65,7 @@ def rounded_to_bf16(x):
 
 
 def checksum(out: Tensor, flat: Tensor) -> None:
-    words = flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)
+    words = words_of(flat)
     out.zero_()
     programs = triton.cdiv(words.numel(), CHECKSUM_WORDS * CHECKSUM_TILES)
     launch(_checksum, (programs,), out, words, words.numel(), CHECKSUM_WORDS, CHECKSUM_TILES, num_warps=CHECKSUM_WARPS)
@@ -79,3 +83,42 @@ def _checksum(out, words, n, BLOCK: tl.constexpr, TILES: tl.constexpr):
             word &= 0xFFFF
         sums += mixed(word).to(tl.int64) * (2 * (start + place) + 1)  # outside of the tensor 0: the hash of 0
     tl.atomic_add(out, tl.sum(sums))  # in any order: integers' sums have no rounding
+
+
+def digest(out_acc: Tensor, flat: Tensor, controls: Tensor, *, first: int) -> None:
+    words = words_of(flat)
+    first *= flat.itemsize // 4 or 1
+    rows = triton.cdiv(first % COLUMNS + words.numel(), COLUMNS)
+    grid = (triton.cdiv(rows, DIGEST_ROWS),)
+    launch(_digest, grid, out_acc, words, controls, words.numel(), first, COLUMNS, DIGEST_ROWS, num_warps=DIGEST_WARPS)
+
+
+@triton.jit
+def _digest(out_acc, words, controls, n, first, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    step = mixed(tl.load(controls + STEP).to(tl.int64).to(tl.uint32))
+    first = tl.cast(first, tl.int64)
+    row = first // COLUMNS + tl.program_id(0).to(tl.int64) * ROWS
+    column = tl.arange(0, COLUMNS)
+    sums, others = tl.zeros((COLUMNS,), tl.int64), tl.zeros((COLUMNS,), tl.int64)
+    for _ in range(ROWS):
+        start = row * COLUMNS - first
+        word = tl.load(words + start + column, mask=(column >= -start) & (column < n - start), other=0).to(tl.int64)
+        sums += word * key(row, 0, step)
+        others += word * key(row, 4, step)
+        row += 1
+    tl.atomic_add(out_acc, tl.sum(sums * key(column, 2, step)))
+    tl.atomic_add(out_acc + 1, tl.sum(others * key(column, 6, step)))
+
+
+@triton.jit
+def key(place, stream: tl.constexpr, step):
+    """Odd numbers of 64 bits at a place: the upper 32 from a stream, the lower from the next."""
+    place = tl.cast(place, tl.uint32)
+    high, low = mixed(place ^ seed(stream, step)), mixed(place ^ seed(stream + 1, step))
+    return (high.to(tl.int64) << 32) | low.to(tl.int64) | 1
+
+
+@triton.jit
+def seed(stream: tl.constexpr, step):
+    """32 bits for a stream of keys; `step`: hashed."""
+    return mixed(step + tl.cast(stream, tl.uint32) * WEYL)

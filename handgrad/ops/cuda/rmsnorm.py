@@ -1,45 +1,69 @@
-"""RMS norm without a gain: every row read once forward and once backward."""
+"""RMS norm: every row read once forward and once backward. Without a gain no sum crosses rows, so a program of the backward
+takes rows of its own; with one a fixed number of programs walk all rows, each for a row of partial sums."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.layernorm import forward_places
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
-from handgrad.ops.sizes import forward_tile, rmsnorm_backward_tile
+from handgrad.ops.sizes import backward_tile, forward_tile, rmsnorm_backward_tile
 
 EPSILON = tl.constexpr(RMSNORM_EPSILON)
 
 
-def rmsnorm_forward(out: Tensor, rstd: Tensor, inp: Tensor) -> None:
+def rmsnorm_forward(
+    out: Tensor, rstd: Tensor, inp: Tensor, gain: Tensor | None = None, *, epsilon: float = RMSNORM_EPSILON
+) -> None:
     N, C = inp.shape
     block, rows, warps = forward_tile(C)
-    launch(_forward, (triton.cdiv(N, rows),), out, rstd, inp, N, C, block, rows, num_warps=warps)
+    launch(_forward, (triton.cdiv(N, rows),), out, rstd, inp, gain, epsilon, N, C, block, rows, num_warps=warps)
 
 
-def rmsnorm_backward(dresidual_inout: Tensor, dout: Tensor, inp: Tensor, rstd: Tensor) -> None:
-    N, C = inp.shape
-    block, rows, warps = rmsnorm_backward_tile(C)
-    tensors = dresidual_inout, dout, inp, rstd
-    launch(_backward, (triton.cdiv(N, rows),), *tensors, N, C, block, rows, num_warps=warps)
+def rmsnorm_backward(
+    dresidual_inout: Tensor,
+    dgain_acc: Tensor | None,
+    dout: Tensor,
+    inp: Tensor,
+    rstd: Tensor,
+    gain: Tensor | None,
+    *,
+    scratch: Tensor,
+) -> None:
+    (N, C), tensors = inp.shape, (dout, inp, rstd)
+    if gain is None:
+        block, rows, warps = rmsnorm_backward_tile(C)
+        launch(_backward, (triton.cdiv(N, rows),), dresidual_inout, *tensors, N, C, block, rows, num_warps=warps)
+        return
+    assert dgain_acc is not None
+    programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())
+    partials = float32_of(scratch, programs * C)
+    arguments = dresidual_inout, partials, *tensors, gain, N, C, *tile, stages
+    launch(_gain_backward, (programs,), *arguments, num_warps=warps)
+    add_partials((dgain_acc,), partials, programs)
 
 
 @triton.jit
-def _forward(out, rstd, inp, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
+def _forward(out, rstd, inp, gain, epsilon, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
     place, inside = first * C + (row * C + column), in_rows & in_row
-    y, row_rstd = normalised(inp, place, inside, C)
+    y, row_rstd = normalised(inp, gain, place, column, inside, in_row, epsilon, C)
     tl.store(out + place, y, mask=inside)
     tl.store(rstd + first + row, row_rstd, mask=in_rows)
 
 
 @triton.jit
-def normalised(inp, place, inside, C: tl.constexpr):
+def normalised(inp, gain, place, column, inside, in_row, epsilon, C: tl.constexpr):
     """(out in the input's dtype, rstd) of a tile of rows."""
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
-    row_rstd = rstd_of(tl.sum(x * x, 1, keep_dims=True), C)
-    return (x * row_rstd).to(inp.dtype.element_ty), row_rstd
+    g = None if gain is None else tl.load(gain + column, mask=in_row, other=0.0).to(tl.float32)
+    row_rstd = rstd_of(tl.sum(x * x, 1, keep_dims=True), C, epsilon)
+    y = x * row_rstd
+    if g is not None:
+        y *= g
+    return y.to(inp.dtype.element_ty), row_rstd
 
 
 @triton.jit
@@ -51,18 +75,41 @@ def rstd_of(sum_of_squares, count, epsilon=EPSILON):
 def _backward(dresidual, dout, inp, rstd, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
     place, inside = first * C + (row * C + column), in_rows & in_row
-    updated = updated_stream((dresidual, dout, inp, rstd), place, first + row, in_rows, inside, C)
+    updated, _ = backward_rows((dresidual, dout, inp, rstd), None, place, first + row, in_rows, inside, C)
     tl.store(dresidual + place, updated, mask=inside)
 
 
 @triton.jit
-def updated_stream(tensors, place, row, in_rows, inside, C: tl.constexpr):
-    """The stream's gradient of a tile of rows with the norm's own path, in its dtype."""
+def _gain_backward(
+    dresidual, partials, dout, inp, rstd, gain, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program p takes the blocks of rows p, p + P, p + 2 P, ... and writes row p of partials (P, C)."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    in_row = column < C
+    g = tl.load(gain + column, mask=in_row, other=0.0).to(tl.float32)
+    sums = tl.zeros((1, BLOCK_C), tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        in_rows = row < N - first
+        inside = in_rows & in_row
+        place = tl.cast(first, tl.int64) * C + (row * C + column)
+        updated, dgain = backward_rows((dresidual, dout, inp, rstd), g, place, first + row, in_rows, inside, C)
+        tl.store(dresidual + place, updated, mask=inside)
+        sums += dgain
+    tl.store(partials + tl.program_id(0) * C + column, sums, mask=in_row)
+
+
+@triton.jit
+def backward_rows(tensors, g, place, row, in_rows, inside, C: tl.constexpr):
+    """(the stream's gradient of a tile of rows with the norm's own path, in its dtype; their sum of the gain's). g may be
+    None, then so is the sum."""
     dresidual, dout, inp, rstd = tensors
     dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
     stream = tl.load(dresidual + place, mask=inside, other=0.0).to(tl.float32)
     row_rstd = tl.load(rstd + row, mask=in_rows, other=0.0)
     normal = x * row_rstd
-    along = tl.sum(dy * normal, 1, keep_dims=True) / C
-    return (stream + row_rstd * (dy - normal * along)).to(dresidual.dtype.element_ty)
+    u = dy if g is None else dy * g
+    along = tl.sum(u * normal, 1, keep_dims=True) / C
+    updated = (stream + row_rstd * (u - normal * along)).to(dresidual.dtype.element_ty)
+    return updated, None if g is None else tl.sum(dy * normal, 0, keep_dims=True)

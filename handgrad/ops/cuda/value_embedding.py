@@ -19,7 +19,7 @@ from handgrad.ops.cuda.rmsnorm import rstd_of
 BYTES_PER_WARP = 2048
 FORWARD_PROGRAMS = 4096
 BACKWARD_PROGRAMS = 1024  # each leaves a row of partial sums of the gates' weights
-MOST_PARTIALS = 1 << 20  # elements of them: 4 MiB, less than the products' workspace
+MOST_PARTIALS = 1 << 20  # elements of them: 4 MiB, less than the GEMMs' workspace
 
 
 def tile(num_heads: int, width: int, gate_channels: int, itemsize: int) -> tuple[tuple[int, int, int], int]:

@@ -10,42 +10,38 @@ from collections.abc import Callable
 
 from handgrad.ops import compose
 from handgrad.ops.reference import decode
+from handgrad.ops.reference.activations import (
+    gelu_backward,
+    gelu_forward,
+    gelu_linear_backward,
+    linear_gelu_forward,
+    linear_relu2_forward,
+    linear_residual_forward,
+    linear_swiglu_forward,
+    relu2_backward,
+    relu2_forward,
+    relu2_linear_backward,
+    residual_forward,
+    swiglu_backward,
+    swiglu_forward,
+    swiglu_linear_backward,
+)
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward, softcap_forward
 from handgrad.ops.reference.decode import store_keys_values
-from handgrad.ops.reference.digests import digest
 from handgrad.ops.reference.embedding import (
     embedding_backward,
     embedding_forward,
     token_embedding_backward,
     token_embedding_forward,
 )
-from handgrad.ops.reference.gelu import (
-    gelu_backward,
-    gelu_forward,
-    gelu_linear_backward,
-    linear_gelu_forward,
-    linear_residual_forward,
-    residual_forward,
-)
 from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
 from handgrad.ops.reference.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
 from handgrad.ops.reference.muon import muon_momentum, muon_polar, muon_scratch_bytes, muon_update
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
-from handgrad.ops.reference.reduction import checksum, tree_sum
-from handgrad.ops.reference.relu2 import (
-    linear_relu2_forward,
-    relu2_backward,
-    relu2_forward,
-    relu2_linear_backward,
-)
-from handgrad.ops.reference.rmsnorm import (
-    gained_rmsnorm_backward,
-    gained_rmsnorm_forward,
-    rmsnorm_backward,
-    rmsnorm_forward,
-)
+from handgrad.ops.reference.reduction import checksum, digest, tree_sum
+from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.ops.reference.rotary import (
     gained_qk_norm_rotary_backward,
     gained_qk_norm_rotary_forward,
@@ -56,20 +52,9 @@ from handgrad.ops.reference.rotary import (
     rotary_backward,
     rotary_forward,
 )
-from handgrad.ops.reference.swiglu import (
-    linear_swiglu_forward,
-    swiglu_backward,
-    swiglu_forward,
-    swiglu_linear_backward,
-)
 from handgrad.ops.reference.value_embedding import value_embedding_backward, value_embedding_forward
 
-layernorm_linear_forward = compose.after_layernorm(layernorm_forward, linear_forward)  # out = LN(x) W^T + b
-layernorm_linear_gelu_forward = compose.after_layernorm(layernorm_forward, linear_gelu_forward)  # out = GELU(LN(x) W^T + b)
-rmsnorm_linear_forward = compose.after_rmsnorm(rmsnorm_forward, linear_forward, None)  # out = RMSnorm(x) W^T
-rmsnorm_linear_relu2_forward = compose.after_rmsnorm(rmsnorm_forward, linear_relu2_forward)  # max(RMSnorm(x) W^T, 0)^2
-gained_rmsnorm_linear_forward = compose.after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)  # RMS_g(x) W^T + b
-gained_rmsnorm_linear_swiglu_forward = compose.after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
+compose.bind_norms_and_gemms(__name__)
 mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)  # out = RMSnorm(r x + s x0) W^T
 
 CAPTURABLE = False  # the verdict and the update ask the host
@@ -89,5 +74,5 @@ def compile_ahead(*launches: Callable[[], None]) -> None:
 
 
 def scratch_bytes(*, tokens: int, channels: int, widest: int) -> int:
-    """Bytes of `scratch` that the operations of a model need: none. `widest`: columns of the widest product in a block."""
+    """Bytes of `scratch` that the operations of a model need: none. `widest`: columns of the widest GEMM in a block."""
     return 0

@@ -73,14 +73,7 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor 
 
 
 def attention_backward(
-    dqkv: Tensor,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor | None = None,
-    mask: Mask = CAUSAL,
+    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None, mask: Mask = CAUSAL
 ) -> None:
     """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C) or (N, (H + 2K) D)."""
     B, H, T = lse.shape

@@ -17,13 +17,7 @@ CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
 
 
 def classifier_forward(
-    losses: Tensor,
-    logits_inout: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int,
-    softcap: float = 0.0,
-    untrained: bool = False,
+    losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int, softcap: float = 0.0, untrained: bool = False
 ) -> None:
     """losses (N) from logits (N, Vp) and targets (N). Masks the padded columns of the logits with minus infinity. softcap:
     c, or 0 for none. untrained: targets may be below 0; without it none may, and the kernels do not look."""

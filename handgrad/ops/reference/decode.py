@@ -10,32 +10,30 @@ import torch
 from torch import Tensor
 
 from handgrad.machine.devices import accumulation_dtype
-from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
+from handgrad.ops import compose
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference import attention
+from handgrad.ops.reference.activations import (
+    linear_gelu_forward,  # noqa: F401
+    linear_relu2_forward,  # noqa: F401
+    linear_residual_forward,
+    linear_swiglu_forward,  # noqa: F401
+)
 from handgrad.ops.reference.attention import for_queries, split_heads
 from handgrad.ops.reference.classifier import softcap_forward  # noqa: F401
-from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward
-from handgrad.ops.reference.layernorm import layernorm_forward
+from handgrad.ops.reference.layernorm import layernorm_forward  # noqa: F401
 from handgrad.ops.reference.linear import linear_forward
 from handgrad.ops.reference.mix import mix_forward
-from handgrad.ops.reference.relu2 import linear_relu2_forward
-from handgrad.ops.reference.rmsnorm import gained_rmsnorm_forward, rmsnorm_forward
+from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 from handgrad.ops.reference.rotary import Frequencies, gained_norm, qk_norm_forward, rotate
-from handgrad.ops.reference.swiglu import linear_swiglu_forward
 from handgrad.ops.reference.value_embedding import value_embedding_decode  # noqa: F401
 
 SHARE_UNIT = 2.0**60  # of probabilities as integers: those above 2^-36 are exact, and their sum fits 63 bits
 DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
 SMALLEST_TEMPERATURE = 1e-6  # but 0: far below the spacing of float32 logits, so that only equals are drawn from
 
-layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
-layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
-rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
-rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
-gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
-gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
-mix_rmsnorm_linear_forward = after_mix(mix_forward, rmsnorm_linear_forward)
+compose.bind_norms_and_gemms(__name__)
+mix_rmsnorm_linear_forward = compose.after_mix(mix_forward, compose.after_rmsnorm(rmsnorm_forward, linear_forward, 1))
 
 
 def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
@@ -113,7 +111,7 @@ def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, po
     return q.to(accumulation_dtype(qkv.dtype))
 
 
-attention_linear_residual_forward = after_attention(attention_decode, linear_residual_forward)
+attention_linear_residual_forward = compose.after_attention(attention_decode, linear_residual_forward)
 
 
 def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slots: Tensor) -> None:

@@ -34,8 +34,8 @@ def layernorm_backward(
 ) -> None:
     """Adds dL/dinp to the residual stream's gradient (N, C), and the parameter gradients (C) to theirs.
 
-    The stream's gradient is also the output gradient of the product that wrote `inp`, so that product's bias gradient
-    (C), its column sums, is added to `dbias_below_acc` while it passes by. None where no product wrote `inp`.
+    The stream's gradient is also the output gradient of the GEMM that wrote `inp`, so that GEMM's bias gradient
+    (C), its column sums, is added to `dbias_below_acc` while it passes by. None where no GEMM wrote `inp`.
     """
     dy, normalized = dout.to(mean.dtype), (inp.to(mean.dtype) - mean.unsqueeze(1)) * rstd.unsqueeze(1)
     g = dy * weight

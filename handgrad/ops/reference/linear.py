@@ -1,4 +1,4 @@
-"""Products with weights: forward, and the gradients of input, weight and bias."""
+"""GEMMs with weights: forward, and the gradients of input, weight and bias."""
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def input_backward(dinp: Tensor, dout: Tensor, weight: Tensor) -> None:
 def weight_backward(dweight_acc: Tensor, dout: Tensor, inp: Tensor) -> None:
     if dweight_acc.dtype == inp.dtype:
         dweight_acc.addmm_(dout.t(), inp)
-    else:  # the library writes a 16-bit product in 16 bits: the sum over this call's tokens is rounded once
+    else:  # the library writes a 16-bit GEMM in 16 bits: the sum over this call's tokens is rounded once
         dweight_acc.add_(torch.mm(dout.t(), inp))
 
 

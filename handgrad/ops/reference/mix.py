@@ -83,6 +83,6 @@ def mix_rmsnorm_backward(
     """Turns dstream_inout (N, C), the gradient of the mixture but for the norm's part, into the gradient of inp."""
     mixed = inp.new_empty(inp.shape)
     mix_forward(mixed, inp, first, residual_scalar, input_scalar)
-    rmsnorm_backward(dstream_inout, dout, mixed, rstd)
+    rmsnorm_backward(dstream_inout, None, dout, mixed, rstd, None)
     sums = dresidual_scalar_acc, dinput_scalar_acc
     mix_backward(dstream_inout, dfirst_inout, *sums, inp, first, residual_scalar, input_scalar)

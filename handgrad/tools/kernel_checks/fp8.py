@@ -37,7 +37,7 @@ OLDEST_FP8 = (8, 9)  # compute capability of the first GPUs whose tensor cores t
 
 # Operations that write the 16-bit form as well: it changes in place, the backward reads it, or two kernels need not add it
 # up in one order (attention's backward).
-WITH_PLAIN = ("layernorm_backward", "rmsnorm_backward", "gained_rmsnorm_backward", "mix_rmsnorm_backward")
+WITH_PLAIN = ("layernorm_backward", "rmsnorm_backward", "mix_rmsnorm_backward")
 WITH_PLAIN += ("attention_forward", "attention_backward")
 
 
@@ -268,7 +268,7 @@ def beside_the_reference(operation: str, make: Callable[[Draw], Arguments]) -> F
     return lambda ops, d: compare(getattr(ops, operation), getattr(reference, operation), partial(make, d))
 
 
-NORMS, MIXED = ("layernorm", "rmsnorm", "gained_rmsnorm"), "mix_rmsnorm"
+NORMS, MIXED = ("layernorm", "rmsnorm"), "mix_rmsnorm"
 # Line: a case, which launches the operations of a backend and yields the tensors to compare.
 FP8_CASES: dict[str, Fp8Case] = {
     "quantize to fp8": quantize,
@@ -281,6 +281,12 @@ FP8_CASES: dict[str, Fp8Case] = {
         f"{name}_backward to fp8": fused(f"{name}_backward", "dresidual_inout", CASES[f"{name}_backward"], E5M2, 14)
         for name in NORMS
     },
+    "rmsnorm_forward to fp8, without a gain": fused(
+        "rmsnorm_forward", "out", CASES["rmsnorm_forward, without a gain"], E4M3, 7
+    ),
+    "rmsnorm_backward to fp8, without a gain": fused(
+        "rmsnorm_backward", "dresidual_inout", CASES["rmsnorm_backward, without a gain"], E5M2, 14
+    ),
     "mix_rmsnorm_backward to fp8": fused("mix_rmsnorm_backward", "dstream_inout", CASES["mix_rmsnorm_backward"], E5M2, 14),
     "attention_forward to fp8, heads of 64 channels": fused(
         "attention_forward", "out", CASES["attention_forward"], E4M3, 7

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from handgrad.joins.dropout import reference as dropout_reference
-from handgrad.joins.dropout.masks import Dropout
+from handgrad.joins.dropout.reference import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cases import CALLS, OPTIMIZING, Arguments, B, C, Draw, F, N, T
 from handgrad.ops.mask import Mask
@@ -39,9 +39,8 @@ def documents(d: Draw) -> Arguments:
 GROUPED = {"H": 2, "K": 1, "D": 64}  # two heads of queries share one of keys and values
 TURNED = {**GROUPED, "frequencies": tuple(500000.0 ** (-pair / 32) for pair in range(32)), "scale": 1.2}
 CASES: Cases = {operation: case(operation) for operation in (*CALLS, *OPTIMIZING) if operation != "residual_forward"}
-CASES |= {
-    f"gained_qk_norm_rotary_{way}": case(f"gained_qk_norm_rotary_{way}", **GROUPED) for way in ("forward", "backward")
-}
+CASES["rmsnorm_forward, without a gain"] = case("rmsnorm_forward", gain=None)
+CASES["rmsnorm_backward, without a gain"] = case("rmsnorm_backward", gain=None, dgain_acc=None)
 for operation in ("attention_forward", "attention_backward"):
     CASES |= {
         f"{operation}, heads of 128 channels": case(operation, H=1),

@@ -149,14 +149,7 @@ def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, m
 
 
 def attention_backward(
-    dqkv: Form,
-    dout: Tensor,
-    out: Form,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor,
-    mask: Mask = CAUSAL,
+    dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL
 ) -> None:
     """A quantised dqkv needs no 16-bit form: with a current scale, the kernels compute all of it twice. The faster of cuDNN
     and Triton fills its `workspace`, if it has one (heads that share keys always do), and an operation between attention

@@ -1,4 +1,4 @@
-"""The backward of a nonlinearity between fp8 products, which writes both tensors that its neighbours read, and the pieces
+"""The backward of a nonlinearity between fp8 GEMMs, which writes both tensors that its neighbours read, and the pieces
 of kernels like it, some of them in PTX."""
 
 from typing import Any
@@ -19,7 +19,7 @@ BACKWARD_WARPS = 4
 def launch_backward(kernel: Any, dhidden: Quantized, inp: Quantized, dout: Tensor, hidden: Tensor) -> None:
     """dhidden is the gradient before a nonlinearity, from dout (N, F), the one after it; with `current`, first its scale.
     The columns of inp, the nonlinearity's output, are made at its scale as it stands."""
-    (N, F), (rows, columns) = hidden.shape, QUADS_TILE
+    (N, F), (rows, columns) = dout.shape, QUADS_TILE
     assert N % QUAD.value == 0, f"the number of tokens must be a multiple of {QUAD.value}, found {N}"
     scaling, *statistics = target(dhidden, tiles(N, F, QUADS_TILE))
     tensors = dhidden.rows, dhidden.columns, inp.columns, scaling, inp.scaling, *statistics, dout, hidden

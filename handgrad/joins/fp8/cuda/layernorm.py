@@ -1,32 +1,61 @@
-"""Layer norm that also writes fp8."""
+"""Layer norm that also writes fp8, and what all such norms share: they write the rows beside the 16-bit ones or instead of
+them; a kernel of its own transposes these."""
+
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.joins.fp8.cuda.norms import norm_forward, quantize_plain, updated_in_fp8
 from handgrad.joins.fp8.cuda.quantizing import (
     SCALE,
     UNALIGNED,
+    at_own_scale,
     count_numbers,
+    limits,
+    quantize,
     rounded,
     store_part,
     store_statistics,
     target,
     transpose_rows,
 )
-from handgrad.joins.fp8.formats import Form, plain
+from handgrad.joins.fp8.formats import Form, Quantized, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import (
-    backward_begin,
-    backward_rows,
-    forward_places,
-    normalised,
-    store_sums,
-)
-from handgrad.ops.sizes import backward_tile
+from handgrad.ops.cuda.layernorm import backward_begin, backward_rows, forward_places, normalised, store_sums
+from handgrad.ops.sizes import backward_tile, forward_tile
+
+
+def norm_forward(
+    out: Form, in_16_bits: Callable[[Tensor], None], kernel: Any, *tensors: Any, mixed: tuple[Tensor | None, ...] = ()
+) -> None:
+    """Fills out (N, C) with `in_16_bits`, which quantises nothing, if it has no rows; else with `kernel`, which takes
+    `mixed`, the forms of out and `tensors`."""
+    if isinstance(out, Tensor) or out.rows is None:
+        in_16_bits(plain(out))
+        quantize_plain(out)
+        return
+    N, C = out.shape
+    block, rows, warps = forward_tile(C)
+    forms = out.plain, out.rows, *target(out, triton.cdiv(N, rows))
+    arguments = *mixed, *forms, *tensors, N, C, block, rows, *limits(out)
+    at_own_scale(out, lambda: launch(kernel, (triton.cdiv(N, rows),), *arguments, num_warps=warps))
+    transpose_rows(out)
+
+
+def updated_in_fp8(dresidual: Form) -> TypeGuard[Quantized]:
+    """True if the kernel that updates the stream's gradient also quantises it. Without rows, or with a scale that is made
+    from the result, another kernel reads it once more: it cannot be updated twice."""
+    return isinstance(dresidual, Quantized) and not dresidual.current and dresidual.rows is not None
+
+
+def quantize_plain(tensor: Form) -> None:
+    """Quantises the 16-bit form, of a tensor with others."""
+    if isinstance(tensor, Quantized):
+        quantize(tensor, plain(tensor))
 
 
 def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.joins.fp8.cuda.layernorm import store_rows
-from handgrad.joins.fp8.cuda.norms import norm_forward, quantize_plain, updated_in_fp8
+from handgrad.joins.fp8.cuda.layernorm import norm_forward, quantize_plain, store_rows, updated_in_fp8
 from handgrad.joins.fp8.cuda.quantizing import (
     SCALE,
     UNALIGNED,

@@ -2,7 +2,7 @@
 bits, turned back and written in both forms, in one pass.
 
 The values, which nothing turns, are quantised on the way. A program has all heads of some token rows, so that it makes the
-angles of a row once.
+angles of a row once. With gains it also leaves a row of partial sums of their gradients.
 """
 
 import triton
@@ -11,10 +11,20 @@ from torch import Tensor
 
 from handgrad.joins.fp8.cuda.elementwise import QUAD, counted, rounded_and_scaled, widened, word
 from handgrad.joins.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, rounded, store_part, target
-from handgrad.joins.fp8.formats import Form
+from handgrad.joins.fp8.formats import Form, Quantized
+from handgrad.ops import cuda
 from handgrad.ops.cuda import rotary as plain_rotary
+from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.rotary import frequencies_at, heads_of, through_norm, turned, turned_back
+from handgrad.ops.cuda.rotary import (
+    frequencies_at,
+    heads_of,
+    pairs_at,
+    scaled_turn,
+    through_gained_norm,
+    through_norm,
+    turned_back,
+)
 from handgrad.ops.reference.rotary import Frequencies
 from handgrad.ops.sizes import QUADS, QUADS_TILE
 
@@ -55,62 +65,105 @@ def backward(
     frequencies: Frequencies = None,
     scale: float = 1.0,
 ) -> None:
-    """Reads the workspace of a quantised dqkv and leaves it as it is. A `plain` form, where there is one, receives the 16
-    bits."""
     if isinstance(dqkv, Tensor):
         options = {"rotary": rotary, "frequencies": frequencies, "scale": scale}
         plain_rotary.backward(dqkv, qkv, rstd, num_heads, length, **options)
+    else:
+        launch_backward(dqkv, None, qkv, rstd, (None, None), num_heads, length, frequencies, rotary, scale)
+
+
+def gained_qk_norm_rotary_backward(
+    dqkv_inout: Form,
+    dq_gain_acc: Tensor,
+    dk_gain_acc: Tensor,
+    qkv: Tensor,
+    rstd: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    *,
+    length: int,
+    frequencies: tuple[float, ...],
+    scale: float,
+    scratch: Tensor,
+) -> None:
+    accumulators, turn = (dq_gain_acc, dk_gain_acc), {"length": length, "frequencies": frequencies, "scale": scale}
+    if isinstance(dqkv_inout, Tensor):
+        norm = qkv, rstd, q_gain, k_gain
+        cuda.gained_qk_norm_rotary_backward(dqkv_inout, *accumulators, *norm, **turn, scratch=scratch)
         return
+    (N, columns), D, gains = qkv.shape, q_gain.shape[0], (q_gain, k_gain)
+    programs, num_heads = triton.cdiv(N, QUADS_TILE[0]), 2 * rstd.shape[1] - columns // D
+    partials = float32_of(scratch, programs * 2 * D)
+    launch_backward(dqkv_inout, partials, qkv, rstd, gains, num_heads, length, frequencies, True, scale)
+    add_partials(accumulators, partials, programs)
+
+
+def launch_backward(
+    dqkv: Quantized,
+    partials: Tensor | None,
+    qkv: Tensor | None,
+    rstd: Tensor | None,
+    gains: tuple[Tensor | None, Tensor | None],
+    num_heads: int,
+    length: int,
+    frequencies: Frequencies,
+    rotary: bool,
+    scale: float,
+) -> None:
+    """Reads the workspace of dqkv and leaves it as it is. A `plain` form, where there is one, receives the 16 bits."""
     assert dqkv.workspace is not None
     N, columns = dqkv.workspace.shape
     table, turned_heads, width = heads_of(dqkv.workspace, num_heads, frequencies)
-    check_tile(N, width)
-    programs = triton.cdiv(N, QUADS_TILE[0])
-    tensors = dqkv.plain, dqkv.rows, dqkv.columns, *target(dqkv, programs), dqkv.workspace, qkv, rstd, table
-    pairs, warps = tile(width)
-    sizes = N // QUAD.value, length, columns, columns // width, turned_heads, width, QUADS, pairs
-    arguments = *tensors, *sizes, rotary, scale, *limits(dqkv)
-    at_own_scale(dqkv, lambda: launch(_backward, (programs,), *arguments, num_warps=warps))
-
-
-def check_tile(N: int, width: int) -> None:
-    """Asserts what a tile of quads of rows and pairs of channels can hold."""
     assert N % QUAD.value == 0, f"the number of tokens must be a multiple of {QUAD.value}, found {N}"
     assert width % 2 == 0, f"heads must have an even number of channels, found {width}"
+    programs, (pairs, warps) = triton.cdiv(N, QUADS_TILE[0]), tile(width)
+    forms = dqkv.plain, dqkv.rows, dqkv.columns, *target(dqkv, programs)
+    inputs = partials, dqkv.workspace, qkv, rstd, *gains, table
+    sizes = N // QUAD.value, length, columns, columns // width, turned_heads, num_heads, width, QUADS, pairs
+    arguments = *forms, *inputs, *sizes, rotary, scale, *limits(dqkv)
+    at_own_scale(dqkv, lambda: launch(_backward, (programs,), *arguments, num_warps=warps))
 
 
 @triton.jit(do_not_specialize_on_alignment=["scaling", "statistics"])
 def _backward(
-    plain, rows, columns, scaling, statistics, PARTS, dturned, qkv, rstd, frequencies, N4, length, C3: tl.constexpr,
-    HEADS: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr, QUADS: tl.constexpr, BLOCK_P: tl.constexpr,
-    ROTARY: tl.constexpr, TURN_SCALE: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+    plain, rows, columns, scaling, statistics, PARTS, partials, dturned, qkv, rstd, q_gain, k_gain, frequencies, N4, length,
+    COLUMNS: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    QUADS: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr, TURN_SCALE: tl.constexpr, LARGEST: tl.constexpr,
+    VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. C3: columns of a row. HEADS: of
-    queries, keys and values together; TURNED: of queries and keys. plain may be None, so may one of the
-    forms, and the table of frequencies."""
+    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. HEADS: of queries, keys and
+    values together; TURNED: of queries and keys. plain may be None, so may one of the forms, the table of frequencies and
+    the gains; with these, row p of partials (P, 2, D) receives the sums of their gradients."""
     scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
     quad, pair = tl.program_id(0) * QUADS + tl.arange(0, QUADS)[:, None], tl.arange(0, BLOCK_P)[None, :]
-    in_quad = quad < N4
-    inside = in_quad & (pair < D // 2)
+    in_quad, in_row = quad < N4, pair < D // 2
+    inside = in_quad & in_row
     row0 = quad.to(tl.int64) * QUAD
     row1, row2, row3 = row0 + 1, row0 + 2, row0 + 3
     if ROTARY:
         frequency = frequencies_at(frequencies, pair, D)
-        cos0, sin0 = scaled_turn(frequency, row0 % length, TURN_SCALE)
-        cos1, sin1 = scaled_turn(frequency, row1 % length, TURN_SCALE)
-        cos2, sin2 = scaled_turn(frequency, row2 % length, TURN_SCALE)
-        cos3, sin3 = scaled_turn(frequency, row3 % length, TURN_SCALE)
+        turn0 = scaled_turn(frequency, row0 % length, TURN_SCALE)
+        turn1 = scaled_turn(frequency, row1 % length, TURN_SCALE)
+        turn2 = scaled_turn(frequency, row2 % length, TURN_SCALE)
+        turn3 = scaled_turn(frequency, row3 % length, TURN_SCALE)
     else:
-        cos0, sin0, cos1, sin1, cos2, sin2, cos3, sin3 = 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0
+        turn0, turn1, turn2, turn3 = (1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (1.0, 0.0)
     largest = tl.zeros((QUADS, BLOCK_P), tl.float32)
+    sums = largest, largest
     clipped, vanished = 0, 0
-    tensors = plain, rows, dturned, qkv, rstd
+    tensors, places = (plain, rows, dturned, qkv, rstd, scale), (in_quad, inside)
     for head in range(HEADS):
-        column = head * D + pair
-        a0, x0, z0 = turned_pairs(tensors, row0, column, head, in_quad, inside, cos0, sin0, scale, C3, TURNED, D, ROTARY)
-        a1, x1, z1 = turned_pairs(tensors, row1, column, head, in_quad, inside, cos1, sin1, scale, C3, TURNED, D, ROTARY)
-        a2, x2, z2 = turned_pairs(tensors, row2, column, head, in_quad, inside, cos2, sin2, scale, C3, TURNED, D, ROTARY)
-        a3, x3, z3 = turned_pairs(tensors, row3, column, head, in_quad, inside, cos3, sin3, scale, C3, TURNED, D, ROTARY)
+        column, is_query = head * D + pair, head < QUERIES
+        gains = None if q_gain is None else pairs_at(tl.where(is_query, q_gain, k_gain) + pair, in_row, D)
+        a0, x0, z0, sums = turned_pairs(tensors, sums, row0, column, head, places, turn0, gains, COLUMNS, TURNED, D, ROTARY)
+        a1, x1, z1, sums = turned_pairs(tensors, sums, row1, column, head, places, turn1, gains, COLUMNS, TURNED, D, ROTARY)
+        a2, x2, z2, sums = turned_pairs(tensors, sums, row2, column, head, places, turn2, gains, COLUMNS, TURNED, D, ROTARY)
+        a3, x3, z3, sums = turned_pairs(tensors, sums, row3, column, head, places, turn3, gains, COLUMNS, TURNED, D, ROTARY)
+        if q_gain is not None and (head == QUERIES - 1) | (head == TURNED - 1):  # the last of its gain
+            mine = partials + (tl.program_id(0) * 2 + tl.where(is_query, 0, 1)) * D + pair
+            tl.store(mine, tl.sum(sums[0], 0, keep_dims=True), mask=in_row)
+            tl.store(mine + D // 2, tl.sum(sums[1], 0, keep_dims=True), mask=in_row)
+            sums = tl.zeros_like(largest), tl.zeros_like(largest)
         largest = tl.maximum(largest, tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3)))
         if counting:
             found = counted_quads((x0, x1, x2, x3), (z0, z1, z2, z3), LARGEST, VANISHES_AT)
@@ -123,31 +176,35 @@ def _backward(
 
 
 @triton.jit
-def scaled_turn(frequency, position, TURN_SCALE: tl.constexpr):
-    """(cos, sin) of the angles at `position`, times the scale of rotated heads."""
-    cos, sin = turned(frequency * position.to(tl.float64))
-    if TURN_SCALE != 1.0:
-        cos, sin = cos * TURN_SCALE, sin * TURN_SCALE
-    return cos, sin
-
-
-@triton.jit
 def turned_pairs(
-    tensors, row, column, head, in_quad, inside, cos, sin, scale, C3: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr,
+    tensors, sums, row, column, head, places, turn, gains, COLUMNS: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr,
     ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """(larger magnitude of a pair, its first and its second channel in 16 bits and scaled), whose rows it writes."""
-    plain, rows, dturned, qkv, rstd = tensors
-    place = row * C3 + column
+    """(larger magnitude of a pair, its first and its second channel in 16 bits and scaled, sums), whose rows it writes. To
+    the sums it adds both channels' terms of the gains' gradients, none of them a value's."""
+    plain, rows, dturned, qkv, rstd, scale = tensors
+    in_quad, inside = places
+    cos, sin = turn
+    sums1, sums2 = sums
+    place = row * COLUMNS + column
     dx1, dx2 = widened_pairs(dturned + place, inside, D)
     if head < TURNED:  # a query or a key
-        if rstd is not None:
-            y1, y2 = widened_pairs(qkv + place, inside, D)
+        if gains is not None:
+            du1, du2 = turned_back(dx1, dx2, cos, sin)
+            x1, x2 = widened_pairs(qkv + place, inside, D)
             row_rstd = tl.load(rstd + row * TURNED + head, mask=in_quad, other=0.0)
-            dx1, dx2 = through_norm(dx1, dx2, y1, y2, row_rstd, D)
-        if ROTARY:
-            dx1, dx2 = turned_back(dx1, dx2, cos, sin)
-    return written_pairs((plain, rows), place, inside, dx1, dx2, scale, dturned.dtype.element_ty, D)
+            dx1, dx2, dg1, dg2 = through_gained_norm(du1, du2, x1, x2, gains[0], gains[1], row_rstd, D)
+            sums1 += dg1
+            sums2 += dg2
+        else:
+            if rstd is not None:
+                y1, y2 = widened_pairs(qkv + place, inside, D)
+                row_rstd = tl.load(rstd + row * TURNED + head, mask=in_quad, other=0.0)
+                dx1, dx2 = through_norm(dx1, dx2, y1, y2, row_rstd, D)
+            if ROTARY:
+                dx1, dx2 = turned_back(dx1, dx2, cos, sin)
+    amax, x, z = written_pairs((plain, rows), place, inside, dx1, dx2, scale, dturned.dtype.element_ty, D)
+    return amax, x, z, (sums1, sums2)
 
 
 @triton.jit

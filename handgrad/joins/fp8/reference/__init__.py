@@ -22,8 +22,6 @@ from handgrad.joins.fp8.reference.quantized import (
     attention_forward,
     classifier_forward_backward,
     gained_qk_norm_rotary_backward,
-    gained_rmsnorm_backward,
-    gained_rmsnorm_forward,
     layernorm_backward,
     layernorm_forward,
     mix_rmsnorm_backward,
@@ -35,19 +33,13 @@ from handgrad.joins.fp8.reference.quantized import (
     rotary_backward,
 )
 from handgrad.joins.fp8.reference.quantizing import fold_statistics, quantize, transpose, update_scaling
-from handgrad.ops import reference
-from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
+from handgrad.ops import compose, reference
 
 classifier_forward = on_plain(reference.classifier_forward)
 value_embedding_forward = on_plain(reference.value_embedding_forward)
 value_embedding_backward = on_plain(reference.value_embedding_backward, plain_or_workspace)
-layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
-layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
-rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
-rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
-gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
-gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
-mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
+compose.bind_norms_and_gemms(__name__)
+mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
 
 def statistics_parts(

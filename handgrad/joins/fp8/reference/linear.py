@@ -1,4 +1,4 @@
-"""Products in fp8 where both operands have the forms for it, in 16 bits otherwise."""
+"""GEMMs in fp8 where both operands have the forms for it, in 16 bits otherwise."""
 
 from dataclasses import replace
 
@@ -11,14 +11,14 @@ from handgrad.ops import reference
 from handgrad.ops.reference import linear
 
 
-def fp8_product(out: Tensor, operands: Operands, *, bias: Tensor | None = None, added: Tensor | None = None) -> None:
+def fp8_gemm(out: Tensor, operands: Operands, *, bias: Tensor | None = None, added: Tensor | None = None) -> None:
     """out (M, N) = left (M, K) right (N, K)^T + bias (N) + added (M, N), summed in float32 and rounded once."""
     left, right, (left_inverse, right_inverse) = operands
-    product = torch.mm(widened(left), widened(right).t()).mul_(left_inverse * right_inverse)
+    total = torch.mm(widened(left), widened(right).t()).mul_(left_inverse * right_inverse)
     for term in (bias, added):
         if term is not None:
-            product += term
-    out.copy_(product)
+            total += term
+    out.copy_(total)
 
 
 def linear_forward(out: Form, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor | None = None) -> None:
@@ -27,7 +27,7 @@ def linear_forward(out: Form, inp: Form, weight: Form, bias: Tensor | None, *, s
     if operands is None:
         reference.linear_forward(plain(out), plain(inp), plain(weight), bias)
     else:
-        fp8_product(plain(out), operands, bias=bias)
+        fp8_gemm(plain(out), operands, bias=bias)
 
 
 def linear_backward(
@@ -52,7 +52,7 @@ def input_backward(dinp: Tensor, dout: Form, weight: Form) -> None:
     if operands is None:
         linear.input_backward(dinp, plain(dout), plain(weight))
     else:
-        fp8_product(dinp, operands)
+        fp8_gemm(dinp, operands)
 
 
 def weight_backward(dweight_acc: Tensor, dout: Form, inp: Form) -> None:
@@ -60,7 +60,7 @@ def weight_backward(dweight_acc: Tensor, dout: Form, inp: Form) -> None:
     if operands is None:
         linear.weight_backward(dweight_acc, plain(dout), plain(inp))
     else:
-        fp8_product(dweight_acc, operands, added=dweight_acc)
+        fp8_gemm(dweight_acc, operands, added=dweight_acc)
 
 
 def bias_backward(dbias_acc: Tensor, dout: Form, *, scratch: Tensor | None = None) -> None:

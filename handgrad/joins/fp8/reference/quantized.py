@@ -42,14 +42,12 @@ def taking_forms(operation: Callable[..., None], name: str) -> Signature:
 
 layernorm_forward = quantizing(reference.layernorm_forward, "out")
 rmsnorm_forward = quantizing(reference.rmsnorm_forward, "out")
-gained_rmsnorm_forward = quantizing(reference.gained_rmsnorm_forward, "out")
 mix_rmsnorm_forward = quantizing(reference.mix_rmsnorm_forward, "out")
 attention_forward = quantizing(reference.attention_forward, "out")
 
-# The stream's gradient is quantised as it passes by, for the product below that reads it in fp8.
+# The stream's gradient is quantised as it passes by, for the GEMM below that reads it in fp8.
 layernorm_backward = quantizing(reference.layernorm_backward, "dresidual_inout")
 rmsnorm_backward = quantizing(reference.rmsnorm_backward, "dresidual_inout")
-gained_rmsnorm_backward = quantizing(reference.gained_rmsnorm_backward, "dresidual_inout")
 mix_rmsnorm_backward = quantizing(reference.mix_rmsnorm_backward, "dstream_inout")
 
 
@@ -57,16 +55,9 @@ attention_backward_into = quantizing(reference.attention_backward, "dqkv")
 
 
 def attention_backward(
-    dqkv: Form,
-    dout: Tensor,
-    out: Form,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor | None = None,
-    mask: Mask = CAUSAL,
+    dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None, mask: Mask = CAUSAL
 ) -> None:
-    """A dqkv with a `workspace` is left there: an operation between attention and the product quantises it."""
+    """A dqkv with a `workspace` is left there: an operation between attention and the GEMM quantises it."""
     into = dqkv.workspace if isinstance(dqkv, Quantized) and dqkv.workspace is not None else dqkv
     attention_backward_into(into, dout, plain(out), lse, qkv, mask=mask)
 

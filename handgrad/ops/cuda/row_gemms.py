@@ -15,12 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.ops.cuda.gelu import gelu
+from handgrad.ops.cuda.activations import gelu, relu2, sigmoid
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.layernorm import EPSILON
-from handgrad.ops.cuda.relu2 import relu2
 from handgrad.ops.cuda.rmsnorm import rstd_of
-from handgrad.ops.cuda.swiglu import sigmoid
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
 # A tile of the weight: 64 numbers a thread.
@@ -44,7 +42,7 @@ NOTHING = tl.constexpr(-1e30)  # a score below all scores
 
 
 class ScaledRows(NamedTuple):
-    """A weight (O, K) = rows * scales[:, None], as a product of one row reads it."""
+    """A weight (O, K) = rows * scales[:, None], as a GEMM of one row reads it."""
 
     rows: Tensor  # (O, K) e4m3
     scales: Tensor  # (O) float32
@@ -63,11 +61,11 @@ class AttentionParts(NamedTuple):
 
 
 def takes(x: Tensor, weight: Tensor | ScaledRows) -> bool:
-    """True for the product of one row that fits a program."""
+    """True for the GEMM of one row that fits a program."""
     return x.shape[0] == 1 and weight.shape[1] <= LONGEST_ROW
 
 
-def product_tile(O: int, K: int) -> tuple[int, int, int]:
+def gemm_tile(O: int, K: int) -> tuple[int, int, int]:
     """(rows, padded row length, warps) of a program's tile."""
     block = triton.next_power_of_2(K)
     rows = max(1, TILE_ELEMENTS // block)
@@ -94,7 +92,7 @@ def registers(stages: int, *, normed: bool) -> dict[str, int]:
     return {"maxnreg": REGISTERS} if normed else {}
 
 
-def row_product(
+def row_gemm(
     out: Tensor,
     x: Tensor,
     weight: Tensor | ScaledRows,
@@ -112,7 +110,7 @@ def row_product(
     its gain or without, or nothing. `parts`: x is their sum instead, which nothing else has made."""
     rows, scales = weight if isinstance(weight, ScaledRows) else (weight, None)
     O, K = out.shape[1], weight.shape[1]
-    *tile, warps = product_tile(weight.shape[0], K)
+    *tile, warps = gemm_tile(weight.shape[0], K)
     if activation == "swiglu" and tile[0] > 1:  # a program takes as many rows of the other half
         tile[0] //= 2
     tiles = triton.cdiv(O, tile[0])
@@ -122,7 +120,7 @@ def row_product(
     tensors = out, x, *norm, rows, scales, bias, residual, sums, tops, totals
     constants = O, K, epsilon, *tile, *split, activation, rms_norm, stages
     options = overlapping(out, warps) | registers(stages, normed=norm[0] is not None)
-    launch(_row_product, (programs_of(tiles),), *tensors, *constants, **options)
+    launch(_row_gemm, (programs_of(tiles),), *tensors, *constants, **options)
 
 
 @triton.jit
@@ -196,7 +194,7 @@ def prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS: tl.constex
 
 
 @triton.jit
-def store_product(
+def store_gemm(
     out, w, u, v, scales, bias, residual, tile, O, ROWS: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -219,7 +217,7 @@ def store_product(
 
 
 @triton.jit
-def _row_product(
+def _row_gemm(
     out, x, norm_weight, norm_bias, weight, scales, bias, residual, sums, tops, totals, O, K, epsilon,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, ACTIVATION: tl.constexpr,
     RMS_NORM: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -238,7 +236,7 @@ def _row_product(
             u = weight_tile(weight, tile, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
             if tile == first:
                 v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
-            store_product(out, w, u, v, scales, bias, residual, tile, O, ROWS, ACTIVATION)
+            store_gemm(out, w, u, v, scales, bias, residual, tile, O, ROWS, ACTIVATION)
     else:
         w = weight_tile(weight, first, 0, O, K, ROWS, BLOCK)
         u = weight_tile(weight, first, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
@@ -246,4 +244,4 @@ def _row_product(
         if OVERLAPS:
             gdc_launch_dependents()
         v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
-        store_product(out, w, u, v, scales, bias, residual, first, O, ROWS, ACTIVATION)
+        store_gemm(out, w, u, v, scales, bias, residual, first, O, ROWS, ACTIVATION)

@@ -1,18 +1,106 @@
-"""Attention with dropout, in the Triton loops for heads of any width: cuDNN draws its masks from a generator of its own,
-which the reference could not repeat."""
+"""Dropout on NVIDIA GPUs, by Triton: the operations of `handgrad.joins.dropout.reference`, with the bits of its masks.
+
+Dropout alone and with the residual sum is one kernel, a row per warp up to 2048 channels. Attention runs in the Triton
+loops for heads of any width: cuDNN draws its masks from a generator of its own, which the reference could not repeat.
+"""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.joins.dropout.cuda.masks import RANDOM, head_key, kept, kernel_arguments, row_keys, sample_key
-from handgrad.joins.dropout.masks import Dropout
+from handgrad.joins.dropout import reference
+from handgrad.joins.dropout.reference import Dropout
 from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
 from handgrad.ops.cuda.attention_tiles import key_block, load_vector, query_block, store_tile, store_vector
 from handgrad.ops.cuda.attention_triton import launch_blocks, sums_in
+from handgrad.ops.cuda.hashing import WEYL, mixed
+from handgrad.ops.cuda.launch import launch
 from handgrad.ops.mask import CAUSAL, Mask
+from handgrad.ops.sizes import attention_scratch_bytes, forward_tile  # noqa: F401
 
-# M a mask of zeros and ones and c = 1 / (1 - p):  y = c (M P) v,  dv = c (M P)^T dy,
+ROWS, ROW_STRIDE, PAIR = tl.constexpr(reference.ROWS), tl.constexpr(reference.ROW_STRIDE), tl.constexpr(reference.PAIR)
+
+# Arguments that differ from site to site: one kernel for all.
+RANDOM = ("stream", "threshold")
+
+
+def kernel_arguments(dropout: Dropout) -> tuple[Tensor, int, int, float]:
+    """samples, stream (as int32, whatever its highest bit), threshold and scale."""
+    return dropout.samples, dropout.stream - (dropout.stream >> 31 << 32), dropout.threshold, dropout.scale
+
+
+@triton.jit
+def sample_key(samples, b, stream):
+    """32 bits for the micro-batch's sample b (one, or a tensor of them)."""
+    sample = tl.load(samples + b)
+    return mixed(sample.to(tl.uint32) ^ mixed((sample >> 32).to(tl.uint32) ^ stream.to(tl.uint32)))
+
+
+@triton.jit
+def head_key(key, head):
+    """A sample's key for one of its heads."""
+    return mixed(head.to(tl.uint32) * WEYL + key)
+
+
+@triton.jit
+def row_keys(key, first, row):
+    """The share in `kept` of the rows first + row, where `first` is a multiple of 16: the key that 16 rows share, and a
+    row's own part."""
+    first, row = tl.cast(first, tl.uint32), row.to(tl.uint32)
+    shared = mixed((first // ROWS) * WEYL + (row // ROWS) * WEYL + key)
+    return (row % ROWS) * ROW_STRIDE * WEYL + shared
+
+
+@triton.jit
+def kept(keys, first, column, threshold):
+    """True where a number in column first + column is kept, `first` being a multiple of 16. Columns that differ in bit 3
+    share a hash: a lane that has both makes it once."""
+    first, column = tl.cast(first, tl.uint32), column.to(tl.uint32)
+    first_of_pair = (column // (2 * PAIR) * (2 * PAIR)) | (column % PAIR)
+    number = mixed(keys + first * WEYL + first_of_pair * WEYL)
+    bits = tl.where(column & PAIR == 0, number & 0xFFFF, number >> 16)
+    return bits.to(tl.int32) >= threshold
+
+
+def dropout_forward(out: Tensor, inp: Tensor, dropout: Dropout) -> None:
+    launch_tiles(out, None, inp, dropout)
+
+
+def dropout_backward(dinp: Tensor, dout: Tensor, dropout: Dropout) -> None:
+    launch_tiles(dinp, None, dout, dropout)
+
+
+def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, dropout: Dropout) -> None:
+    launch_tiles(branch_to_out_inout, residual, branch_to_out_inout, dropout)
+
+
+def launch_tiles(out: Tensor, residual: Tensor | None, inp: Tensor, dropout: Dropout) -> None:
+    N, C = inp.shape
+    block, rows, warps = forward_tile(C)
+    T = N // dropout.samples.shape[0]
+    grid = (triton.cdiv(N, rows),)
+    launch(_dropout, grid, out, residual, inp, *kernel_arguments(dropout), N, T, C, block, rows, num_warps=warps)
+
+
+@triton.jit(do_not_specialize=RANDOM)
+def _dropout(
+    out, residual, inp, samples, stream, threshold, dropout_scale, N, T, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    column = tl.arange(0, BLOCK_C)[None, :]
+    in_rows = row < N
+    inside = in_rows & (column < C)
+    place = row.to(tl.int64) * C + column
+    keys = row_keys(sample_key(samples, tl.where(in_rows, row // T, 0), stream), 0, row % T)
+    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.where(kept(keys, 0, column, threshold), x * dropout_scale, 0.0)
+    if residual is not None:
+        x += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, x.to(out.dtype.element_ty), mask=inside)
+
+
+# In attention, M a mask of zeros and ones and c = 1 / (1 - p):  y = c (M P) v,  dv = c (M P)^T dy,
 # dS = P (c M dP - delta) = c P (M dP - delta / c). So c stays out of the loops: they take M and delta / c, and what they
 # add up is multiplied by c at the end.
 
