@@ -66,16 +66,16 @@ class AdaptedInFp8(Adapted):
             {name: values.to(device) for name, values in of.items()} for of in (self.views, self.gradients)
         )
         flat = model.flat.to(device)
-        rows = model.module.activations(shape, 3, LENGTH, dtype, plain_ops, chunk=20, training=True)
-        rows = frozen.with_16_bits(rows)
-        table = tables.quantized_table(model.table, rows, gemms, ("qkv", "proj", "mlp"), E4M3_GRADIENTS)
+        rows = tuple(model.module.activations(shape, 3, LENGTH, dtype, plain_ops, chunk=20, training=True))
+        forms = frozen.with_16_bits(shape.forms)
+        table = tables.quantized_table(model.table, rows, forms, gemms, E4M3_GRADIENTS)
         rounded = frozenset(row.name for row in table if row.kind == tables.WEIGHT)
         sizes = {"num_heads": shape.num_heads, "head_width": shape.head_width, "channels": shape.channels}
         widest = max(max(row.shape) for row in model.table if row.group == "matrix")
         sizes |= {"widest": widest, "padded_vocab_size": shape.padded_vocab_size, "feed_forward": shape.feed_forward}
         parts = ops.statistics_parts(batch=3, length=LENGTH, **sizes)
         buffers = [
-            *tables.activation_buffers(rows, gemms, E4M3_GRADIENTS, recompute),
+            *tables.activation_buffers(rows, forms, gemms, E4M3_GRADIENTS, recompute),
             *tables.weight_buffers(table, model.table, gemms),
             *tables.scaling_buffers(len(table), parts),
         ]
@@ -102,9 +102,9 @@ class AdaptedInFp8(Adapted):
                 frozen.quantize_frozen(delayed, views, row.name, row.view(flat))
         layers = shape.num_layers
         weights = plain | {name: self.forms[name] for name in rounded}
-        model.weights = named(model.module.Weights, weights, layers, forms=shape.forms)
-        model.act = named(model.module.Activations, views | self.forms, layers, forms=shape.forms)
-        model.d = named(model.module.Gradients, views | self.forms, layers, forms=shape.forms)
+        model.weights = named(model.module.Weights, weights, layers)
+        model.act = named(model.module.Activations, views | self.forms, layers)
+        model.d = named(model.module.Gradients, views | self.forms, layers)
         bound = bind(self.adapters, model.weights, self.views, self.gradients)
         model.ops = WithFp8Adapters(WithFp8FrozenProducts(plain_ops, ops, views[WEIGHT_SCRATCH]), bound, views)
         self.text_ops = WithAdapters(WithDequantizedWeights(plain_ops, views[WEIGHT_SCRATCH]), bound, views)  # type: ignore[arg-type]

@@ -204,5 +204,5 @@ def test_all_parts_in_bf16_is_a_run_in_bf16(bases: dict[str, RunConfig], tmp_pat
 
 def test_dropout_stays_refused(bases: dict[str, RunConfig], tmp_path: Path) -> None:
     config = adapting(bases["gpt2"], tmp_path / "run", dropout=0.1)
-    with pytest.raises(UsageError, match=r"lora trains with dropout 0\.0, found 0\.1"):
+    with pytest.raises(UsageError, match=r"precision fp8 trains without dropout, found 0\.1; --precision bf16"):
         train(config)

@@ -95,8 +95,8 @@ EXCEPTIONS = {
     "ops/reference/reduction.py": "lane|rank",  # the sums over lanes
     "ops/cuda/reduction.py": "lane|rank",
     "ops/reference/optimizer.py": "lane",  # the loss of a step is the sum over its lanes
-    "memory/activations.py": "fp8|document",  # rows say their fp8 forms; documents are an input that some runs have
-    "memory/rows.py": "fp8|frozen|lane|rank|document",  # rows say their fp8 forms, their bucket, whether they are frozen
+    "memory/activations.py": "document",  # an input that some runs have
+    "memory/rows.py": "frozen|lane|rank",  # rows say their bucket, whether they are frozen
     "training/design.py": "fp8|dropout|lane|rank|frozen|lora",  # the design is everything that the run is
     "training/feed.py": "document",  # a source of documents says where they start
     "training/state.py": "lane|rank|frozen",  # the optimizer's ranges, and gradients of frozen parameters
@@ -110,7 +110,7 @@ def plain_files() -> list[Path]:
         *(PACKAGE / "training").glob("*.py"),
         *(PACKAGE / "optimizers").glob("*.py"),
     ]
-    memory = ("rows", "activations", "lifetimes")
+    memory = ("rows", "activations")
     return sorted([*folders, PACKAGE / "models/passes.py", *(PACKAGE / "memory" / f"{name}.py" for name in memory)])
 
 
@@ -129,9 +129,28 @@ def test_the_plain_path_names_nothing_that_stands_beside_it(path: Path) -> None:
 BESIDE_EQUATIONS = re.compile(ASIDE.pattern + "|untrained", re.IGNORECASE)
 
 
+EQUATION = re.compile(r"#.* = .*\w")  # a comment: x = wte[token]
+FIRST_EQUATION = 30  # lines of code from the top, which neither docstrings nor comments nor blank lines are
+
+
+@pytest.mark.parametrize("model", ["gpt2", "modern", "llama"])
+def test_a_model_begins_with_its_equations(model: str) -> None:
+    """And its file says nothing of fp8, neither in a row nor in a comment: `networks` has the forms."""
+    source = (PACKAGE / "models" / f"{model}.py").read_text()
+    tree, lines = ast.parse(source), source.splitlines()
+    first = next(number for number, line in enumerate(lines, 1) if EQUATION.search(line))
+    code = {line for node in ast.walk(tree) if isinstance(node, ast.stmt) for line in (node.lineno, node.end_lineno or 0)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            code -= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+    before = sum(number in code for number in range(1, first + 1))
+    assert before <= FIRST_EQUATION, f"{model}.py has its first equation after {before} lines of code"
+    assert "fp8" not in source
+
+
 @pytest.mark.parametrize("model", ["gpt2", "modern", "llama", "passes"])
 def test_the_models_equations_name_nothing_that_stands_beside_them(model: str) -> None:
-    """The rows say their fp8 forms and the inputs of documents; the functions of the model's file know none of it."""
+    """The rows have inputs for documents; the functions of the model's file know none of it."""
     source = (PACKAGE / "models" / f"{model}.py").read_text()
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):

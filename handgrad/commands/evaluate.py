@@ -270,7 +270,7 @@ class CheckpointForward:
         design = resolve(with_parts_left(config, manifest), shape.vocab_size, device=device)
         length, chunk = shape.sequence_length, config.head_chunk_tokens
         rows = tuple(forward_rows(shape, batch, length, design.dtype, design.ops, chunk=chunk))
-        self.forward = Fp8Forward(design.fp8, parameter_table(shape), rows, shape.fp8_parts)
+        self.forward = Fp8Forward(design.fp8, parameter_table(shape), rows, shape.forms)
         documents = document_buffers(self.model, batch, length) if packed else []
         self.activations: list[Buffer] = [*self.forward.activations, *documents]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
-from handgrad.models.overlay import Overlay
+from handgrad.ops.compose import Overlay
 from handgrad.settings.config import ModelShape
 
 KIND = "fp8 weights"
@@ -80,7 +80,7 @@ def buffers_of(shape: ModelShape) -> list[Buffer]:
 
 def fp8_rows(shape: ModelShape) -> list[ParameterRow]:
     """The matrices of the blocks, and the loss head, or the embedding that it shares."""
-    return [row for row in parameter_table(shape) if row.fp8 is not None]
+    return [row for row in parameter_table(shape) if row.name.rpartition(".")[2] in shape.forms]
 
 
 class WithFp8Weights(Overlay):

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.models.overlay import Overlay
+from handgrad.ops.compose import Overlay
 from handgrad.ops.mask import Mask
 
 

@@ -7,7 +7,7 @@ skip the test.
 from functools import partial
 from typing import Any
 
-from handgrad.models.overlay import Overlay
+from handgrad.ops.compose import Overlay
 
 
 class WithUntrained(Overlay):

@@ -1,12 +1,13 @@
-"""The rows of a model's activations, and of their gradients: the fields of dataclasses, as the parameters' are.
+"""The rows of a model's activations, and of their gradients: the fields of dataclasses, as the parameters' are; their
+lifetimes on the clock of a micro-step.
 
 activation      shape, dtype, the stages it lives through, the recompute level from which it is recomputed; the gradients of
                 activations are such rows as well, each a buffer that all blocks use in turn
 optional_input  an input that only some runs have
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -15,10 +16,81 @@ from torch import Tensor
 
 from handgrad.machine.dtypes import accumulation_dtype
 from handgrad.memory.arena import ALWAYS, Buffer, Interval
-from handgrad.memory.lifetimes import NEVER, WHOLE_BLOCKS, Clock, Lives, recomputed_lifetimes
 from handgrad.memory.rows import KIND, Dims, sizes
 from handgrad.networks import ModelShape
-from handgrad.networks.network import Fp8
+from handgrad.networks.network import NEVER as NEVER
+
+WHOLE_BLOCKS = 3  # the recompute level at which a block keeps its input alone
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The ticks of a micro-step: the embedding is 0, stage s of block l is 1 + S l + s, then comes the loss head, and the
+    backward mirrors the forward. Without a backward everything ends where the forward reads it last."""
+
+    layers: int
+    stages: int  # S, of a block
+    training: bool = True
+    layer: int = 0
+
+    @property
+    def head(self) -> int:
+        return 1 + self.stages * self.layers
+
+    def tick(self, stage: int) -> int:
+        """The forward tick of a stage of this layer; stage S is the next layer's first."""
+        return 1 + self.stages * self.layer + stage
+
+    def mirrored(self, tick: int) -> int:
+        return 2 * self.head - tick if self.training else tick
+
+    def every_layer(self) -> "Iterator[Clock]":
+        return (replace(self, layer=layer) for layer in range(self.layers))
+
+
+Lives = Callable[[Clock], tuple[Interval, ...]]
+
+
+def kept(stage: int, until: int | None = None) -> Lives:
+    """From its stage in the forward to the backward of stage `until` (by default the same)."""
+    return lambda clock: ((clock.tick(stage), clock.mirrored(clock.tick(stage if until is None else until))),)
+
+
+def recomputed_lifetimes(clock: Clock, ticks: tuple[Interval, ...]) -> tuple[Interval, ...]:
+    """The ticks of a block's tensor at `WHOLE_BLOCKS`: to its last reader in the forward; then, recomputed as the block's
+    backward begins, to its last reader there. Tensors that only the blocks above read are kept."""
+    ((first, last),) = ticks
+    begin = clock.mirrored(clock.tick(clock.stages - 1))
+    if last < clock.head:
+        return (first, last), (begin, begin)
+    return ((first, clock.mirrored(last)), (begin, last)) if begin <= last else ticks
+
+
+def from_embedding(stage: int) -> Lives:
+    """From the embedding to the backward of this stage of the first block."""
+    return lambda clock: ((0, clock.mirrored(clock.tick(stage))),)
+
+
+def at_head(clock: Clock) -> tuple[Interval, ...]:
+    return ((clock.head, clock.head),)
+
+
+def in_backward(clock: Clock) -> tuple[Interval, ...]:
+    """From the loss head to the end of the backward."""
+    return ((clock.head, clock.mirrored(0)),)
+
+
+def backward_of(*stages: int, first: int = 0, last: int = 0) -> Lives:
+    """The backward ticks of these stages in all layers, from `first` ticks before to `last` ticks after."""
+
+    def ticks(clock: Clock) -> tuple[Interval, ...]:
+        middle = [layer.mirrored(layer.tick(stage)) for stage in stages for layer in clock.every_layer()]
+        return tuple((tick - first, tick + last) for tick in middle)
+
+    return ticks
+
+
+# Fields and rows.
 
 
 def activation(
@@ -32,8 +104,8 @@ def activation(
 ) -> Any:
     """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for accumulators. `lives`:
     the ticks it lives through (all by default); `recomputed_from`: the recompute level from which it lives at the first and
-    the last of them only (but see `recomputed_lifetimes`). `of`: it is another name of that tensor; only its fp8 forms have
-    memory of their own. `optional`: a model may be without it."""
+    the last of them only (but see `recomputed_lifetimes`). `of`: it is another name of that tensor, with memory
+    only for its other forms. `optional`: a model may be without it."""
     row = {"shape": shape, "dtype": dtype, "lives": lives, "recomputed_from": recomputed_from, "of": of}
     return field(metadata=row | {"optional": optional})
 
@@ -64,7 +136,6 @@ class ActivationRow:
     dtype: torch.dtype
     ticks: tuple[Interval, ...]
     recomputed_from: int = NEVER
-    fp8: Fp8 | None = None
     of: str = ""  # another name of that tensor: no memory of its own
     whole_blocks: tuple[Interval, ...] = ()  # the lifetimes of a block's tensor at the recompute level `WHOLE_BLOCKS`
 
@@ -86,22 +157,19 @@ def activation_rows(
     dtypes: Mapping[str, torch.dtype],
     clock: Clock,
     prefix: str = "",
-    forms: Mapping[str, Fp8] | None = None,
 ) -> Iterator[ActivationRow]:
-    """The rows of a dataclass of activations in the order of its fields; `forms`: what GEMMs may read in fp8."""
-    forms = forms or {}
+    """The rows of a dataclass of activations in the order of its fields."""
     for f in fields(tensors):
         row = f.metadata
         if "block" in row:
             for layer in clock.every_layer():
-                yield from activation_rows(row["block"], dims, dtypes, layer, f"{prefix}{f.name}.{layer.layer}.", forms)
+                yield from activation_rows(row["block"], dims, dtypes, layer, f"{prefix}{f.name}.{layer.layer}.")
         elif "shape" in row:
             ticks = row["lives"](clock) if row["lives"] else ALWAYS
             dtype = dtypes.get(row["dtype"], row["dtype"])
             shape = sizes(row["shape"], dims)
             whole = recomputed_lifetimes(clock, ticks) if prefix and clock.training else ()
-            recomputed_from, form = row["recomputed_from"], forms.get(f.name)
-            yield ActivationRow(prefix + f.name, shape, dtype, ticks, recomputed_from, form, row["of"], whole)
+            yield ActivationRow(prefix + f.name, shape, dtype, ticks, row["recomputed_from"], row["of"], whole)
 
 
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -129,4 +197,4 @@ def rows_of_pass(
     if clock.training:
         sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **attention)
     for table in tables if clock.training else tables[:1]:
-        yield from activation_rows(table, sizes, dtypes_of(dtype), clock, forms=shape.forms)
+        yield from activation_rows(table, sizes, dtypes_of(dtype), clock)

@@ -41,9 +41,7 @@ def parameter_table(shape: ModelShape, lanes: int = 1, whole: Callable[[Paramete
 
 def named_weights(shape: ModelShape, flat: Tensor, table: Table) -> Any:
     """The architecture's `Weights` over a flat buffer."""
-    return named(
-        architecture(shape).Weights, {row.name: row.view(flat) for row in table}, shape.num_layers, forms=shape.forms
-    )
+    return named(architecture(shape).Weights, {row.name: row.view(flat) for row in table}, shape.num_layers)
 
 
 def forward_buffers(

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
-from handgrad.memory.lifetimes import Clock
+from handgrad.memory.activations import ActivationRow, Clock, activation, activation_rows, dtypes_of
 from handgrad.models.passes import Attention, with_projection
 from handgrad.settings.config import ModelShape
 

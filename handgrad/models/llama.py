@@ -9,6 +9,8 @@ and the logits are z = RMS(y) Whead^T. Keys and values may have fewer heads than
 of each head of q and k before the rotation; the head may be the embedding. Tensors that a member lacks do not exist.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
-from handgrad.memory.lifetimes import NEVER, WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.activations import (
+    NEVER,
+    WHOLE_BLOCKS,
+    ActivationRow,
+    Clock,
+    PassTensors,
+    activation,
+    at_head,
+    backward_of,
+    from_embedding,
+    in_backward,
+    kept,
+    rows_of_pass,
+)
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import (
     Sequences,
@@ -31,6 +45,154 @@ from handgrad.models.decoding import (
 )
 from handgrad.models.passes import Attention, Launch, Stage, head_backward, training_attention
 from handgrad.settings.config import ModelShape
+
+# Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
+
+
+def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
+    """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
+    x, s, epsilon = act.embedded, act.scratch, shape.family.norm_epsilon
+    stages = [Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
+    for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
+        rotated = norm_and_rotate(ops, weights, block, shape, length=block.lse.shape[2])
+        run = partial(block_forward, ops, weights, block, x, rotated, training_attention(ops, block, act), s, epsilon)
+        stages.append(Stage(f"blocks.{layer}", run))
+        x = block.residual_out
+    last_norm = partial(ops.gained_rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
+    return [*stages, Stage("head", last_norm)]
+
+
+def block_forward(
+    ops: ModuleType,
+    w: BlockWeights,
+    act: BlockActivations,
+    x: Tensor,
+    before_attention: Launch,
+    attend: Attention,
+    s: Tensor,
+    epsilon: float,
+    *,
+    rerun: bool = False,
+) -> None:
+    """x (N, C) -> act.residual_out (N, C). `before_attention` changes act.qkv, and `attend` reads it, in generation the
+    cache as well. `rerun`: in the backward, which does not read the last product."""
+    queries_keys_values(ops, w, act, x, s, epsilon)
+    before_attention()  # q, k = R(q), R(k)
+    attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
+    outs, norm = (act.swiglu, act.hidden), (act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain)
+    # [g u] = RMS(a) W^T, h = silu(g) u
+    ops.gained_rmsnorm_linear_swiglu_forward(*outs, *norm, w.gate_up_weight, epsilon=epsilon, scratch=s)
+    if not rerun:
+        down = act.residual_mid, act.swiglu, w.down_weight, None
+        ops.linear_residual_forward(act.residual_out, *down, scratch=s)  # a + h W^T
+
+
+def queries_keys_values(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, s: Tensor, epsilon: float
+) -> None:
+    """[q k v] = RMS(x) W^T + b, where `norm_and_rotate` expects them."""
+    out = act.qkv if act.heads is None else act.heads
+    norm = act.norm1, act.norm1_rstd, x, w.norm1_gain
+    ops.gained_rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
+
+
+def rotation(shape: ModelShape) -> dict[str, Any]:
+    """The arguments of a rotation that every position shares."""
+    return {"frequencies": shape.family.frequencies, "scale": shape.family.rope_scale}
+
+
+def norm_and_rotate(ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
+    """Queries and keys before attention: normalised, if the model does, and rotated. `place`: the `length` of the samples
+    at hand, or the `positions` of one token per sequence."""
+    options = rotation(shape) | place
+    if act.heads is None:
+        return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
+    norm = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
+    return partial(ops.gained_qk_norm_rotary_forward, *norm, epsilon=shape.family.norm_epsilon, **options)
+
+
+# Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
+
+
+def backward(
+    ops: ModuleType,
+    w: Weights,
+    g: Weights,
+    act: Activations,
+    d: Gradients,
+    scale: Tensor,
+    shape: ModelShape,
+    *,
+    recompute: int,
+) -> list[Stage]:
+    """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
+    stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
+    below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
+    norm = below[-1], g.lnf_gain, d.dlnf, stream[-1], act.lnf_rstd, w.lnf_gain
+    last_norm = partial(ops.gained_rmsnorm_backward, *norm, scratch=act.scratch)
+    head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
+    stages = [Stage("head", head, done=True)]
+    for layer in reversed(range(len(w.blocks))):
+        block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
+        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, recompute)
+        stages.append(Stage(f"blocks.{layer}", run, done=True))
+    embedding = partial(
+        ops.token_embedding_backward, g.wte, d.dresidual, act.tokens, act.sorted_positions, scratch=act.scratch
+    )
+    return [*stages, Stage("embedding", embedding, done=True)]
+
+
+def block_backward(
+    ops: ModuleType,
+    w: BlockWeights,
+    g: BlockWeights,
+    act: BlockActivations,
+    d: BlockGradients,
+    shared: Gradients,
+    x: Tensor,
+    dx: Tensor,
+    whole: Activations,
+    shape: ModelShape,
+    recompute: int,
+) -> None:
+    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
+    s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
+    if recompute == WHOLE_BLOCKS:
+        rotated = norm_and_rotate(ops, w, act, shape, length=length)
+        block_forward(ops, w, act, x, rotated, training_attention(ops, act, whole), s, epsilon, rerun=True)
+    elif recompute:
+        if recompute == 2:
+            ops.gained_rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
+        ops.linear_swiglu_forward(act.swiglu, act.hidden, act.norm2, w.gate_up_weight, scratch=s)
+    down = d.dswiglu, g.down_weight, d.dresidual_out, act.swiglu, act.hidden, w.down_weight
+    ops.swiglu_linear_backward(d.dhidden, *down, scratch=s)
+    ops.linear_backward(shared.dnorm, g.gate_up_weight, None, d.dhidden, act.norm2, w.gate_up_weight, scratch=s)
+    norm2 = g.norm2_gain, shared.dnorm, act.residual_mid, act.norm2_rstd, w.norm2_gain
+    ops.gained_rmsnorm_backward(d.dresidual_mid, *norm2, scratch=s)
+    if recompute == 2:
+        ops.gained_rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, epsilon=epsilon)
+        if act.heads is not None:
+            norm_and_rotate(ops, w, act, shape, length=length)()
+    ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
+    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
+    norm_and_rotate_backward(ops, w, g, act, d.dqkv, s, shape)
+    ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
+    ops.gained_rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)
+
+
+def norm_and_rotate_backward(
+    ops: ModuleType, w: BlockWeights, g: BlockWeights, act: BlockActivations, dqkv: Tensor, s: Tensor, shape: ModelShape
+) -> None:
+    """Turns the gradient after `norm_and_rotate` into the gradient before it."""
+    options = rotation(shape) | {"length": act.lse.shape[2]}
+    if act.heads is None:
+        ops.rotary_backward(dqkv, num_heads=shape.num_heads, **options)
+    else:
+        norm = g.q_gain, g.k_gain, act.heads, act.heads_rstd, w.q_gain, w.k_gain
+        ops.gained_qk_norm_rotary_backward(dqkv, *norm, scratch=s, **options)
+
+
+# Tables.
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
 
@@ -114,7 +276,7 @@ class Activations(PassTensors):
 
 @dataclass
 class BlockGradients:
-    """The gradients that the blocks make one after another in the same memory; in fp8 each block's have a scale."""
+    """The gradients that the blocks make one after another in the same memory."""
 
     dqkv: Tensor = shared()
     dresidual_mid: Tensor = shared(of="dresidual")
@@ -152,152 +314,6 @@ def activations(
         if has(shape, row.name):
             is_kept = row.name.endswith(".qkv") and not shape.family.qk_norm
             yield replace(row, recomputed_from=NEVER) if is_kept else row
-
-
-def rotation(shape: ModelShape) -> dict[str, Any]:
-    """The arguments of a rotation that every position shares."""
-    return {"frequencies": shape.family.frequencies, "scale": shape.family.rope_scale}
-
-
-def norm_and_rotate(ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
-    """Queries and keys before attention: normalised, if the model does, and rotated. `place`: the `length` of the samples
-    at hand, or the `positions` of one token per sequence."""
-    options = rotation(shape) | place
-    if act.heads is None:
-        return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
-    norm = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
-    return partial(ops.gained_qk_norm_rotary_forward, *norm, epsilon=shape.family.norm_epsilon, **options)
-
-
-# Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
-
-
-def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
-    """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
-    x, s, epsilon = act.embedded, act.scratch, shape.family.norm_epsilon
-    stages = [Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
-    for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        rotated = norm_and_rotate(ops, weights, block, shape, length=block.lse.shape[2])
-        run = partial(block_forward, ops, weights, block, x, rotated, training_attention(ops, block, act), s, epsilon)
-        stages.append(Stage(f"blocks.{layer}", run))
-        x = block.residual_out
-    last_norm = partial(ops.gained_rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
-    return [*stages, Stage("head", last_norm)]
-
-
-def block_forward(
-    ops: ModuleType,
-    w: BlockWeights,
-    act: BlockActivations,
-    x: Tensor,
-    before_attention: Launch,
-    attend: Attention,
-    s: Tensor,
-    epsilon: float,
-    *,
-    rerun: bool = False,
-) -> None:
-    """x (N, C) -> act.residual_out (N, C). `before_attention` changes act.qkv, and `attend` reads it, in generation the
-    cache as well. `rerun`: in the backward, which does not read the last product."""
-    queries_keys_values(ops, w, act, x, s, epsilon)
-    before_attention()  # q, k = R(q), R(k)
-    attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
-    outs, norm = (act.swiglu, act.hidden), (act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain)
-    # [g u] = RMS(a) W^T, h = silu(g) u
-    ops.gained_rmsnorm_linear_swiglu_forward(*outs, *norm, w.gate_up_weight, epsilon=epsilon, scratch=s)
-    if not rerun:
-        down = act.residual_mid, act.swiglu, w.down_weight, None
-        ops.linear_residual_forward(act.residual_out, *down, scratch=s)  # a + h W^T
-
-
-def queries_keys_values(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, s: Tensor, epsilon: float
-) -> None:
-    """[q k v] = RMS(x) W^T + b, where `norm_and_rotate` expects them."""
-    out = act.qkv if act.heads is None else act.heads
-    norm = act.norm1, act.norm1_rstd, x, w.norm1_gain
-    ops.gained_rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
-
-
-# Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
-
-
-def backward(
-    ops: ModuleType,
-    w: Weights,
-    g: Weights,
-    act: Activations,
-    d: Gradients,
-    scale: Tensor,
-    shape: ModelShape,
-    *,
-    recompute: int,
-) -> list[Stage]:
-    """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
-    stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
-    below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
-    norm = below[-1], g.lnf_gain, d.dlnf, stream[-1], act.lnf_rstd, w.lnf_gain
-    last_norm = partial(ops.gained_rmsnorm_backward, *norm, scratch=act.scratch)
-    head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
-    stages = [Stage("head", head, done=True)]
-    for layer in reversed(range(len(w.blocks))):
-        block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
-        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, recompute)
-        stages.append(Stage(f"blocks.{layer}", run, done=True))
-    embedding = partial(
-        ops.token_embedding_backward, g.wte, d.dresidual, act.tokens, act.sorted_positions, scratch=act.scratch
-    )
-    return [*stages, Stage("embedding", embedding, done=True)]
-
-
-def block_backward(
-    ops: ModuleType,
-    w: BlockWeights,
-    g: BlockWeights,
-    act: BlockActivations,
-    d: BlockGradients,
-    shared: Gradients,
-    x: Tensor,
-    dx: Tensor,
-    whole: Activations,
-    shape: ModelShape,
-    recompute: int,
-) -> None:
-    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
-    s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
-    if recompute == WHOLE_BLOCKS:
-        rotated = norm_and_rotate(ops, w, act, shape, length=length)
-        block_forward(ops, w, act, x, rotated, training_attention(ops, act, whole), s, epsilon, rerun=True)
-    elif recompute:
-        if recompute == 2:
-            ops.gained_rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
-        ops.linear_swiglu_forward(act.swiglu, act.hidden, act.norm2, w.gate_up_weight, scratch=s)
-    down = d.dswiglu, g.down_weight, d.dresidual_out, act.swiglu, act.hidden, w.down_weight
-    ops.swiglu_linear_backward(d.dhidden, *down, scratch=s)
-    ops.linear_backward(shared.dnorm, g.gate_up_weight, None, d.dhidden, act.norm2, w.gate_up_weight, scratch=s)
-    norm2 = g.norm2_gain, shared.dnorm, act.residual_mid, act.norm2_rstd, w.norm2_gain
-    ops.gained_rmsnorm_backward(d.dresidual_mid, *norm2, scratch=s)
-    if recompute == 2:
-        ops.gained_rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, epsilon=epsilon)
-        if act.heads is not None:
-            norm_and_rotate(ops, w, act, shape, length=length)()
-    ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
-    norm_and_rotate_backward(ops, w, g, act, d.dqkv, s, shape)
-    ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
-    ops.gained_rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)
-
-
-def norm_and_rotate_backward(
-    ops: ModuleType, w: BlockWeights, g: BlockWeights, act: BlockActivations, dqkv: Tensor, s: Tensor, shape: ModelShape
-) -> None:
-    """Turns the gradient after `norm_and_rotate` into the gradient before it."""
-    options = rotation(shape) | {"length": act.lse.shape[2]}
-    if act.heads is None:
-        ops.rotary_backward(dqkv, num_heads=shape.num_heads, **options)
-    else:
-        norm = g.q_gain, g.k_gain, act.heads, act.heads_rstd, w.q_gain, w.k_gain
-        ops.gained_qk_norm_rotary_backward(dqkv, *norm, scratch=s, **options)
 
 
 # Generation.

@@ -1,6 +1,8 @@
-"""Operations that are two others in a row, for backends without a kernel for both at once."""
+"""Operations that are two others in a row, for backends without a kernel for both at once; a backend with some replaced."""
 
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -88,3 +90,14 @@ def after_attention(attention_decode: Operation, linear_residual_forward: Operat
         linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch)
 
     return both
+
+
+class Overlay(ModuleType):
+    """The operations `ops`, unless a subclass or an attribute replaces them."""
+
+    def __init__(self, ops: Any):
+        super().__init__(ops.__name__)
+        self.ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ops, name)

@@ -13,7 +13,6 @@ from handgrad.joins.audit.digest import StateDigest, with_digest
 from handgrad.joins.documents import within_documents
 from handgrad.joins.dropout.bind import WithDropout
 from handgrad.joins.fp8.bind import with_fp8
-from handgrad.joins.fp8.dropout import WithFp8Dropout
 from handgrad.joins.fp8.frozen import (
     WEIGHT_SCRATCH,
     WithDequantizedWeights,
@@ -126,8 +125,8 @@ def pass_operations(state: TrainingState, scaling: Scaling | None, model_ops: An
         return with_adapters_of(state, ops, w)
     if not design.dropout:
         return ops
-    dropping, samples = WithDropout if scaling is None else WithFp8Dropout, state.views[SAMPLE_NUMBERS]
-    return dropping(ops, w, g, act, d, samples=samples, probability=design.dropout, seed=design.seed)
+    samples = state.views[SAMPLE_NUMBERS]
+    return WithDropout(ops, w, g, act, d, samples=samples, probability=design.dropout, seed=design.seed)
 
 
 def with_adapters_of(state: TrainingState, ops: Any, weights: Any) -> WithAdapters:

@@ -28,8 +28,8 @@ from handgrad.settings.config import RunConfig, to_dict
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Checkpoint, Stored
 from handgrad.storage.manifest import STATE_SCHEMA
-from handgrad.training.spikes import SpikeWindow
 from handgrad.training.state import SavedBuffer, TrainingState
+from handgrad.training.step import SpikeWindow
 
 SOURCES = "sources"  # the version that is a hash of the package; chains of format 1 and older checkpoints lack it
 # Settings that the scales in a checkpoint depend on.

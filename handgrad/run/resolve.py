@@ -14,7 +14,6 @@ from handgrad.joins import documents, offload
 from handgrad.joins.dropout.bind import dropout_buffers, sizing
 from handgrad.joins.fp8 import frozen, tables
 from handgrad.joins.fp8.bind import fp8_operations
-from handgrad.joins.fp8.dropout import with_workspace
 from handgrad.joins.fp8.formats import GRADIENT_FORMATS
 from handgrad.joins.fp8.scaling import Fp8Design
 from handgrad.joins.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
@@ -24,16 +23,14 @@ from handgrad.machine.backend import choose_backend, plain_backend
 from handgrad.machine.dtypes import accumulation_dtype
 from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer, Plan, make_plan
-from handgrad.memory.freezing import freeze
 from handgrad.memory.layout import Layout, Sharding, buckets_of, norm_blocks, shard_elements, state_layout
-from handgrad.memory.rows import Table, flat_elements
+from handgrad.memory.rows import Table, flat_elements, freeze
 from handgrad.networks.fp8 import takes_micro_batch
 from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.settings.config import TUNED, ModelShape, RunConfig
-from handgrad.training.design import Batch, Design, Guards
-from handgrad.training.schedule import Schedule
+from handgrad.training.design import Batch, Design, Guards, Schedule
 from handgrad.training.state import flat_buffers, update_scratch
 
 
@@ -134,12 +131,7 @@ def activation_rows(
     batch, length = config.micro_batch, shape.sequence_length
     chunk = models.head_chunk_tokens(config.head_chunk_tokens, batch * length, shape.padded_vocab_size, dtype)
     model = models.architecture(shape)
-    rows = tuple(model.activations(shape, batch, length, dtype, scratch_sizes, chunk=chunk, training=True))
-    if config.precision == "fp8" and config.dropout:
-        return with_workspace(rows)
-    if config.precision == "fp8" and config.lora:
-        return frozen.with_16_bits(rows)
-    return rows
+    return tuple(model.activations(shape, batch, length, dtype, scratch_sizes, chunk=chunk, training=True))
 
 
 def activation_buffers(
@@ -155,7 +147,7 @@ def activation_buffers(
     if fp8 is None:
         return [row.buffer(config.recompute) for row in rows if not row.of]
     gradients = GRADIENT_FORMATS[config.fp8_gradients]
-    quantized = tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute)
+    quantized = tables.activation_buffers(rows, fp8.forms, fp8.gemms, gradients, config.recompute)
     buffers = [*fp8.buffers(weights, ranks), *quantized]
     return frozen.with_shared_operand(buffers) if rounded else buffers
 
@@ -220,8 +212,9 @@ def resolve_fp8(
     rows: tuple[ActivationRow, ...],
     ops: ModuleType,
 ) -> Fp8Design:
-    parts = shape.fp8_parts
-    gemms = tables.fp8_gemms(config.fp8_keep_bf16.replace(TUNED, ""), config.fp8_head_gemms, shape.num_layers, parts)
+    kept = config.fp8_keep_bf16.replace(TUNED, "")
+    gemms = tables.fp8_gemms(kept, config.fp8_head_gemms, shape.num_layers, shape.fp8_parts)
+    forms = frozen.with_16_bits(shape.forms) if config.lora else shape.forms
     statistics_parts = ops.statistics_parts(
         batch=config.micro_batch,
         length=shape.sequence_length,
@@ -233,8 +226,9 @@ def resolve_fp8(
         padded_vocab_size=shape.padded_vocab_size,
     )
     return Fp8Design(
+        forms=forms,
         gemms=gemms,
-        table=tables.quantized_table(weights, rows, gemms, parts, GRADIENT_FORMATS[config.fp8_gradients]),
+        table=tables.quantized_table(weights, rows, forms, gemms, GRADIENT_FORMATS[config.fp8_gradients]),
         delayed=config.fp8_scaling == "delayed",
         window=config.fp8_window,
         margin=config.fp8_margin,

@@ -152,7 +152,7 @@ def make_state(
     """Names the plan's `views` and draws the initial weights. `forms`: tensors that GEMMs read in another form than the
     view of that name; `gradients`: of the parameters by name, where they are not all in one flat buffer."""
     table, model, sharding = design.parameters, design.model, design.sharding
-    bound = partial(named, layers=design.shape.num_layers, forms=design.shape.forms)
+    bound = partial(named, layers=design.shape.num_layers)
     parameters = views["parameters"]
     master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
     weights: dict[str, Any] = model_weights(design, views) | {name: forms[name] for name in design.rounded}

@@ -7,7 +7,8 @@ kernels backend, launches run once eagerly, then are captured as CUDA graphs, th
 
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -19,9 +20,9 @@ from handgrad.machine.graphs import Replayed
 from handgrad.memory.rows import BLOCK_ELEMENTS
 from handgrad.models.passes import Stage
 from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
-from handgrad.training.spikes import SpikeWindow
 from handgrad.training.state import OPTIMIZER_SCRATCH, TrainingState
 
+WINDOW = 128  # steps that a loss or a norm is compared with
 IN_FLIGHT = 2  # steps whose results are not yet read, at most
 NOTHING_TRAINED = "none of its tokens is trained"  # why a step makes no update
 
@@ -130,6 +131,43 @@ def make_slot(state: TrainingState, program: Program) -> StepSlot:
         start=torch.cuda.Event(enable_timing=True) if on_gpu else None,
         end=torch.cuda.Event(enable_timing=True) if on_gpu else None,
     )
+
+
+class SpikeWindow:
+    """The last values of one series, to find spikes. Its state is the window, which travels with the checkpoint."""
+
+    def __init__(self, values: Iterable[float] = ()):
+        self.values = deque(values, maxlen=WINDOW)
+
+    def z_score(self, value: float) -> float | None:
+        """(value - mean) / deviation of the window *before* this value; None until the window is full.
+
+        Judged against a window that contains it, a value can never exceed sqrt(127) = 11.3 deviations, and a second spike
+        in a row hides behind the first.
+        """
+        if len(self.values) < WINDOW or not math.isfinite(value):
+            return None
+        mean, deviation = self.statistics()
+        if deviation == 0:
+            return 0.0 if value == mean else math.copysign(math.inf, value - mean)
+        return (value - mean) / deviation
+
+    def limit(self, z: float) -> float:
+        """The value above which a z-score exceeds `z`: infinite while the window is not full, or where `z` is 0."""
+        if not z or len(self.values) < WINDOW:
+            return math.inf
+        mean, deviation = self.statistics()
+        return mean + z * deviation
+
+    def statistics(self) -> tuple[float, float]:
+        """Mean and standard deviation of a full window."""
+        mean = math.fsum(self.values) / WINDOW
+        return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in self.values) / WINDOW)
+
+    def add(self, value: float) -> None:
+        """Takes a value into the window. Non-finite ones stay out: they would blind the detector for 128 steps."""
+        if math.isfinite(value):
+            self.values.append(value)
 
 
 class TrainStep:

@@ -15,7 +15,7 @@ from torch import Tensor
 from handgrad.joins.dropout.masks import Dropout
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND
-from handgrad.models.overlay import Overlay
+from handgrad.ops.compose import Overlay
 from handgrad.ops.mask import Mask
 from handgrad.training.feed import SAMPLE_NUMBERS
 

@@ -73,7 +73,7 @@ def calibration_stages(state: TrainingState, scaling: Scaling, passes: Callable[
     weights = state.named_weights | scaling.calibrating
     views = state.views | scaling.calibrating
     w, act, d = (
-        named(kind, found, layers, forms=design.shape.forms)
+        named(kind, found, layers)
         for kind, found in ((model.Weights, weights), (model.Activations, views), (model.Gradients, views))
     )
     tensors = w, state.weight_gradients, act, d

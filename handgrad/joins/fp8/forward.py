@@ -12,6 +12,7 @@ from handgrad.errors import UsageError
 from handgrad.joins.fp8.formats import GRADIENT_FORMATS
 from handgrad.joins.fp8.scaling import Fp8Design, weights_of
 from handgrad.joins.fp8.tables import (
+    Forms,
     activation_buffers,
     quantized_table,
     quantized_tensors,
@@ -28,12 +29,12 @@ FORWARD = frozenset({"forward"})  # of the head's GEMMs
 class Fp8Forward:
     """The rows of a forward pass in fp8: `activations` replace the plain ones, `beside` them are weights and scales."""
 
-    def __init__(self, fp8: Fp8Design, parameters: Table, rows: Sequence[ActivationRow], parts: Sequence[str]):
-        """`rows` are the activations of a forward pass; `parts` of a block's GEMMs may be in fp8."""
+    def __init__(self, fp8: Fp8Design, parameters: Table, rows: Sequence[ActivationRow], forms: Forms):
+        """`rows` are the activations of a forward pass."""
         gemms, gradients = replace(fp8.gemms, head=fp8.gemms.head & FORWARD), GRADIENT_FORMATS["e4m3"]
         self.current = not fp8.delayed
-        self.table = quantized_table(parameters, rows, gemms, parts, gradients)
-        self.activations = without_columns(activation_buffers(rows, gemms, gradients, recompute=0))
+        self.table = quantized_table(parameters, rows, forms, gemms, gradients)
+        self.activations = without_columns(activation_buffers(rows, forms, gemms, gradients, recompute=0))
         weights = without_columns(weight_buffers(self.table, parameters, gemms))
         self.beside = [*weights, *scaling_buffers(len(self.table), fp8.statistics_parts)]
 

@@ -20,22 +20,21 @@ from torch import Tensor
 
 from handgrad.joins.fp8.formats import COUNTING, E4M3, Form, Quantized, on_plain, plain
 from handgrad.joins.fp8.scaling import Fp8Design, Scaling
-from handgrad.joins.fp8.tables import WEIGHT, without_columns
+from handgrad.joins.fp8.tables import WEIGHT, Forms, without_columns
 from handgrad.joins.lora.bind import WithAdapters
 from handgrad.joins.lora.tables import KIND as ADAPTER_KIND
-from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND, Table, lay_out
-from handgrad.models.overlay import Overlay
+from handgrad.ops.compose import Overlay
 
 OPERAND = "fp8.operand"
 WEIGHT_SCRATCH = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits
 
 
-def with_16_bits(rows: Iterable[ActivationRow]) -> tuple[ActivationRow, ...]:
-    """The rows of activations and gradients with a 16-bit form of each."""
-    form = {"keeps_16bit": True, "workspace": ""}
-    return tuple(replace(row, fp8=replace(row.fp8, **form)) if row.fp8 else row for row in rows)
+def with_16_bits(forms: Forms) -> Forms:
+    """The forms of activations and gradients with a 16-bit one for each."""
+    kept = {"keeps_16bit": True, "workspace": ""}
+    return {name: replace(tag, **kept) for name, tag in forms.items()}
 
 
 def with_shared_operand(buffers: Iterable[Buffer]) -> list[Buffer]:

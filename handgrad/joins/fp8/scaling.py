@@ -18,7 +18,15 @@ from torch import Tensor
 
 from handgrad.joins.fp8 import formats
 from handgrad.joins.fp8.formats import AMAX, COUNTING, E5M2, INVERSE, LARGEST_EXPONENT, MARGIN, SCALE
-from handgrad.joins.fp8.tables import WEIGHT, Fp8Gemms, QuantizedRow, quantized_tensors, scaling_buffers, weight_buffers
+from handgrad.joins.fp8.tables import (
+    WEIGHT,
+    Forms,
+    Fp8Gemms,
+    QuantizedRow,
+    quantized_tensors,
+    scaling_buffers,
+    weight_buffers,
+)
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import Table
 
@@ -30,6 +38,7 @@ UNCALIBRATED = "uncalibrated"  # a checkpoint's mark that the next step calibrat
 class Fp8Design:
     """The resolved fp8 of a run."""
 
+    forms: Forms  # that tensors may have
     gemms: Fp8Gemms
     table: tuple[QuantizedRow, ...]
     delayed: bool  # else scales are made from each tensor itself

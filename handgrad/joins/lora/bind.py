@@ -14,9 +14,8 @@ from torch import Tensor
 
 from handgrad.joins.lora.products import AdapterProducts, AdapterTensors
 from handgrad.joins.lora.tables import Adapter
-from handgrad.models.overlay import Overlay
 from handgrad.models.passes import Stage
-from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm
+from handgrad.ops.compose import Overlay, after_attention, after_gained_rmsnorm, after_layernorm
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Program
 

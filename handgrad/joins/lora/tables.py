@@ -72,7 +72,7 @@ class Adapter:
         bucket = self.weight.rpartition(".")[0]
         outputs = sum(part.outputs.stop - part.outputs.start for part in self.parts)
         for name, shape, init in ((self.a, (self.ranks, self.inputs), DRAWN), (self.b, (outputs, self.rank), ZEROS)):
-            yield ParameterRow(name, shape, shape[0], init, init.std_of(shape, 1), "matrix", bucket, None)
+            yield ParameterRow(name, shape, shape[0], init, init.std_of(shape, 1), "matrix", bucket)
 
 
 @dataclass(frozen=True)
