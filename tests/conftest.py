@@ -24,8 +24,8 @@ from torch import Tensor
 
 from benchmarks.record import write_record
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.joins.documents import within_documents
-from handgrad.joins.dropout.bind import WithDropout, sizing
+from handgrad.joins import documents
+from handgrad.joins.dropout.bind import WithDropout, scratch_sizes
 from handgrad.joins.fp8 import reference as fp8_reference
 from handgrad.joins.fp8.formats import (
     COUNTING,
@@ -272,7 +272,7 @@ def make_model(
     flat_gradients = torch.zeros(elements, dtype=exact)
     ops = backends[fp8 is not None]
     module, chunk = architecture(shape), min(chunk, batch * length)
-    sizes = sizing(ops) if dropout else ops
+    sizes = scratch_sizes(ops) if dropout else ops
     rows = tuple(module.activations(shape, batch, length, dtype, sizes, chunk=chunk, training=True))
     quantized: tuple[QuantizedRow, ...] = ()
     if fp8 is None:
@@ -306,7 +306,7 @@ def make_model(
     act.targets.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     weights = named(module.Weights, plain | forms, layers)
     gradients = named_weights(shape, flat_gradients, table)
-    within = within_documents(ops, act)
+    within = documents.operations(ops, act)
     model = Model(shape, table, flat, flat_gradients, weights, gradients, act, d, plan, views, within)
     if dropout:
         model.ops = WithDropout(

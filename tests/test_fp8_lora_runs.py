@@ -44,7 +44,7 @@ def adapting(base: RunConfig, out: Path, **settings: object) -> RunConfig:
 
 def rows_of(training: Assembly) -> dict[str, torch.Tensor]:
     """The frozen weights in fp8."""
-    return {name: training.state.views[f"{name}.rows"].view(torch.uint8) for name in training.design.rounded}
+    return {name: training.state.views[f"{name}.rows"].view(torch.uint8) for name in training.design.fp8_only}
 
 
 @pytest.mark.parametrize(("name", "backend"), [("llama", "auto"), ("llama", "reference"), ("gpt2", "auto")])

@@ -40,7 +40,7 @@ from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
 from handgrad.files import check_writable
 from handgrad.format import table
 from handgrad.interop.sources import open_weights
-from handgrad.joins.fp8.forward import Fp8Forward
+from handgrad.joins.fp8.scaling import Fp8Forward
 from handgrad.joins.parallel.launchers import find_rank_info
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.rendezvous import Timeouts, joined

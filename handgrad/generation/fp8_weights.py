@@ -18,8 +18,8 @@ from torch import Tensor
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
+from handgrad.networks import ModelShape
 from handgrad.ops.compose import Overlay
-from handgrad.settings.config import ModelShape
 
 KIND = "fp8 weights"
 E4M3, LARGEST_EXPONENT, LARGEST = torch.float8_e4m3fn, 9, 448.0  # 448 = 7/8 of 2^9
@@ -63,7 +63,7 @@ def rounded(shape: ModelShape, weight: Callable[[ParameterRow], Tensor]) -> Call
 
 def fp8_buffers(shape: ModelShape, ops: ModuleType, device: torch.device) -> list[Buffer]:
     """The e4m3 numbers and scales of all matrices, beside the rounded weights; none where no GEMM reads them."""
-    if not ops.__name__.startswith("handgrad.ops.cuda") or device.type != "cuda":
+    if ops.BACKEND.name != "cuda" or device.type != "cuda":
         return []
     if torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         return []

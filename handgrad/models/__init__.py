@@ -24,7 +24,7 @@ from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND, ParameterRow, Table, lay_out, named
 from handgrad.models.passes import head_losses, run
-from handgrad.settings.config import ModelShape
+from handgrad.networks import ModelShape
 
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
 

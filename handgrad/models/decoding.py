@@ -15,7 +15,7 @@ from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, Clock, activation, activation_rows, dtypes_of
 from handgrad.models.passes import Attention, with_projection
-from handgrad.settings.config import ModelShape
+from handgrad.networks import ModelShape
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
 Block = TypeVar("Block")

@@ -44,7 +44,7 @@ from handgrad.models.decoding import (
     store_prompts,
 )
 from handgrad.models.passes import Attention, Launch, Stage, head_backward, training_attention
-from handgrad.settings.config import ModelShape
+from handgrad.networks import ModelShape
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
 

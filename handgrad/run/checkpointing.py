@@ -144,8 +144,8 @@ def load_initial_weights(weights: Weights, training: Assembly) -> None:
     """Loads initial weights from elsewhere, with adapters the weights under them. A run with fewer positions takes the
     first of theirs."""
     design = training.design
-    load = training.load_base_weight if design.base else training.state.load_weight
-    for theirs, row in zip(parameter_table(weights.shape), design.base or design.parameters, strict=True):
+    load = training.load_frozen_weight if design.frozen else training.state.load_weight
+    for theirs, row in zip(parameter_table(weights.shape), design.frozen or design.parameters, strict=True):
         assert theirs.name == row.name
         load(row, weights.weight(theirs)[: row.stored_rows])
 

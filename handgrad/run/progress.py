@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from handgrad.format import human_count, human_seconds, speed
-from handgrad.joins.fp8.monitor import findings, saturation_line, summary
+from handgrad.joins.fp8.bind import REPORT
+from handgrad.joins.fp8.scaling import findings, saturation_line, summary
 from handgrad.machine import devices
 from handgrad.run.log import RunLog
 from handgrad.settings.config import RunConfig
@@ -137,7 +138,7 @@ def record_fp8(design: Design, scaling: Any, config: RunConfig, result: StepResu
         return
     counted = design.fp8.counts(completed - 1)
     micro_steps = design.batch.micro_steps(completed - 1) * design.batch.lanes
-    tensors = findings(scaling, result.reports[0], micro_steps, counted=counted)
+    tensors = findings(scaling, result.reports[REPORT], micro_steps, counted=counted)
     if counted:
         log.record("fp8", step=completed, tensors=summary(tensors))
     for finding in tensors:

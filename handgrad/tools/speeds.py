@@ -227,7 +227,7 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     ends = (10 * size + 8) * channels + 2 * size * shape.padded_vocab_size
     # Per micro-batch: weights read forward and backward, gradients read and written in float32.
     moved = tokens * (layers * channels * per_channel + ends) + micro_batches * parameters * (2 * size + 8)
-    moved += micro_batches * count_parameters(design.base) * 2 * size
+    moved += micro_batches * count_parameters(design.frozen) * 2 * size
     return StepTime(
         gemms=gemms,
         attention=attention,
@@ -257,7 +257,7 @@ def gemm_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float
         operations = 2 * inputs * outputs / (GEMM_SHARE.get(kind, USUAL_GEMM_SHARE) * gpu.flops(kind))
         return max(operations, (inputs + outputs) * (1 if kind == "fp8" else size) / rate)
 
-    total, passes = 0.0, 2 if design.base else 3
+    total, passes = 0.0, 2 if design.frozen else 3
     *others, hidden, last = shape.gemms
     for gemm in (*others, hidden, last):
         again = gemm is not last and (design.recompute >= WHOLE_BLOCKS or (design.recompute >= 1 and gemm is hidden))

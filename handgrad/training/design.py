@@ -13,8 +13,8 @@ import torch
 from handgrad.memory.arena import Buffer, Plan
 from handgrad.memory.layout import Buckets, Layout, Sharding
 from handgrad.memory.rows import Table
+from handgrad.networks import ModelShape
 from handgrad.settings.batch_schedule import BatchSchedule
-from handgrad.settings.config import ModelShape
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,13 @@ class Design:
     host_plan: Plan  # of the optimizer's state, where the host keeps it
     sample_tokens: int = 0  # of the texts that the run writes
     lora: Any = None
-    base: Table = ()  # with `lora` the model's weights: frozen, in a flat buffer of their own
-    rounded: frozenset[str] = frozenset()  # names of frozen weights that exist only in fp8
+    frozen: Table = ()  # with `lora` the model's weights, in a flat buffer of their own
+    fp8_only: frozenset[str] = frozenset()  # names of frozen weights that exist only in fp8
 
     @property
     def all_parameters(self) -> Table:
         """The frozen weights, then the trained ones."""
-        return (*self.base, *self.parameters)
+        return (*self.frozen, *self.parameters)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -144,4 +144,4 @@ class Design:
     def flops_per_token(self) -> float:
         """Forward and backward."""
         flops = self.shape.flops_per_token
-        return flops if self.lora is None else self.lora.flops_per_token(flops, self.base, self.shape)
+        return flops if self.lora is None else self.lora.flops_per_token(flops, self.frozen, self.shape)

@@ -17,7 +17,7 @@ from handgrad.ops import CONTROLS, RESULTS
 from handgrad.optimizers import Owned
 from handgrad.training.design import Design
 
-BASE = "base"  # the flat buffer of frozen weights
+FROZEN = "frozen"  # the flat buffer of frozen weights
 AT_UPDATE: tuple[Interval, ...] = ((1 << 59, 1 << 59),)  # a tick after every stage's
 OPTIMIZER_SCRATCH = "optimizer_scratch"
 INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
@@ -141,9 +141,9 @@ class TrainingState:
 
 def model_weights(design: Design, views: dict[str, Tensor]) -> dict[str, Tensor]:
     """The model's weights in 16 or 32 bits, by name."""
-    if not design.base:
+    if not design.frozen:
         return {row.name: row.view(views["parameters"]) for row in design.parameters}
-    return {row.name: row.view(views[BASE]) for row in design.base if row.name not in design.rounded}
+    return {row.name: row.view(views[FROZEN]) for row in design.frozen if row.name not in design.fp8_only}
 
 
 def make_state(
@@ -155,10 +155,10 @@ def make_state(
     bound = partial(named, layers=design.shape.num_layers)
     parameters = views["parameters"]
     master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
-    weights: dict[str, Any] = model_weights(design, views) | {name: forms[name] for name in design.rounded}
+    weights: dict[str, Any] = model_weights(design, views) | {name: forms[name] for name in design.fp8_only}
     gradients = gradients or {row.name: row.view(flat) for row in table}
     weight_gradients: dict[str, Any] = gradients
-    if design.base:  # the model's weights have none
+    if design.frozen:  # the model's weights have none
         weight_gradients = dict.fromkeys(weights)
     optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer_state}
     layouts = Layout(table, design.buckets), *design.optimizer_state.values()

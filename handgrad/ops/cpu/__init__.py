@@ -9,7 +9,7 @@ Each is tested against `handgrad.ops.reference`, its specification.
 
 from typing import Any
 
-from handgrad.ops import reference
+from handgrad.ops import Backend, reference
 from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.adamw import adamw_update
@@ -54,6 +54,9 @@ rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forwa
 gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
 gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 mix_rmsnorm_linear_forward = after_mix_rmsnorm(reference.mix_rmsnorm_forward, linear_forward)
+
+
+BACKEND = Backend("cpu")
 
 
 def __getattr__(name: str) -> Any:

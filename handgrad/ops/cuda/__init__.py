@@ -9,6 +9,7 @@ deterministic, allocate nothing, and can be recorded in a CUDA graph.
 import triton
 
 from handgrad.errors import UsageError
+from handgrad.ops import Backend
 from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.cuda import attention_cudnn, cublaslt, decode
 from handgrad.ops.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
@@ -66,7 +67,7 @@ gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, lin
 gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
-CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
+BACKEND = Backend("cuda", capturable=True)
 
 
 def versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The operations on NVIDIA GPUs, with products of float32 numbers in TF32."""
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -8,6 +9,7 @@ from handgrad.ops import cuda
 from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.cuda import linear
 
+BACKEND = replace(cuda.BACKEND, tf32=True)
 linear_forward = partial(linear.linear_forward, tf32=True)
 linear_backward = partial(linear.linear_backward, tf32=True)
 linear_residual_forward = partial(linear.linear_residual_forward, tf32=True)

@@ -8,7 +8,7 @@ kernels: `handgrad.ops.cpu` has a CPU's.
 
 from collections.abc import Callable
 
-from handgrad.ops import compose
+from handgrad.ops import Backend, compose
 from handgrad.ops.reference import decode
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward, softcap_forward
@@ -72,7 +72,7 @@ gained_rmsnorm_linear_forward = compose.after_gained_rmsnorm(gained_rmsnorm_forw
 gained_rmsnorm_linear_swiglu_forward = compose.after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)  # out = RMSnorm(r x + s x0) W^T
 
-CAPTURABLE = False  # the verdict and the update ask the host
+BACKEND = Backend("reference")  # the verdict and the update ask the host
 
 
 def versions() -> dict[str, str]:
