@@ -23,7 +23,7 @@ from handgrad.memory.rows import ParameterRow
 from handgrad.run.host_copy import host_state
 from handgrad.training.design import Design
 from handgrad.training.feed import SAMPLE_NUMBERS, BatchFeed, Source
-from handgrad.training.state import FROZEN, TrainingState, make_state, model_weights
+from handgrad.training.state import FROZEN, TrainingState, make_state
 from handgrad.training.step import Feed, TrainStep, plain_program
 
 TrainedTokens = Callable[[int, int], int]  # (first sample, samples) -> the number of their tokens that are trained
@@ -68,19 +68,25 @@ def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
     views = design.plan.allocate(design.device)
     if design.host_plan.buffers:
         views |= host_state(design)
+    weights: dict[str, Any]
+    if design.frozen:
+        weights = {row.name: row.view(views[FROZEN]) for row in design.frozen if row.name not in design.fp8_only}
+    else:
+        weights = {row.name: row.view(views["parameters"]) for row in design.parameters}
     scaling = None
     if design.fp8_only:
         views |= with_lora.shared_operand_views(design.fp8, views)
     if design.fp8 is not None and design.fp8.table:  # empty if all GEMMs stay in bf16
-        scaling = Scaling(design.fp8, design.ops, views, model_weights(design, views))
+        scaling = Scaling(design.fp8, design.ops, views, weights)
         scaling.reset(1.0 / design.batch.gradient_tokens)
+        weights |= {name: scaling.tensors[name] for name in design.fp8_only}
     gradients = {}
     if design.sharding.shards_gradients:
         ring = gradient_ring(design.buckets)
         rows = moved(design.parameters, design.buckets, ring)
         gradients = {row.name: row.view(views["gradients"][0]) for row in rows}
-    state = make_state(design, views, {} if scaling is None else scaling.tensors, gradients)
-    state.weights, state.plain_weights = (lora.with_adapters(state, w) for w in (state.weights, state.plain_weights))
+    state = make_state(design, views, weights, {} if scaling is None else scaling.tensors, gradients)
+    state.weights, state.plain_weights = (lora.with_adapters(state, each) for each in (state.weights, state.plain_weights))
     return state, scaling
 
 

@@ -139,23 +139,20 @@ class TrainingState:
         self.loss_scale.copy_(torch.tensor(values, dtype=self.loss_scale.dtype))
 
 
-def model_weights(design: Design, views: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's weights in 16 or 32 bits, by name."""
-    if not design.frozen:
-        return {row.name: row.view(views["parameters"]) for row in design.parameters}
-    return {row.name: row.view(views[FROZEN]) for row in design.frozen if row.name not in design.fp8_only}
-
-
 def make_state(
-    design: Design, views: dict[str, Tensor], forms: dict[str, Any], gradients: dict[str, Tensor]
+    design: Design,
+    views: dict[str, Tensor],
+    weights: dict[str, Any],
+    forms: dict[str, Any],
+    gradients: dict[str, Tensor],
 ) -> TrainingState:
-    """Names the plan's `views` and draws the initial weights. `forms`: tensors that GEMMs read in another form than the
-    view of that name; `gradients`: of the parameters by name, where they are not all in one flat buffer."""
+    """Names the plan's `views` and draws the initial weights. `weights`: the model's by name; `forms`: tensors that GEMMs
+    read in another form than the view or weight of that name; `gradients`: of the parameters by name, where they are not
+    all in one flat buffer."""
     table, model, sharding = design.parameters, design.model, design.sharding
     bound = partial(named, layers=design.shape.num_layers)
     parameters = views["parameters"]
     master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
-    weights: dict[str, Any] = model_weights(design, views) | {name: forms[name] for name in design.fp8_only}
     gradients = gradients or {row.name: row.view(flat) for row in table}
     weight_gradients: dict[str, Any] = gradients
     if design.frozen:  # the model's weights have none
