@@ -15,19 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.memory.activations import (
-    WHOLE_BLOCKS,
-    ActivationRow,
-    Clock,
-    PassTensors,
-    activation,
-    at_head,
-    backward_of,
-    from_embedding,
-    in_backward,
-    kept,
-    rows_of_pass,
-)
+from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
+from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.passes import Stage, head_backward
 from handgrad.settings.config import ModelShape

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from handgrad.memory.activations import ActivationRow, Clock, activation, activation_rows, dtypes_of
+from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
+from handgrad.memory.arena import Clock
 from handgrad.models.passes import Attention, with_projection
 from handgrad.networks import ModelShape
 
@@ -41,7 +42,7 @@ class Sequences:
     logits: Tensor = activation("B Vp", lives=lambda _: STEP)
 
 
-def decoding_rows(
+def decode_rows(
     block: type, shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Sequences` and of two of `block`, the prefill's and the step's, for `batch` sequences, and for prompts

@@ -19,29 +19,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from handgrad.memory.activations import (
-    WHOLE_BLOCKS,
-    ActivationRow,
-    Clock,
-    PassTensors,
-    activation,
-    at_head,
-    backward_of,
-    from_embedding,
-    in_backward,
-    kept,
-    optional_input,
-    rows_of_pass,
-)
+from handgrad.memory.activations import ActivationRow, PassTensors, activation, optional_input, rows_of_pass
+from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
-from handgrad.models.decoding import (
-    Sequences,
-    decoding_rows,
-    prefill_block,
-    prompt_attention,
-    step_attention,
-    store_prompts,
-)
+from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
 from handgrad.models.passes import Attention, Stage, head_backward, training_attention
 from handgrad.networks import ModelShape
 
@@ -276,7 +257,7 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
-    return decoding_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
+    return decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:

@@ -20,31 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.memory.activations import (
-    NEVER,
-    WHOLE_BLOCKS,
-    ActivationRow,
-    Clock,
-    PassTensors,
-    activation,
-    at_head,
-    backward_of,
-    from_embedding,
-    in_backward,
-    kept,
-    rows_of_pass,
-)
+from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
+from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
-from handgrad.models.decoding import (
-    Sequences,
-    decoding_rows,
-    prefill_block,
-    prompt_attention,
-    step_attention,
-    store_prompts,
-)
+from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
 from handgrad.models.passes import Attention, Launch, Stage, head_backward, training_attention
 from handgrad.networks import ModelShape
+from handgrad.networks.network import NEVER
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
 
@@ -328,7 +310,7 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
-    rows = decoding_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
+    rows = decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
     return (row for row in rows if has(shape, row.name))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from handgrad.machine import devices
 from handgrad.machine.gpus import Gpu
-from handgrad.memory.activations import WHOLE_BLOCKS
+from handgrad.memory.arena import WHOLE_BLOCKS
 from handgrad.memory.rows import count_parameters
 from handgrad.networks.fp8 import HEAD_GEMMS
 from handgrad.ops import reference

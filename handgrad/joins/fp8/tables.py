@@ -15,8 +15,8 @@ from torch import Tensor
 
 from handgrad.errors import UsageError
 from handgrad.joins.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, GradientFormats, Quantized
-from handgrad.memory.activations import WHOLE_BLOCKS, ActivationRow
-from handgrad.memory.arena import Buffer, Interval
+from handgrad.memory.activations import ActivationRow
+from handgrad.memory.arena import WHOLE_BLOCKS, Buffer, Interval
 from handgrad.memory.rows import KIND, ParameterRow, Table
 from handgrad.networks.fp8 import HEAD_GEMMS
 from handgrad.networks.network import Fp8
