@@ -59,11 +59,8 @@ def resolve(
     model = models.architecture(shape)
     sharding = Sharding(max(1, config.lanes), rank, ranks, config.zero, config.reduce_precision == "bf16")
 
-    parameters, frozen, lora = (
-        freeze(models.parameter_table(shape, sharding.lanes, optimizer.whole), config.freeze),
-        (),
-        None,
-    )
+    parameters = freeze(models.parameter_table(shape, sharding.lanes, optimizer.whole), config.freeze)
+    frozen, lora = (), None
     if config.lora:  # the adapters train, beside the model's weights
         requested = parse_lora(config.lora)
         if sizes is None:
