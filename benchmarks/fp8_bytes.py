@@ -73,7 +73,7 @@ def block_buffers(shape: ModelShape, batch: int, *, fp8: bool) -> dict[str, Buff
     every = frozenset((layer, part) for layer in range(shape.num_layers) for part in shape.fp8_parts)
     N, gemms = batch * shape.sequence_length, Fp8Gemms(every if fp8 else frozenset())
     rows = model.activations(shape, batch, shape.sequence_length, torch.bfloat16, reference, chunk=N, training=True)
-    rows = activation_buffers(rows, gemms, (E5M2, E5M2), recompute=0)
+    rows = activation_buffers(rows, shape.forms, gemms, (E5M2, E5M2), recompute=0)
     named = {row.name.removeprefix("blocks.0."): row for row in rows}
     others = {name for name in named if name.startswith("blocks.")} | HEAD
     return {name: row for name, row in named.items() if name not in others and prod(row.shape) >= N * shape.channels}

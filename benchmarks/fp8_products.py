@@ -12,7 +12,7 @@ from benchmarks.fp8_kernels import GRADIENT, NORMAL, WEIGHT_DEVIATION, Making, S
 from handgrad.joins.fp8.cuda import linear
 from handgrad.joins.fp8.formats import E4M3, E5M2, Form, Operands, Quantized, fp8_operands
 from handgrad.tools.kernel_checks.checking import relative_error
-from handgrad.tools.kernel_checks.fp8_checking import FP8_SUMS
+from handgrad.tools.kernel_checks.fp8 import FP8_SUMS
 
 FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
 

@@ -20,8 +20,8 @@ class SameBatch:
 def assemble_on_one_batch(design: Design, vocab_size: int) -> Assembly:
     """Initial weights, and random ones in the place of those that a run with adapters would load."""
     training, generator = bind(*allocate(design), feed=SameBatch()), torch.Generator().manual_seed(0)
-    for row in design.base:
-        training.load_base_weight(row, 0.02 * torch.randn(row.stored_shape, generator=generator))
+    for row in design.frozen:
+        training.load_frozen_weight(row, 0.02 * torch.randn(row.stored_shape, generator=generator))
     for tokens in (training.state.activations.tokens, training.state.activations.targets):
         tokens.copy_(torch.randint(vocab_size, tokens.shape, generator=generator))
     return training

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from benchmarks.record import write_record
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.joins.documents import within_documents
-from handgrad.joins.dropout.bind import WithDropout, sizing
+from handgrad.joins import documents
+from handgrad.joins.dropout.bind import WithDropout, scratch_sizes
 from handgrad.joins.fp8 import reference as fp8_reference
-from handgrad.joins.fp8.dropout import WithFp8Dropout, with_workspace
 from handgrad.joins.fp8.formats import (
     COUNTING,
     GRADIENT_FORMATS,
@@ -273,20 +272,19 @@ def make_model(
     flat_gradients = torch.zeros(elements, dtype=exact)
     ops = backends[fp8 is not None]
     module, chunk = architecture(shape), min(chunk, batch * length)
-    sizes = sizing(ops) if dropout else ops
+    sizes = scratch_sizes(ops) if dropout else ops
     rows = tuple(module.activations(shape, batch, length, dtype, sizes, chunk=chunk, training=True))
     quantized: tuple[QuantizedRow, ...] = ()
     if fp8 is None:
         buffers = [row.buffer(recompute) for row in rows if not row.of]
     else:
-        rows = with_workspace(rows) if dropout else rows
-        quantized = quantized_table(table, rows, fp8, shape.fp8_parts, gradients)
+        quantized = quantized_table(table, rows, shape.forms, fp8, gradients)
         heads = {"num_heads": shape.num_heads, "head_width": shape.head_width, "channels": shape.channels}
         sides = {"feed_forward": shape.feed_forward, "widest": longest_side(table)}
         sides |= {"padded_vocab_size": shape.padded_vocab_size}
         parts = ops.statistics_parts(batch=batch, length=length, **heads, **sides)
         buffers = [
-            *activation_buffers(rows, fp8, gradients, recompute),
+            *activation_buffers(rows, shape.forms, fp8, gradients, recompute),
             *weight_buffers(quantized, table, fp8),
             *scaling_buffers(len(quantized), statistics_parts=parts),
         ]
@@ -302,17 +300,18 @@ def make_model(
         set_scales(views["fp8.scaling"])
         forms = quantized_tensors(quantized, views, plain, current=True)
     layers = shape.num_layers
-    act = named(module.Activations, views | forms, layers, forms=shape.forms)
-    d = named(module.Gradients, views | forms, layers, forms=shape.forms)
+    act = named(module.Activations, views | forms, layers)
+    d = named(module.Gradients, views | forms, layers)
     act.tokens.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     act.targets.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
-    weights = named(module.Weights, plain | forms, layers, forms=shape.forms)
+    weights = named(module.Weights, plain | forms, layers)
     gradients = named_weights(shape, flat_gradients, table)
-    within = within_documents(ops, act)
+    within = documents.operations(ops, act)
     model = Model(shape, table, flat, flat_gradients, weights, gradients, act, d, plan, views, within)
     if dropout:
-        tensors, dropping = (weights, gradients, act, d), WithDropout if fp8 is None else WithFp8Dropout
-        model.ops = dropping(within, *tensors, samples=torch.arange(batch), probability=dropout, seed=1337)
+        model.ops = WithDropout(
+            within, weights, gradients, act, d, samples=torch.arange(batch), probability=dropout, seed=1337
+        )
     for form in quantized_weights(model).values():
         assert form.plain is not None
         ops.quantize(form, form.plain)

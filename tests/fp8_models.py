@@ -11,7 +11,7 @@ from torch import Tensor
 from handgrad.joins.fp8 import reference as fp8_ops
 from handgrad.joins.fp8.formats import E4M3, E5M2, GRADIENT_FORMATS
 from handgrad.joins.fp8.tables import Fp8Gemms, fp8_gemms
-from handgrad.memory.lifetimes import WHOLE_BLOCKS
+from handgrad.memory.arena import WHOLE_BLOCKS
 from handgrad.ops import reference as ops
 from tests.conftest import Model, quantized_weights
 from tests.test_fp8_numbers import LARGEST, largest_scales, magnitudes, nearest_codes

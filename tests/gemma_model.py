@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
-from handgrad.memory.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.passes import Stage, head_backward
 from handgrad.settings.config import ModelShape

@@ -47,7 +47,7 @@ def planned(shape: ModelShape, recompute: int, *, training: bool = True, fp8: bo
     """The activations of 4 samples of 1024 tokens in bf16."""
     rows = tuple(gpt2.activations(shape, 4, 1024, torch.bfloat16, reference, chunk=1024, training=training))
     if fp8:
-        return make_plan(activation_buffers(rows, gemms_of(shape), (E5M2, E5M2), recompute))
+        return make_plan(activation_buffers(rows, shape.forms, gemms_of(shape), (E5M2, E5M2), recompute))
     return make_plan(row.buffer(recompute) for row in rows if not row.of)
 
 

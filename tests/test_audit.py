@@ -20,9 +20,8 @@ from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint
 from handgrad.storage.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
 from handgrad.storage.run_files import AUDIT_FILE
-from handgrad.training.schedule import Schedule
-from handgrad.training.spikes import SpikeWindow
-from handgrad.training.step import TrainStep
+from handgrad.training.design import Schedule
+from handgrad.training.step import SpikeWindow, TrainStep
 from tests import forging
 from tests.conftest import small_run, write_text
 from tests.forging import edit_tensors, lines_of, redo, write_lines

@@ -133,7 +133,7 @@ def test_the_graphs_of_later_stages_are_captured_with_those_of_the_first(schedul
     step.design = SimpleNamespace(batch=Batch(1, 2, 32, parse_schedule(64, schedule)))
     step.sync = SimpleNamespace(sharding=SimpleNamespace(lanes_per_rank=1))
     step.paused = {kind: Noted(kind, captured) for kind in ((True, False), (False, True), (True, True))}
-    step.micro_step = [Noted("plain", captured)]
+    step.micro_step = Noted("plain", captured)
     step.capture_ahead()
     assert {*captured} == kinds and len(captured) == len(kinds) and not step.captures_ahead
 

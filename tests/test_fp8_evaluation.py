@@ -30,7 +30,6 @@ KINDS: dict[str, dict] = {
     "kept": {"fp8_keep_bf16": "0.mlp,proj"},
     "current": {"fp8_scaling": "current", "fp8_margin": 1},
     "without masters": {"master_weights": False},
-    "dropout": {"dropout": 0.2},
     "modern": {"architecture": "modern", "fp8_head": "forward"},
     "moved": {"fp8_keep_bf16": "1.mlp"},
 }

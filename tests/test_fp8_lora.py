@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from handgrad.generation.decode import prefill
-from handgrad.joins.fp8 import frozen, reference as fp8_reference, tables
+from handgrad.joins.fp8 import reference as fp8_reference, tables, with_lora as frozen
 from handgrad.joins.fp8.formats import AMAX, COUNTING, E4M3, GRADIENT_FORMATS, SCALE, Quantized
-from handgrad.joins.fp8.frozen import WEIGHT_SCRATCH, WithDequantizedWeights, WithFp8Adapters, WithFp8FrozenProducts
 from handgrad.joins.fp8.tables import Fp8Gemms, fp8_gemms
-from handgrad.joins.lora.bind import WithAdapters, bind
-from handgrad.joins.lora.tables import adapter_buffers
+from handgrad.joins.fp8.with_lora import DEQUANT_SCRATCH, WithDequantizedWeights, WithFp8Adapters, WithFp8FrozenProducts
+from handgrad.joins.lora import tables as lora_tables
+from handgrad.joins.lora.bind import WithAdapters, adapted as with_adapters_of, without_adapter
 from handgrad.machine.gpus import GPUS
 from handgrad.memory.arena import make_plan
 from handgrad.memory.rows import named
@@ -66,21 +66,21 @@ class AdaptedInFp8(Adapted):
             {name: values.to(device) for name, values in of.items()} for of in (self.views, self.gradients)
         )
         flat = model.flat.to(device)
-        rows = model.module.activations(shape, 3, LENGTH, dtype, plain_ops, chunk=20, training=True)
-        rows = frozen.with_16_bits(rows)
-        table = tables.quantized_table(model.table, rows, gemms, ("qkv", "proj", "mlp"), E4M3_GRADIENTS)
+        rows = tuple(model.module.activations(shape, 3, LENGTH, dtype, plain_ops, chunk=20, training=True))
+        forms = frozen.with_16_bits(shape.forms)
+        table = tables.quantized_table(model.table, rows, forms, gemms, E4M3_GRADIENTS)
         rounded = frozenset(row.name for row in table if row.kind == tables.WEIGHT)
         sizes = {"num_heads": shape.num_heads, "head_width": shape.head_width, "channels": shape.channels}
         widest = max(max(row.shape) for row in model.table if row.group == "matrix")
         sizes |= {"widest": widest, "padded_vocab_size": shape.padded_vocab_size, "feed_forward": shape.feed_forward}
         parts = ops.statistics_parts(batch=3, length=LENGTH, **sizes)
         buffers = [
-            *tables.activation_buffers(rows, gemms, E4M3_GRADIENTS, recompute),
+            *tables.activation_buffers(rows, forms, gemms, E4M3_GRADIENTS, recompute),
             *tables.weight_buffers(table, model.table, gemms),
             *tables.scaling_buffers(len(table), parts),
         ]
-        beside = [frozen.weight_scratch_buffer(model.table, rounded, dtype)]
-        beside += adapter_buffers(SimpleNamespace(adapters=self.adapters), model.table, 3 * LENGTH, dtype)
+        beside = [frozen.dequant_scratch(model.table, rounded, dtype)]
+        beside += lora_tables.buffers(SimpleNamespace(adapters=self.adapters), model.table, 3 * LENGTH, dtype)
         self.plan = make_plan([*frozen.with_shared_operand(buffers), *beside])
         views = self.memory = self.plan.allocate(torch.device(device))
         for name, view in views.items():
@@ -102,12 +102,12 @@ class AdaptedInFp8(Adapted):
                 frozen.quantize_frozen(delayed, views, row.name, row.view(flat))
         layers = shape.num_layers
         weights = plain | {name: self.forms[name] for name in rounded}
-        model.weights = named(model.module.Weights, weights, layers, forms=shape.forms)
-        model.act = named(model.module.Activations, views | self.forms, layers, forms=shape.forms)
-        model.d = named(model.module.Gradients, views | self.forms, layers, forms=shape.forms)
-        bound = bind(self.adapters, model.weights, self.views, self.gradients)
-        model.ops = WithFp8Adapters(WithFp8FrozenProducts(plain_ops, ops, views[WEIGHT_SCRATCH]), bound, views)
-        self.text_ops = WithAdapters(WithDequantizedWeights(plain_ops, views[WEIGHT_SCRATCH]), bound, views)  # type: ignore[arg-type]
+        model.weights = named(model.module.Weights, weights, layers)
+        model.act = named(model.module.Activations, views | self.forms, layers)
+        model.d = named(model.module.Gradients, views | self.forms, layers)
+        model.weights = with_adapters_of(self.adapters, model.weights, self.views, self.gradients)
+        model.ops = WithFp8Adapters(WithFp8FrozenProducts(plain_ops, ops, views[DEQUANT_SCRATCH]), views)
+        self.text_ops = WithAdapters(WithDequantizedWeights(plain_ops, views[DEQUANT_SCRATCH]), views)  # type: ignore[arg-type]
 
 
 class RoundedBase(RoundedLlamaProducts):
@@ -118,7 +118,7 @@ class RoundedBase(RoundedLlamaProducts):
     def __init__(self, model: Any, gemms: Fp8Gemms):
         self.gemms = gemms
         self.part_of = {
-            getattr(block, name).data_ptr(): (layer, part)
+            without_adapter(getattr(block, name)).data_ptr(): (layer, part)
             for layer, block in enumerate(model.weights.blocks)
             for name, part in self.PARTS.items()
             if hasattr(block, name)
@@ -136,7 +136,7 @@ class RoundedBase(RoundedLlamaProducts):
 def rounding_twin(shape: ModelShape, text: str, gemms: Fp8Gemms, dtype: torch.dtype = torch.bfloat16) -> Adapted:
     twin = Adapted(shape, text, reference, dtype=dtype, length=LENGTH)
     own = twin.model.ops
-    twin.model.ops = WithAdapters(RoundedBase(twin.model, gemms), own.tensors, own.memory)  # type: ignore[arg-type]
+    twin.model.ops = WithAdapters(RoundedBase(twin.model, gemms), own.memory)  # type: ignore[arg-type]
     return twin
 
 
@@ -204,9 +204,11 @@ def test_a_tensor_has_the_forms_that_are_read_and_no_others(name: str) -> None:
     assert len(quantised) == len({id(form) for form in quantised}) and all(form.columns is None for form in quantised)
     for block in adapted.model.weights.blocks:
         for weight in vars(block).values():
-            assert not isinstance(weight, Quantized) or weight.plain is None
+            form = without_adapter(weight)
+            assert not isinstance(form, Quantized) or form.plain is None
     first, second = adapted.model.weights.blocks
-    assert isinstance(first.qkv_weight, Tensor) and isinstance(second.qkv_weight, Quantized)
+    forms = (without_adapter(block.qkv_weight) for block in (first, second))
+    assert [type(form) for form in forms] == [Tensor, Quantized]
     for form in (*vars(adapted.model.act.blocks[1]).values(), *vars(adapted.model.d.blocks[1]).values()):
         assert not isinstance(form, Quantized) or (form.plain is not None and form.rows is not None)
     assert not any(view.endswith(".columns") for view in adapted.memory)
@@ -225,7 +227,7 @@ def test_a_frozen_weight_is_rounded_at_its_own_scale(name: str) -> None:
         assert form.statistics[AMAX].max() == weight.abs().max()
         assert 224 < weight.abs().max() * form.scaling[SCALE] <= 448
         assert form.scaling[COUNTING] == 1
-        text = WithDequantizedWeights(reference, adapted.memory[WEIGHT_SCRATCH]).in_16_bits(form)
+        text = WithDequantizedWeights(reference, adapted.memory[DEQUANT_SCRATCH]).in_16_bits(form)
         assert text.dtype == torch.bfloat16 and text.float().equal(form.rows.float() * form.inverse_scale)
         assert (text - weight).abs().max() <= 2**-4 * weight.abs().max()
 
@@ -287,15 +289,15 @@ def test_a_part_in_bf16_keeps_its_weights_in_16_bits() -> None:
     mlp = 30 * 3 * 576 * 1536
     assert without.plan.size_bytes["frozen weights"] - every.plan.size_bytes["frozen weights"] == 2 * mlp
     assert every.plan.size_bytes["fp8 weights"] - without.plan.size_bytes["fp8 weights"] == mlp
-    assert every.rounded - without.rounded == {
+    assert every.fp8_only - without.fp8_only == {
         f"blocks.{layer}.{name}" for layer in range(30) for name in ("gate_up_weight", "down_weight")
     }
     none = resolve(check(replace(SMOLLM, **settings, fp8_keep_bf16="qkv,proj,mlp")), 49152)
-    assert not none.rounded and "fp8 weights" not in none.plan.size_bytes
+    assert not none.fp8_only and "fp8 weights" not in none.plan.size_bytes
 
 
 def test_the_work_is_that_of_bf16() -> None:
     settings = {"lora": "rank=8", "init_from": "x", "device": "cpu"}
     fp8, bf16 = (resolve(check(RunConfig(**settings, precision=name)), 50257) for name in ("fp8", "bf16"))
     assert fp8.flops_per_token == bf16.flops_per_token
-    assert [row.name for row in fp8.base] == [row.name for row in bf16.base]
+    assert [row.name for row in fp8.frozen] == [row.name for row in bf16.frozen]

@@ -264,6 +264,7 @@ def test_from_data_to_text(shards: Path, tmp_path: Path, capsys: pytest.CaptureF
             ["--sequence-length", "8", "--micro-batch", "1"],
             "must be a multiple of 16 for precision fp8, found 1 * 8 = 8; try --micro-batch 2",
         ),
+        (["--dropout", "0.1"], "precision fp8 trains without dropout, found 0.1; --precision bf16"),
         (["--fp8-window", "0"], "fp8_window must be at least 1"),
         (["--fp8-count-every", "0"], "fp8_count_every must be at least 1"),
         (["--fp8-saturation-steps", "0"], "fp8_saturation_steps must be at least 1"),

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from handgrad.errors import ConfigError
 from handgrad.joins.fp8.formats import CLIPPED, INVERSE, MARGIN, REPORT_PLACES, SCALE, USED_SCALE, VANISHED
-from handgrad.joins.fp8.monitor import findings
-from handgrad.joins.fp8.scaling import Scaling
+from handgrad.joins.fp8.scaling import Scaling, findings
 from handgrad.joins.fp8.tables import WEIGHT
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from handgrad.joins.fp8.formats import AMAX, E4M3, E5M2, GRADIENT_FORMATS, MARGIN, SCALE
-from handgrad.joins.fp8.monitor import Finding, findings
-from handgrad.joins.fp8.scaling import weights_of
+from handgrad.joins.fp8.scaling import Finding, findings, weights_of
 from handgrad.joins.fp8.tables import WEIGHT
 from handgrad.run.assemble import Assembly
 from handgrad.settings.config import RunConfig
@@ -32,7 +31,7 @@ def found_in(training: Assembly, step: int) -> tuple[StepResult, Findings]:
     if scaling is None:
         return result, ()
     micro_steps = batch.lanes * batch.micro_steps(step)
-    return result, findings(scaling, result.reports[0], micro_steps, counted=scaling.fp8.counts(step))
+    return result, findings(scaling, result.reports["fp8"], micro_steps, counted=scaling.fp8.counts(step))
 
 
 def steps_of(config: RunConfig, count: int) -> tuple[Assembly, list[StepResult], list[Findings]]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from handgrad.errors import NumericsError
-from handgrad.memory.freezing import freeze
-from handgrad.memory.rows import count_parameters
+from handgrad.memory.rows import count_parameters, freeze
 from handgrad.models import parameter_table
 from handgrad.reports.page import write_report
 from handgrad.run.open import train

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from handgrad.errors import UsageError
 from handgrad.generation.decode import prefill
-from handgrad.joins.lora.bind import WithAdapters, bind
-from handgrad.joins.lora.merge import merged
-from handgrad.joins.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank
+from handgrad.joins.lora import tables
+from handgrad.joins.lora.bind import WithAdapters, adapted as with_adapters_of
+from handgrad.joins.lora.tables import LoraDesign, adapters_of, merged
 from handgrad.memory.arena import make_plan
 from handgrad.memory.rows import named
+from handgrad.models import named_weights
 from handgrad.networks.lora import LoraShape, parse_lora
-from handgrad.ops import cpu, reference
+from handgrad.ops import Backend, cpu, reference
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import ModelShape, RunConfig, check
 from tests import llama_twin
@@ -51,11 +53,11 @@ class Adapted:
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         self.views = {row.name: torch.randn(row.shape, generator=generator, dtype=exact).to(dtype) for row in self.table}
         self.gradients = {row.name: torch.zeros(row.shape, dtype=exact) for row in self.table}
-        bound = bind(self.adapters, self.model.weights, self.views, self.gradients)
-        memory = make_plan(adapter_buffers(design, self.model.table, 3 * length, dtype)).allocate(torch.device("cpu"))
+        self.model.weights = with_adapters_of(self.adapters, self.model.weights, self.views, self.gradients)
+        memory = make_plan(tables.buffers(design, self.model.table, 3 * length, dtype)).allocate(torch.device("cpu"))
         for view in memory.values():
             view.fill_(float("nan"))
-        self.model.ops = WithAdapters(ops, bound, memory)
+        self.model.ops = WithAdapters(ops, memory)
         nothing = {row.name: None for row in self.model.table}
         self.model.gradients = named(self.model.module.Weights, nothing, shape.num_layers)
 
@@ -145,6 +147,7 @@ def test_merged_weights_compute_the_same(name: str) -> None:
         weight = rows[adapter.weight].view(adapted.model.flat)
         weight.copy_(merged(weight, adapter, adapted.views.__getitem__))
     adapted.model.ops = reference
+    adapted.model.weights = named_weights(SHAPES[name], adapted.model.flat, adapted.model.table)
     adapted.model.forward()
     assert (unmerged - adapted.model.act.lnf).abs().max() <= 1e-4 and unmerged.abs().max() > 1
 
@@ -203,7 +206,7 @@ def test_memory_is_the_bases_weights_and_the_adapters(precision: str, weight_byt
     assert sum(row.elements for row in design.parameters) == adapters
     found, before = design.plan.size_bytes, full.plan.size_bytes
     slack = 1 << 18  # of alignment and of the few numbers of a step
-    base = sum(row.elements for row in design.base)
+    base = sum(row.elements for row in design.frozen)
 
     def near(kind: str, wanted: int) -> bool:
         return 0 <= found[kind] - wanted < slack * 4
@@ -224,7 +227,7 @@ def test_memory_is_the_bases_weights_and_the_adapters(precision: str, weight_byt
 def test_work_is_without_the_gradients_of_the_base() -> None:
     design = resolve(replace(SMOLLM, lora="rank=8", init_from="x", device="cpu", precision="fp32"), 49152)
     full = design.shape.flops_per_token
-    matrices = sum(row.elements for row in design.base if row.group == "matrix") + 49152 * 576
+    matrices = sum(row.elements for row in design.frozen if row.group == "matrix") + 49152 * 576
     a, b = (sum(row.elements for row in design.parameters if row.name.endswith(end)) for end in ("_A", "_B"))
     assert design.flops_per_token == full - 2 * matrices + 8 * a + 6 * b
     assert resolve(replace(SMOLLM, device="cpu", precision="fp32"), 49152).flops_per_token == full
@@ -264,7 +267,8 @@ def test_what_it_does_not_do_is_refused(settings: dict, told: str) -> None:
 
 
 def test_ranks_of_the_kernels() -> None:
-    check_rank(parse_lora("rank=4"), "handgrad.ops.cpu")
-    check_rank(parse_lora("rank=8"), "handgrad.ops.cuda.tf32")
+    kernels: Any = SimpleNamespace(BACKEND=Backend("cuda"))
+    tables.check(parse_lora("rank=4"), cpu)
+    tables.check(parse_lora("rank=8"), kernels)
     with pytest.raises(UsageError, match=r"ranks of lora that are multiples of 8, found 4; --backend reference takes any"):
-        check_rank(parse_lora("rank=4"), "handgrad.ops.cuda")
+        tables.check(parse_lora("rank=4"), kernels)

@@ -118,7 +118,7 @@ def update(ops: ModuleType, part: Owned, controls: Tensor, results: Tensor) -> N
 
 
 def row_of(shape: tuple[int, ...]) -> ParameterRow:
-    return ParameterRow("a", shape, shape[0], ZEROS, 0.0, "matrix", "all", None)
+    return ParameterRow("a", shape, shape[0], ZEROS, 0.0, "matrix", "all")
 
 
 @pytest.mark.parametrize(("shape", "step", "b"), [*((shape, 150, 0.9) for shape in SHAPES), ((6, 24), 900, 0.95)])

@@ -196,7 +196,7 @@ def test_copies_and_updates_wait_for_each_other_and_for_no_more(config: RunConfi
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     state = assembly_of(dataclasses.replace(config, precision="bf16", offload=True)).state
-    update = offload.OffloadedUpdate(state, state.design.ops)
+    update = offload.OffloadedUpdate(state)
     update.streams, update.emptied = [FakeStream(), FakeStream()], [FakeEvent() for _ in range(offload.SLOTS)]
 
     def launcher(name: str) -> Callable[[], None]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.joins.documents import within_documents
-from handgrad.joins.masked import WithUntrained
+from handgrad.joins import documents
+from handgrad.joins.documents import WithMasked
 from handgrad.models import compute_losses, forward_buffers, named_activations
 from handgrad.ops import cpu, reference
 from handgrad.settings.config import ModelShape
@@ -65,7 +65,7 @@ class Documents:
 def packed_model(name: str, source: Documents, ops: ModuleType = reference, **options: Any) -> Model:
     """A model whose activations have the inputs of documents, filled from `source`."""
     shape = SHAPES[name]
-    backends = WithUntrained(ops), None
+    backends = WithMasked(ops), None
     model = make_model(shape, *source.starts.shape, noise=0.3, packed=True, backends=backends, **options)
     fill_inputs(source, inputs_of(model.act), 0)
     return model
@@ -138,7 +138,7 @@ def test_a_forward_alone_has_the_same_losses(name: str) -> None:
     views = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in packed}
     act = named_activations(model.shape, views)
     fill_inputs(source, inputs_of(act), 0)
-    ops = within_documents(WithUntrained(reference), act)
+    ops = documents.operations(reference, act, masked=True)
     compute_losses(ops, model.weights, act, model.shape)
     torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
 

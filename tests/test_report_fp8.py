@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from handgrad.errors import DataError
-from handgrad.joins.fp8.monitor import Finding, saturation_line, summary
+from handgrad.joins.fp8.scaling import Finding, saturation_line, summary
 from handgrad.reports.plots import draw_fp8, light
 from handgrad.reports.reading import read_run, read_runs
 from handgrad.reports.results import fraction_text, scales_text

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from handgrad.settings.config import RunConfig
-from handgrad.training.spikes import WINDOW, SpikeWindow
+from handgrad.training.step import WINDOW, SpikeWindow
 from tests.test_training import assembly_of
 
 

@@ -19,8 +19,7 @@ from handgrad.run.open import open_run, train
 from handgrad.run.step_check import is_overflow
 from handgrad.settings.config import RunConfig, to_toml
 from handgrad.storage import checkpoint
-from handgrad.training.spikes import WINDOW, SpikeWindow
-from handgrad.training.step import StepResult, TrainStep
+from handgrad.training.step import WINDOW, SpikeWindow, StepResult, TrainStep
 from tests.test_runs import elsewhere, records, same_bits
 
 FAULTY = 6  # the 0-based step: nothing is due after it

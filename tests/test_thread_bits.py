@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from handgrad.joins.dropout import reference as dropout_reference
 from handgrad.joins.fp8 import reference as fp8_reference
-from handgrad.joins.lora import reference as lora_reference
+from handgrad.joins.lora import bind as lora
 from handgrad.ops import cases as operation_cases, cpu, reference
 from handgrad.ops.cpu.activations import GRAIN_ELEMENTS, VECTOR_ELEMENTS, whole_vectors
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.tools.kernel_checks import fp8, operations
-from handgrad.tools.kernel_checks.fp8_checking import Fp8Draw
+from handgrad.tools.kernel_checks.fp8 import Fp8Draw
 from tests.conftest import small_run
 
 # 513 tokens a step: products, attention and every operation on each element have enough to do for several threads.
@@ -157,8 +157,8 @@ def test_every_call_of_torch_repeats_its_bits(monkeypatch: pytest.MonkeyPatch) -
             getattr(ops, operations.operation_of(line))(**arguments)
     inp, weight, dout = drawn(320, 128), drawn(512, 128), drawn(320, 512)
     with repeated:
-        lora_reference.add_linear_forward(dout.clone(), inp, weight)
-        lora_reference.add_linear_backward(inp.clone(), weight.clone(), dout, inp, weight)
+        lora.add_linear_forward(dout.clone(), inp, weight)
+        lora.add_linear_backward(inp.clone(), weight.clone(), dout, inp, weight)
         for case in ("quantize to fp8", "transpose of fp8", "linear_forward in fp8", "linear_backward in fp8"):
             list(fp8.FP8_CASES[case](fp8_reference, Fp8Draw(fp8_reference, cpu_device)))
     assert len(repeated.seen) > 50 and not repeated.unequal

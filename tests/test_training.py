@@ -20,11 +20,10 @@ from handgrad.ops.reference.optimizer import round_stochastically
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve, schedule_of
 from handgrad.settings.config import FIELDS, RunConfig
+from handgrad.training.design import Schedule
 from handgrad.training.feed import sort_positions
-from handgrad.training.schedule import Schedule
-from handgrad.training.spikes import WINDOW, SpikeWindow
 from handgrad.training.state import TrainingState
-from handgrad.training.step import StepResult
+from handgrad.training.step import WINDOW, SpikeWindow, StepResult
 
 
 def assembly_of(config: RunConfig) -> Assembly:

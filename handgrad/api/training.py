@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from handgrad.api.model import Model
 from handgrad.errors import NumericsError, Preempted, UsageError
 from handgrad.evaluation.load import Weights
-from handgrad.joins.lora.merge import merged_state
+from handgrad.joins.lora import tables as lora
 from handgrad.machine import devices
 from handgrad.run.loop import Run, preempted
 from handgrad.run.open import open_run
@@ -252,7 +252,7 @@ class Training:
         precision = "bf16" if self.config.precision == "fp8" else self.config.precision
         tensors = {row.name: row.stored(parameters) for row in design.parameters}
         if design.lora is not None:
-            tensors = merged_state(run.training.state)
+            tensors = lora.saved(run.training.state)
         origin = {"from": "training", "source": self.config.out, "step": self.completed}
         now = Weights(design.shape, run.dataset.tokenizer, lambda row: tensors[row.name], origin, self.config)
         return Model(now, design.plain_ops, design.device, precision)

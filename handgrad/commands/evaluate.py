@@ -40,7 +40,7 @@ from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
 from handgrad.files import check_writable
 from handgrad.format import table
 from handgrad.interop.sources import open_weights
-from handgrad.joins.fp8.forward import Fp8Forward
+from handgrad.joins.fp8.scaling import Fp8Forward
 from handgrad.joins.parallel.launchers import find_rank_info
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.rendezvous import Timeouts, joined
@@ -270,7 +270,7 @@ class CheckpointForward:
         design = resolve(with_parts_left(config, manifest), shape.vocab_size, device=device)
         length, chunk = shape.sequence_length, config.head_chunk_tokens
         rows = tuple(forward_rows(shape, batch, length, design.dtype, design.ops, chunk=chunk))
-        self.forward = Fp8Forward(design.fp8, parameter_table(shape), rows, shape.fp8_parts)
+        self.forward = Fp8Forward(design.fp8, parameter_table(shape), rows, shape.forms)
         documents = document_buffers(self.model, batch, length) if packed else []
         self.activations: list[Buffer] = [*self.forward.activations, *documents]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from handgrad.errors import UsageError
 from handgrad.joins.parallel.launchers import find_rank_info
-from handgrad.joins.parallel.local import command_line, end_with_launcher, is_launched, run_ranks
-from handgrad.joins.parallel.supervisor import supervise
+from handgrad.joins.parallel.local import command_line, end_with_launcher, is_launched, run_ranks, supervise
 from handgrad.machine import devices, threads
 from handgrad.run.open import open_run
 from handgrad.settings.config import check

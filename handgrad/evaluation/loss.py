@@ -14,8 +14,7 @@ from handgrad.data.recommended import tokenizer_of
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
-from handgrad.joins.documents import within_documents
-from handgrad.joins.masked import WithUntrained
+from handgrad.joins import documents
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine import devices
 from handgrad.models import compute_losses
@@ -44,7 +43,7 @@ def mean_loss(
     """
     ranks = Ranks() if ranks is None else ranks
     inputs = inputs_of(act, READ)
-    ops = within_documents(ops if batches.trains_all else WithUntrained(ops), act)
+    ops = documents.operations(ops, act, masked=not batches.trains_all)
     host = devices.host_buffers(inputs)
     samples = min(samples, batches.samples_per_epoch)
     batch = act.tokens.shape[0]

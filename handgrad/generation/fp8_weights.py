@@ -18,8 +18,8 @@ from torch import Tensor
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
-from handgrad.models.overlay import Overlay
-from handgrad.settings.config import ModelShape
+from handgrad.networks import ModelShape
+from handgrad.ops.compose import Overlay
 
 KIND = "fp8 weights"
 E4M3, LARGEST_EXPONENT, LARGEST = torch.float8_e4m3fn, 9, 448.0  # 448 = 7/8 of 2^9
@@ -63,7 +63,7 @@ def rounded(shape: ModelShape, weight: Callable[[ParameterRow], Tensor]) -> Call
 
 def fp8_buffers(shape: ModelShape, ops: ModuleType, device: torch.device) -> list[Buffer]:
     """The e4m3 numbers and scales of all matrices, beside the rounded weights; none where no GEMM reads them."""
-    if not ops.__name__.startswith("handgrad.ops.cuda") or device.type != "cuda":
+    if ops.BACKEND.name != "cuda" or device.type != "cuda":
         return []
     if torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         return []
@@ -80,7 +80,7 @@ def buffers_of(shape: ModelShape) -> list[Buffer]:
 
 def fp8_rows(shape: ModelShape) -> list[ParameterRow]:
     """The matrices of the blocks, and the loss head, or the embedding that it shares."""
-    return [row for row in parameter_table(shape) if row.fp8 is not None]
+    return [row for row in parameter_table(shape) if row.name.rpartition(".")[2] in shape.forms]
 
 
 class WithFp8Weights(Overlay):

@@ -118,7 +118,7 @@ class Decoder:
         self.longest = buf.keys.shape[3]
         self.slots: list[Slot | None] = [None] * buf.tokens.shape[0]
         cuda = buf.tokens.is_cuda
-        self.graphs = cuda and ops.CAPTURABLE
+        self.graphs = cuda and ops.BACKEND.capturable
         self.step = Replayed([self.launch_step]) if self.graphs else self.launch_step
         self.cached: list[Slot | None] = [None] * len(self.slots)
         self.prefills: dict[tuple[int, int, bool], Callable[[], None]] = {}  # by sequences, padded length, append

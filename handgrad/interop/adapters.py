@@ -26,8 +26,7 @@ from handgrad.evaluation.load import Weights, checkpoint_weights
 from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop import huggingface
 from handgrad.interop.huggingface import Config, Known
-from handgrad.joins.lora.merge import merged
-from handgrad.joins.lora.tables import Adapter, Part, adapters_of
+from handgrad.joins.lora.tables import Adapter, Part, adapters_of, merged
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
 from handgrad.networks.lora import MOST_SCALE, LoraShape, parse_lora

@@ -7,6 +7,9 @@
 Attention reads the first: a token sees its own document. Rotary angles are relative, so nothing else changes for them. A
 table of positions is read and written like one of words. A model calls its operations as for rows of one document; the
 operations that read these inputs are bound here.
+
+Targets below 0 mark tokens that are not trained. Only `Batches.fill` writes them, and only if `Batches.trains_all` is
+False; otherwise the classifier's kernels skip the test.
 """
 
 from functools import partial
@@ -15,11 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.models.overlay import Overlay
+from handgrad.ops.compose import Overlay
 from handgrad.ops.mask import Mask
 
 
-def sizing(ops: ModuleType) -> Any:
+def scratch_sizes(ops: ModuleType) -> Any:
     """The sizes of scratch where attention stays within documents: it has kernels of its own."""
     own = partial(ops.attention_scratch_bytes, documents=True)
     return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)
@@ -46,6 +49,17 @@ class WithDocuments(Overlay):
         self.ops.token_embedding_backward(dwpe_acc, dout, *by_position, scratch=scratch)
 
 
-def within_documents(ops: Any, act: Any) -> Any:
-    """The operations of passes over `act`, where its rows hold several documents or not."""
+class WithMasked(Overlay):
+    """The operations `ops`, with the classifier's told that targets may be below 0."""
+
+    def __init__(self, ops: Any):
+        super().__init__(ops)
+        self.classifier_forward = partial(ops.classifier_forward, untrained=True)
+        self.classifier_forward_backward = partial(ops.classifier_forward_backward, untrained=True)
+
+
+def operations(ops: Any, act: Any, *, masked: bool = False) -> Any:
+    """The operations of passes over `act`, where its rows hold several documents or not; `masked`: some tokens are not
+    trained."""
+    ops = WithMasked(ops) if masked else ops
     return ops if act.document_starts is None else WithDocuments(ops, act)

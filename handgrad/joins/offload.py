@@ -33,7 +33,7 @@ def divided(rows: dict[str, Buffer]) -> tuple[dict[str, Buffer], list[Buffer]]:
     return {name: row for name, row in rows.items() if row not in host}, host
 
 
-def slot_buffers(host: list[Buffer]) -> list[Buffer]:
+def buffers(host: list[Buffer]) -> list[Buffer]:
     """The rows of the slots: among activations, which are dead at the update."""
     return [
         Buffer(slot_name(slot, row.name), (min(PIECE_ELEMENTS, *row.shape),), row.dtype, KIND, AT_UPDATE)
@@ -94,12 +94,12 @@ def piece(views: dict[str, Tensor], part: Owned, cut: slice, slot: int) -> Piece
 class OffloadedUpdate:
     """The optimizer's update of a state on the host: one launch of a step, which a CUDA graph can capture."""
 
-    def __init__(self, state: TrainingState, ops: Any):
+    def __init__(self, state: TrainingState):
         design = state.design
         self.pieces = list(pieces(state))
         scratch = state.views.get(OPTIMIZER_SCRATCH)
         tensors = state.controls, state.results, scratch
-        self.updates = [partial(design.optimizer.update, ops, [piece.staged], *tensors) for piece in self.pieces]
+        self.updates = [partial(design.optimizer.update, design.ops, [piece.staged], *tensors) for piece in self.pieces]
         self.streams = [torch.cuda.Stream() for _ in range(2)] if design.device.type == "cuda" else []
         self.emptied = [torch.cuda.Event() for _ in range(SLOTS)] if self.streams else []  # the slot is copied out
 
@@ -127,10 +127,10 @@ class OffloadedUpdate:
         main.wait_stream(outward)  # the next forward writes where the slots are
 
 
-def with_offload(program: Program, state: TrainingState, ops: Any) -> Program:
+def launches(program: Program, state: TrainingState) -> Program:
     """The plain program with the update of a state on the host."""
     verdict, _ = program.update
-    return replace(program, update=[verdict, OffloadedUpdate(state, ops)])
+    return replace(program, update=[verdict, OffloadedUpdate(state)])
 
 
 def host_state(design: Design) -> dict[str, Tensor]:

@@ -17,13 +17,16 @@ class Replayed:
         self.launched = False
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self) -> None:
+    def __iter__(self) -> Iterator[Callable[[], object]]:
+        """The launches, and from the second time on the replay of their graph: a loop over them adds no frame to a call."""
         if self.graph is None and not self.launched:
             self.launched = True
-            for launch in self.launches:
-                launch()
-            return
-        self.capture().replay()
+            return iter(self.launches)
+        return iter((self.capture().replay,))
+
+    def __call__(self) -> None:
+        for launch in self:
+            launch()
 
     def capture(self) -> torch.cuda.CUDAGraph:
         """The graph, made unless there is one, of launches that have run eagerly."""

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from handgrad.machine.devices import accumulation_dtype
-from handgrad.memory.arena import ALWAYS, Buffer, Interval
-from handgrad.memory.lifetimes import NEVER, WHOLE_BLOCKS, Clock, Lives, recomputed_lifetimes
+from handgrad.memory.arena import ALWAYS, WHOLE_BLOCKS, Buffer, Clock, Interval, Lives, recomputed_lifetimes
 from handgrad.memory.rows import KIND, Dims, sizes
 from handgrad.networks import ModelShape
-from handgrad.networks.network import Fp8
+from handgrad.networks.network import NEVER
 
 
 def activation(
@@ -32,8 +31,8 @@ def activation(
 ) -> Any:
     """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for accumulators. `lives`:
     the ticks it lives through (all by default); `recomputed_from`: the recompute level from which it lives at the first and
-    the last of them only (but see `recomputed_lifetimes`). `of`: it is another name of that tensor; only its fp8 forms have
-    memory of their own. `optional`: a model may be without it."""
+    the last of them only (but see `recomputed_lifetimes`). `of`: it is another name of that tensor, with memory
+    only for its other forms. `optional`: a model may be without it."""
     row = {"shape": shape, "dtype": dtype, "lives": lives, "recomputed_from": recomputed_from, "of": of}
     return field(metadata=row | {"optional": optional})
 
@@ -64,7 +63,6 @@ class ActivationRow:
     dtype: torch.dtype
     ticks: tuple[Interval, ...]
     recomputed_from: int = NEVER
-    fp8: Fp8 | None = None
     of: str = ""  # another name of that tensor: no memory of its own
     whole_blocks: tuple[Interval, ...] = ()  # the lifetimes of a block's tensor at the recompute level `WHOLE_BLOCKS`
 
@@ -86,22 +84,19 @@ def activation_rows(
     dtypes: Mapping[str, torch.dtype],
     clock: Clock,
     prefix: str = "",
-    forms: Mapping[str, Fp8] | None = None,
 ) -> Iterator[ActivationRow]:
-    """The rows of a dataclass of activations in the order of its fields; `forms`: what GEMMs may read in fp8."""
-    forms = forms or {}
+    """The rows of a dataclass of activations in the order of its fields."""
     for f in fields(tensors):
         row = f.metadata
         if "block" in row:
             for layer in clock.every_layer():
-                yield from activation_rows(row["block"], dims, dtypes, layer, f"{prefix}{f.name}.{layer.layer}.", forms)
+                yield from activation_rows(row["block"], dims, dtypes, layer, f"{prefix}{f.name}.{layer.layer}.")
         elif "shape" in row:
             ticks = row["lives"](clock) if row["lives"] else ALWAYS
             dtype = dtypes.get(row["dtype"], row["dtype"])
             shape = sizes(row["shape"], dims)
             whole = recomputed_lifetimes(clock, ticks) if prefix and clock.training else ()
-            recomputed_from, form = row["recomputed_from"], forms.get(f.name)
-            yield ActivationRow(prefix + f.name, shape, dtype, ticks, recomputed_from, form, row["of"], whole)
+            yield ActivationRow(prefix + f.name, shape, dtype, ticks, row["recomputed_from"], row["of"], whole)
 
 
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -129,4 +124,4 @@ def rows_of_pass(
     if clock.training:
         sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **attention)
     for table in tables if clock.training else tables[:1]:
-        yield from activation_rows(table, sizes, dtypes_of(dtype), clock, forms=shape.forms)
+        yield from activation_rows(table, sizes, dtypes_of(dtype), clock)

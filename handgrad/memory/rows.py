@@ -12,19 +12,23 @@ row. A shape is written in the alphabet of `handgrad.ops` ("N 3C", "B H T"); the
 import itertools
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import Field, dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from handgrad.errors import UsageError
+from handgrad.names import nearest_name
 from handgrad.networks import ModelShape
-from handgrad.networks.network import Fp8
 
 ALIGN_ELEMENTS = 128  # a parameter starts at a multiple: 512 bytes of float32, 256 of bf16
 BLOCK_ELEMENTS = 1 << 16  # gradient elements behind one partial sum of the global norm
+LAYERS = re.compile(r"blocks\.(\d+)-(\d+)(\..*)?")  # of blocks, in a pattern of names
 KIND = "activations"  # the arena's allocation of a model's activations
 
 Dims = Mapping[str, int]  # the size of each letter
@@ -101,7 +105,6 @@ class ParameterRow:
     std: float
     group: Group
     bucket: str
-    fp8: Fp8 | None
     offset: int = 0  # elements from the start of a flat buffer
     frozen: bool = False  # left as it is by the optimizer
     whole: bool = False  # updated in one call, with its shape
@@ -134,7 +137,7 @@ Table = tuple[ParameterRow, ...]
 
 def parameter_rows(tensors: type, shape: ModelShape, prefix: str = "") -> Iterator[ParameterRow]:
     """The rows of a dataclass of parameters in the order of its fields."""
-    dims, forms = shape.letters, shape.forms
+    dims = shape.letters
     for f in fields(tensors):
         if "block" in f.metadata:
             for layer in range(shape.num_layers):
@@ -144,8 +147,8 @@ def parameter_rows(tensors: type, shape: ModelShape, prefix: str = "") -> Iterat
             std = row["init"].std_of(allocated, shape.num_layers)
             stored = dims[row["stored"]] if row["stored"] else allocated[0]
             name = f"{prefix}.{f.name}" if prefix else f.name
-            bucket, form, rate = row["bucket"] or prefix, forms.get(f.name), row["rate"]
-            yield ParameterRow(name, allocated, stored, row["init"], std, row["group"], bucket, form, rate=rate)
+            bucket = row["bucket"] or prefix
+            yield ParameterRow(name, allocated, stored, row["init"], std, row["group"], bucket, rate=row["rate"])
 
 
 def lay_out(
@@ -213,20 +216,57 @@ def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], ob
         list(threads.map(draw, [index for index, row in enumerate(table) if row.init.kind != "zeros"]))
 
 
+# Parameters that a run leaves as they are, by their names.
+
+
+def freeze(table: Table, patterns: str) -> Table:
+    """The table with the rows frozen that one of the patterns names.
+
+    Patterns are separated by commas. One names a row (`wte`, `blocks.3.qkv_weight`), all rows below a name (`blocks.3`),
+    what a glob matches (`blocks.*.ln1_*`), or one of these for several layers (`blocks.0-5`, `blocks.0-5.fc_*`). Raises
+    `UsageError` for a pattern that names no row, or a layer that is not there, and when nothing is left to train.
+    """
+    frozen: set[str] = set()
+    for given in filter(None, (part.strip() for part in patterns.split(","))):
+        for pattern in by_layer(given):
+            below = pattern.rstrip(".") + ".*"
+            found = {row.name for row in table if fnmatchcase(row.name, pattern) or fnmatchcase(row.name, below)}
+            if not found:
+                where = "" if pattern == given else f" ({given!r})"
+                blocks = dict.fromkeys(filter(None, (row.name.rpartition(".")[0] for row in table)))
+                near = nearest_name(pattern, [*(row.name for row in table), *blocks])
+                raise UsageError(f"freeze names no parameter of this model: {pattern!r}{where}{near}")
+            frozen |= found
+    if len(frozen) == len(table):
+        raise UsageError(f"freeze {patterns!r} leaves no parameter to train; name fewer")
+    return tuple(replace(row, frozen=True) if row.name in frozen else row for row in table)
+
+
+def by_layer(pattern: str) -> Iterator[str]:
+    """`blocks.2-3.fc_*` -> `blocks.2.fc_*`, `blocks.3.fc_*`; another pattern as it is, and so a range without layers."""
+    ranged = LAYERS.fullmatch(pattern)
+    layers = range(int(ranged[1]), int(ranged[2]) + 1) if ranged else range(0)
+    if not ranged or not layers:
+        yield pattern
+        return
+    for layer in layers:
+        yield f"blocks.{layer}{ranged[3] or ''}"
+
+
 # Views.
 
 
-def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str = "", *, forms: Container[str] = ()) -> T:
+def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str = "") -> T:
     """A dataclass of tensors with the views that bear its fields' names: of a block's field `blocks.3.name`, or the `name`
-    that all blocks share. A tensor that the model lacks is None, and one of the names in `forms` without a 16-bit form."""
+    that all blocks share. A tensor that the model lacks is None."""
 
     def lookup(f: Field) -> Any:
         row = f.metadata
         if "block" in row:
-            return [named(row["block"], views, layers, f"{f.name}.{layer}.", forms=forms) for layer in range(layers)]
+            return [named(row["block"], views, layers, f"{f.name}.{layer}.") for layer in range(layers)]
         names = (prefix + f.name, f.name, row.get("of") or f.name)
         found = next((name for name in names if name in views), None)
-        assert found is not None or f.name in forms or row.get("optional"), f"there is no {prefix}{f.name}"
+        assert found is not None or row.get("optional"), f"there is no {prefix}{f.name}"
         return None if found is None else views[found]
 
     return tensors(**{f.name: lookup(f) for f in fields(tensors)})  # type: ignore[arg-type]

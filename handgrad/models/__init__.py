@@ -24,7 +24,7 @@ from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND, ParameterRow, Table, lay_out, named
 from handgrad.models.passes import head_losses, run
-from handgrad.settings.config import ModelShape
+from handgrad.networks import ModelShape
 
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
 
@@ -41,9 +41,7 @@ def parameter_table(shape: ModelShape, lanes: int = 1, whole: Callable[[Paramete
 
 def named_weights(shape: ModelShape, flat: Tensor, table: Table) -> Any:
     """The architecture's `Weights` over a flat buffer."""
-    return named(
-        architecture(shape).Weights, {row.name: row.view(flat) for row in table}, shape.num_layers, forms=shape.forms
-    )
+    return named(architecture(shape).Weights, {row.name: row.view(flat) for row in table}, shape.num_layers)
 
 
 def forward_buffers(

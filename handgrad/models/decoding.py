@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
-from handgrad.memory.lifetimes import Clock
+from handgrad.memory.arena import Clock
 from handgrad.models.passes import Attention, with_projection
-from handgrad.settings.config import ModelShape
+from handgrad.networks import ModelShape
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
 Block = TypeVar("Block")
@@ -42,7 +42,7 @@ class Sequences:
     logits: Tensor = activation("B Vp", lives=lambda _: STEP)
 
 
-def decoding_rows(
+def decode_rows(
     block: type, shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Sequences` and of two of `block`, the prefill's and the step's, for `batch` sequences, and for prompts

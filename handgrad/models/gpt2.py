@@ -9,6 +9,8 @@ The loss head shares the token embedding and works in chunks of tokens: a chunk'
 its gradient, so the full (N, Vp) logits never exist.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,126 +20,11 @@ import torch
 from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, PassTensors, activation, optional_input, rows_of_pass
-from handgrad.memory.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
-from handgrad.models.decoding import (
-    Sequences,
-    decoding_rows,
-    prefill_block,
-    prompt_attention,
-    step_attention,
-    store_prompts,
-)
+from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
 from handgrad.models.passes import Attention, Stage, head_backward, training_attention
-from handgrad.settings.config import ModelShape
-
-ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
-
-NORMAL, RESIDUAL = Init("normal", 0.02), Init("normal", 0.02, residual=True)
-
-
-# Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
-
-
-@dataclass
-class BlockWeights:
-    qkv_weight: Tensor = parameter("3C C", NORMAL, "matrix")
-    proj_weight: Tensor = parameter("C C", RESIDUAL, "matrix")
-    fc_weight: Tensor = parameter("F C", NORMAL, "matrix")
-    fcproj_weight: Tensor = parameter("C F", RESIDUAL, "matrix")
-    ln1_weight: Tensor = parameter("C", ONES, "vector")
-    ln1_bias: Tensor = parameter("C", ZEROS, "vector")
-    qkv_bias: Tensor = parameter("3C", ZEROS, "vector")
-    proj_bias: Tensor = parameter("C", ZEROS, "vector")
-    ln2_weight: Tensor = parameter("C", ONES, "vector")
-    ln2_bias: Tensor = parameter("C", ZEROS, "vector")
-    fc_bias: Tensor = parameter("F", ZEROS, "vector")
-    fcproj_bias: Tensor = parameter("C", ZEROS, "vector")
-
-
-@dataclass
-class Weights:
-    """The weights, or their gradients."""
-
-    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V")
-    head: Tensor = shared(of="wte")  # the same, as the loss head reads it
-    wpe: Tensor = parameter("maxT C", NORMAL, "embedding", bucket="embedding")
-    blocks: list[BlockWeights] = repeated(BlockWeights)
-    lnf_weight: Tensor = parameter("C", ONES, "vector", bucket="lnf")
-    lnf_bias: Tensor = parameter("C", ZEROS, "vector", bucket="lnf")
-
-
-def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
-    return parameter_rows(Weights, shape)
-
-
-# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
-
-
-@dataclass
-class BlockActivations:
-    ln1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2)
-    ln1_mean: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
-    ln1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
-    qkv: Tensor = activation("N 3C", lives=kept(ATTENTION))
-    atty: Tensor = activation("N C", lives=kept(ATTENTION))  # attention's output
-    lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
-    residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
-    ln2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2)
-    ln2_mean: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
-    ln2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
-    fc: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)  # before GELU
-    gelu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)
-    residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
-
-
-@dataclass
-class Activations(PassTensors):
-    positions: Tensor | None = optional_input()  # of each token in its document, where a row holds several
-    sorted_by_position: Tensor | None = optional_input()
-    embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
-    blocks: list[BlockActivations] = repeated(BlockActivations)
-    lnf: Tensor = activation("N C", lives=at_head)
-    lnf_mean: Tensor = activation("N", "statistics", lives=at_head)
-    lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
-    logits: Tensor = activation("chunk Vp", lives=at_head)
-
-
-@dataclass
-class BlockGradients:
-    """The gradients that the blocks make one after another in the same memory; in fp8 each block's have a scale."""
-
-    dqkv: Tensor = shared()
-    dresidual_mid: Tensor = shared(of="dresidual")
-    dhidden: Tensor = shared()  # of the hidden layer, before GELU
-    dresidual_out: Tensor = shared(of="dresidual")
-
-
-@dataclass
-class Gradients:
-    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
-    is, and each layer norm adds its own path."""
-
-    dlnf: Tensor = activation("N C", lives=at_head)
-    dresidual: Tensor = activation("N C", lives=in_backward)
-    dln: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a layer norm's output
-    datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
-    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION))
-    dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
-    # The stream's gradient is written a tick before the GEMM that reads it.
-    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
-    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
-    attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
-    blocks: list[BlockGradients] = repeated(BlockGradients)
-
-
-def activations(
-    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
-) -> Iterator[ActivationRow]:
-    """The rows of a pass, as in `rows_of_pass`."""
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    return rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
-
+from handgrad.networks import ModelShape
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
 
@@ -248,6 +135,116 @@ def block_backward(
     ops.layernorm_backward(dx, g.ln1_weight, g.ln1_bias, *norm, dbias_below, scratch=s)
 
 
+# Tables.
+
+ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
+
+NORMAL, RESIDUAL = Init("normal", 0.02), Init("normal", 0.02, residual=True)
+
+
+# Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
+
+
+@dataclass
+class BlockWeights:
+    qkv_weight: Tensor = parameter("3C C", NORMAL, "matrix")
+    proj_weight: Tensor = parameter("C C", RESIDUAL, "matrix")
+    fc_weight: Tensor = parameter("F C", NORMAL, "matrix")
+    fcproj_weight: Tensor = parameter("C F", RESIDUAL, "matrix")
+    ln1_weight: Tensor = parameter("C", ONES, "vector")
+    ln1_bias: Tensor = parameter("C", ZEROS, "vector")
+    qkv_bias: Tensor = parameter("3C", ZEROS, "vector")
+    proj_bias: Tensor = parameter("C", ZEROS, "vector")
+    ln2_weight: Tensor = parameter("C", ONES, "vector")
+    ln2_bias: Tensor = parameter("C", ZEROS, "vector")
+    fc_bias: Tensor = parameter("F", ZEROS, "vector")
+    fcproj_bias: Tensor = parameter("C", ZEROS, "vector")
+
+
+@dataclass
+class Weights:
+    """The weights, or their gradients."""
+
+    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V")
+    head: Tensor = shared(of="wte")  # the same, as the loss head reads it
+    wpe: Tensor = parameter("maxT C", NORMAL, "embedding", bucket="embedding")
+    blocks: list[BlockWeights] = repeated(BlockWeights)
+    lnf_weight: Tensor = parameter("C", ONES, "vector", bucket="lnf")
+    lnf_bias: Tensor = parameter("C", ZEROS, "vector", bucket="lnf")
+
+
+def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
+    return parameter_rows(Weights, shape)
+
+
+# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
+
+
+@dataclass
+class BlockActivations:
+    ln1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2)
+    ln1_mean: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
+    ln1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
+    qkv: Tensor = activation("N 3C", lives=kept(ATTENTION))
+    atty: Tensor = activation("N C", lives=kept(ATTENTION))  # attention's output
+    lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
+    residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
+    ln2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2)
+    ln2_mean: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
+    ln2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
+    fc: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)  # before GELU
+    gelu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)
+    residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
+
+
+@dataclass
+class Activations(PassTensors):
+    positions: Tensor | None = optional_input()  # of each token in its document, where a row holds several
+    sorted_by_position: Tensor | None = optional_input()
+    embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
+    blocks: list[BlockActivations] = repeated(BlockActivations)
+    lnf: Tensor = activation("N C", lives=at_head)
+    lnf_mean: Tensor = activation("N", "statistics", lives=at_head)
+    lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
+    logits: Tensor = activation("chunk Vp", lives=at_head)
+
+
+@dataclass
+class BlockGradients:
+    """The gradients that the blocks make one after another in the same memory."""
+
+    dqkv: Tensor = shared()
+    dresidual_mid: Tensor = shared(of="dresidual")
+    dhidden: Tensor = shared()  # of the hidden layer, before GELU
+    dresidual_out: Tensor = shared(of="dresidual")
+
+
+@dataclass
+class Gradients:
+    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
+    is, and each layer norm adds its own path."""
+
+    dlnf: Tensor = activation("N C", lives=at_head)
+    dresidual: Tensor = activation("N C", lives=in_backward)
+    dln: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a layer norm's output
+    datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
+    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION))
+    dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
+    # The stream's gradient is written a tick before the GEMM that reads it.
+    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
+    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
+    attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
+    blocks: list[BlockGradients] = repeated(BlockGradients)
+
+
+def activations(
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
+) -> Iterator[ActivationRow]:
+    """The rows of a pass, as in `rows_of_pass`."""
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    return rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
+
+
 # Generation.
 
 
@@ -260,7 +257,7 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
-    return decoding_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
+    return decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:

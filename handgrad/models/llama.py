@@ -9,6 +9,8 @@ and the logits are z = RMS(y) Whead^T. Keys and values may have fewer heads than
 of each head of q and k before the rotation; the head may be the embedding. Tensors that a member lacks do not exist.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,155 +21,12 @@ import torch
 from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
-from handgrad.memory.lifetimes import NEVER, WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
-from handgrad.models.decoding import (
-    Sequences,
-    decoding_rows,
-    prefill_block,
-    prompt_attention,
-    step_attention,
-    store_prompts,
-)
+from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
 from handgrad.models.passes import Attention, Launch, Stage, head_backward, training_attention
-from handgrad.settings.config import ModelShape
-
-ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
-
-NORMAL = Init("normal", 0.02)
-RESIDUAL = Init("normal", 0.02, residual=True)
-
-
-def has(shape: ModelShape, name: str) -> bool:
-    """True if the model has the tensor of this name."""
-    family, last = shape.family, name.rpartition(".")[2]
-    if last in ("q_gain", "k_gain", "heads", "heads_rstd"):
-        return family.qk_norm
-    if last == "qkv_bias":
-        return family.qkv_bias
-    return last != "head" or not family.tied
-
-
-# Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
-
-
-@dataclass
-class BlockWeights:
-    qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix")
-    proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix")
-    # The rows of the gates g, then of the numbers u.
-    gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix")
-    down_weight: Tensor = parameter("C F", RESIDUAL, "matrix")
-    qkv_bias: Tensor = parameter("QKV", ZEROS, "vector", optional=True)
-    norm1_gain: Tensor = parameter("C", ONES, "vector")
-    norm2_gain: Tensor = parameter("C", ONES, "vector")
-    q_gain: Tensor = parameter("D", ONES, "vector", optional=True)
-    k_gain: Tensor = parameter("D", ONES, "vector", optional=True)
-
-
-@dataclass
-class Weights:
-    """The weights, or their gradients."""
-
-    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V")
-    blocks: list[BlockWeights] = repeated(BlockWeights)
-    head: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="head", stored_rows="V", fallback="wte")
-    lnf_gain: Tensor = parameter("C", ONES, "vector", bucket="head")
-
-
-def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
-    for row in parameter_rows(Weights, shape):
-        if has(shape, row.name):
-            yield row
-
-
-# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
-
-
-@dataclass
-class BlockActivations:
-    norm1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2)
-    norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
-    heads: Tensor = activation("N QKV", lives=kept(ATTENTION), optional=True)  # before the norm of queries and keys
-    heads_rstd: Tensor = activation("N H+K", "statistics", lives=kept(ATTENTION), optional=True)
-    qkv: Tensor = activation(
-        "N QKV", lives=kept(ATTENTION), recomputed_from=2
-    )  # queries and keys rotated; see `activations`
-    atty: Tensor = activation("N HD", lives=kept(ATTENTION))  # attention's output
-    lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
-    residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
-    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2)
-    norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
-    hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), recomputed_from=1)  # gates g, then the numbers u
-    swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)
-    residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
-
-
-@dataclass
-class Activations(PassTensors):
-    embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
-    blocks: list[BlockActivations] = repeated(BlockActivations)
-    lnf: Tensor = activation("N C", lives=at_head)
-    lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
-    logits: Tensor = activation("chunk Vp", lives=at_head)
-
-
-@dataclass
-class BlockGradients:
-    """The gradients that the blocks make one after another in the same memory; in fp8 each block's have a scale."""
-
-    dqkv: Tensor = shared()
-    dresidual_mid: Tensor = shared(of="dresidual")
-    dhidden: Tensor = shared()
-    dswiglu: Tensor = shared()
-    dresidual_out: Tensor = shared(of="dresidual")
-
-
-@dataclass
-class Gradients:
-    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
-    is, and each norm adds its own path."""
-
-    dlnf: Tensor = activation("N C", lives=at_head)
-    dresidual: Tensor = activation("N C", lives=in_backward)
-    dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
-    datty: Tensor = activation("N HD", lives=backward_of(ATTENTION))
-    dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION))
-    dhidden: Tensor = activation("N 2F", lives=backward_of(FEED_FORWARD))
-    dswiglu: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
-    # The stream's gradient is written a tick before the GEMM that reads it.
-    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
-    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
-    attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
-    blocks: list[BlockGradients] = repeated(BlockGradients)
-
-
-def activations(
-    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
-) -> Iterator[ActivationRow]:
-    """The rows of a pass, as in `rows_of_pass`. Without a norm of queries and keys, qkv is the output of their product,
-    rotated in place, and is kept."""
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    for row in rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk):
-        if has(shape, row.name):
-            is_kept = row.name.endswith(".qkv") and not shape.family.qk_norm
-            yield replace(row, recomputed_from=NEVER) if is_kept else row
-
-
-def rotation(shape: ModelShape) -> dict[str, Any]:
-    """The arguments of a rotation that every position shares."""
-    return {"frequencies": shape.family.frequencies, "scale": shape.family.rope_scale}
-
-
-def norm_and_rotate(ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
-    """Queries and keys before attention: normalised, if the model does, and rotated. `place`: the `length` of the samples
-    at hand, or the `positions` of one token per sequence."""
-    options = rotation(shape) | place
-    if act.heads is None:
-        return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
-    norm = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
-    return partial(ops.gained_qk_norm_rotary_forward, *norm, epsilon=shape.family.norm_epsilon, **options)
-
+from handgrad.networks import ModelShape
+from handgrad.networks.network import NEVER
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
 
@@ -217,6 +76,21 @@ def queries_keys_values(
     out = act.qkv if act.heads is None else act.heads
     norm = act.norm1, act.norm1_rstd, x, w.norm1_gain
     ops.rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
+
+
+def rotation(shape: ModelShape) -> dict[str, Any]:
+    """The arguments of a rotation that every position shares."""
+    return {"frequencies": shape.family.frequencies, "scale": shape.family.rope_scale}
+
+
+def norm_and_rotate(ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
+    """Queries and keys before attention: normalised, if the model does, and rotated. `place`: the `length` of the samples
+    at hand, or the `positions` of one token per sequence."""
+    options = rotation(shape) | place
+    if act.heads is None:
+        return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
+    norm = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
+    return partial(ops.gained_qk_norm_rotary_forward, *norm, epsilon=shape.family.norm_epsilon, **options)
 
 
 # Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
@@ -300,6 +174,130 @@ def norm_and_rotate_backward(
         ops.gained_qk_norm_rotary_backward(dqkv, *norm, scratch=s, **options)
 
 
+# Tables.
+
+ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
+
+NORMAL = Init("normal", 0.02)
+RESIDUAL = Init("normal", 0.02, residual=True)
+
+
+def has(shape: ModelShape, name: str) -> bool:
+    """True if the model has the tensor of this name."""
+    family, last = shape.family, name.rpartition(".")[2]
+    if last in ("q_gain", "k_gain", "heads", "heads_rstd"):
+        return family.qk_norm
+    if last == "qkv_bias":
+        return family.qkv_bias
+    return last != "head" or not family.tied
+
+
+# Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
+
+
+@dataclass
+class BlockWeights:
+    qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix")
+    proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix")
+    # The rows of the gates g, then of the numbers u.
+    gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix")
+    down_weight: Tensor = parameter("C F", RESIDUAL, "matrix")
+    qkv_bias: Tensor = parameter("QKV", ZEROS, "vector", optional=True)
+    norm1_gain: Tensor = parameter("C", ONES, "vector")
+    norm2_gain: Tensor = parameter("C", ONES, "vector")
+    q_gain: Tensor = parameter("D", ONES, "vector", optional=True)
+    k_gain: Tensor = parameter("D", ONES, "vector", optional=True)
+
+
+@dataclass
+class Weights:
+    """The weights, or their gradients."""
+
+    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V")
+    blocks: list[BlockWeights] = repeated(BlockWeights)
+    head: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="head", stored_rows="V", fallback="wte")
+    lnf_gain: Tensor = parameter("C", ONES, "vector", bucket="head")
+
+
+def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
+    for row in parameter_rows(Weights, shape):
+        if has(shape, row.name):
+            yield row
+
+
+# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
+
+
+@dataclass
+class BlockActivations:
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2)
+    norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
+    heads: Tensor = activation("N QKV", lives=kept(ATTENTION), optional=True)  # before the norm of queries and keys
+    heads_rstd: Tensor = activation("N H+K", "statistics", lives=kept(ATTENTION), optional=True)
+    qkv: Tensor = activation(
+        "N QKV", lives=kept(ATTENTION), recomputed_from=2
+    )  # queries and keys rotated; see `activations`
+    atty: Tensor = activation("N HD", lives=kept(ATTENTION))  # attention's output
+    lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
+    residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
+    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2)
+    norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
+    hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), recomputed_from=1)  # gates g, then the numbers u
+    swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)
+    residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
+
+
+@dataclass
+class Activations(PassTensors):
+    embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
+    blocks: list[BlockActivations] = repeated(BlockActivations)
+    lnf: Tensor = activation("N C", lives=at_head)
+    lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
+    logits: Tensor = activation("chunk Vp", lives=at_head)
+
+
+@dataclass
+class BlockGradients:
+    """The gradients that the blocks make one after another in the same memory."""
+
+    dqkv: Tensor = shared()
+    dresidual_mid: Tensor = shared(of="dresidual")
+    dhidden: Tensor = shared()
+    dswiglu: Tensor = shared()
+    dresidual_out: Tensor = shared(of="dresidual")
+
+
+@dataclass
+class Gradients:
+    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
+    is, and each norm adds its own path."""
+
+    dlnf: Tensor = activation("N C", lives=at_head)
+    dresidual: Tensor = activation("N C", lives=in_backward)
+    dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
+    datty: Tensor = activation("N HD", lives=backward_of(ATTENTION))
+    dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION))
+    dhidden: Tensor = activation("N 2F", lives=backward_of(FEED_FORWARD))
+    dswiglu: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
+    # The stream's gradient is written a tick before the GEMM that reads it.
+    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
+    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
+    attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
+    blocks: list[BlockGradients] = repeated(BlockGradients)
+
+
+def activations(
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
+) -> Iterator[ActivationRow]:
+    """The rows of a pass, as in `rows_of_pass`. Without a norm of queries and keys, qkv is the output of their product,
+    rotated in place, and is kept."""
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    for row in rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk):
+        if has(shape, row.name):
+            is_kept = row.name.endswith(".qkv") and not shape.family.qk_norm
+            yield replace(row, recomputed_from=NEVER) if is_kept else row
+
+
 # Generation.
 
 
@@ -312,7 +310,7 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
-    rows = decoding_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
+    rows = decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
     return (row for row in rows if has(shape, row.name))
 
 

@@ -11,6 +11,8 @@ logits are z = c tanh(RMS(y) Whead^T / c). A model has some of `config.TECHNIQUE
 do not exist.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,18 +23,238 @@ import torch
 from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
-from handgrad.memory.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
-from handgrad.models.decoding import (
-    Sequences,
-    decoding_rows,
-    prefill_block,
-    prompt_attention,
-    step_attention,
-    store_prompts,
-)
+from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
 from handgrad.models.passes import Attention, Launch, Stage, head_backward, no_launch, training_attention
-from handgrad.settings.config import ModelShape
+from handgrad.networks import ModelShape
+
+# Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
+
+
+def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
+    """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
+    x, s = act.first, act.scratch
+    # x = RMS(wte[token])
+    stages = [Stage("embedding", partial(embedding_forward, ops, w, act))]
+    for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
+        if weights.value_embedding is not None:
+            stages.append(Stage(f"values.{layer}", no_launch))
+        before = before_attention_of(ops, weights, block, act, shape)
+        run = partial(block_forward, ops, weights, block, x, act.first, before, training_attention(ops, block, act), s)
+        stages.append(Stage(f"blocks.{layer}", run))
+        x = block.residual_out
+    last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
+    return [*stages, Stage("head" if shape.has("untied_head") else "", last_norm)]
+
+
+def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
+    ops.token_embedding_forward(act.embedded, act.tokens, w.wte)
+    if act.normed_embedding is not None:
+        ops.rmsnorm_forward(act.normed_embedding, act.embedding_rstd, act.embedded)
+
+
+def before_attention_of(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, whole: Activations, shape: ModelShape
+) -> Launch:
+    """The `before_attention` of a training."""
+    return with_values(ops, norm_and_rotate(ops, act, shape, length=act.lse.shape[2]), w, act, whole.tokens)
+
+
+def block_forward(
+    ops: ModuleType,
+    w: BlockWeights,
+    act: BlockActivations,
+    x: Tensor,
+    first: Tensor | None,
+    before_attention: Launch,
+    attend: Attention,
+    s: Tensor,
+    *,
+    rerun: bool = False,
+) -> None:
+    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `before_attention` changes act.qkv, and `attend`
+    reads it, in generation the cache as well. `rerun`: in the backward, which does not read the last product."""
+    x = queries_keys_values(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
+    before_attention()  # q, k = R(RMS(q)), R(RMS(k)), v = v + g ve[token]
+    attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
+    norm = act.norm2, act.norm2_rstd, act.residual_mid, None
+    ops.rmsnorm_linear_relu2_forward(act.hidden, *norm, w.fc_weight, scratch=s)  # h = max(RMS(a) W^T, 0)^2
+    if not rerun:
+        fcproj = act.residual_mid, act.hidden, w.fcproj_weight, None
+        ops.linear_residual_forward(act.residual_out, *fcproj, scratch=s)  # a + h W^T
+
+
+# Queries and keys before attention, and back: normalised and rotated, one of the two, or as they are.
+
+
+def norm_and_rotate(ops: ModuleType, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
+    """`place`: the `length` of the samples at hand, or the `positions` of one token per sequence."""
+    if not shape.has("rotary"):
+        return no_launch if act.qk_rstd is None else partial(ops.qk_norm_forward, act.qkv, act.qk_rstd)
+    if act.qk_rstd is None:
+        return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **place)
+    return partial(ops.qk_norm_rotary_forward, act.qkv, act.qk_rstd, **place)
+
+
+def norm_and_rotate_backward(ops: ModuleType, act: BlockActivations, dqkv: Tensor, shape: ModelShape) -> None:
+    """Turns the gradient after `norm_and_rotate` into the gradient before it."""
+    length = act.lse.shape[2]
+    if not shape.has("rotary"):
+        if act.qk_rstd is not None:
+            ops.qk_norm_backward(dqkv, act.qkv, act.qk_rstd)
+    elif act.qk_rstd is None:
+        ops.rotary_backward(dqkv, num_heads=shape.num_heads, length=length)
+    else:
+        ops.qk_norm_rotary_backward(dqkv, act.qkv, act.qk_rstd, length=length)
+
+
+# Value embeddings, before attention as well.
+
+
+def with_values(ops: ModuleType, before: Launch, w: BlockWeights, act: BlockActivations, tokens: Tensor) -> Launch:
+    """`before`, and then the value embeddings of `tokens` where the block has them."""
+    if w.value_embedding is None:
+        return before
+
+    def both() -> None:
+        before()
+        ops.value_embedding_forward(act.qkv, act.gate, act.norm1, w.value_gate, tokens, w.value_embedding)
+
+    return both
+
+
+# The scalars, before and after a block.
+
+
+def queries_keys_values(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, s: Tensor
+) -> Tensor:
+    """[q k v] = RMS(x) W^T, x as the scalars change it: returns that stream."""
+    if act.mixed is None:
+        ops.rmsnorm_linear_forward(act.qkv, act.norm1, act.norm1_rstd, x, None, w.qkv_weight, None, scratch=s)
+        return x
+    mixture = x, first, w.residual_scalar, w.input_scalar
+    ops.mix_rmsnorm_linear_forward(act.qkv, act.mixed, act.norm1, act.norm1_rstd, *mixture, w.qkv_weight, scratch=s)
+    return act.mixed
+
+
+def norm1_again(ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None) -> None:
+    """The block's first norm once more, from its input."""
+    if act.mixed is None:
+        ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x)
+    else:
+        ops.mix_rmsnorm_forward(None, act.norm1, act.norm1_rstd, x, first, w.residual_scalar, w.input_scalar)
+
+
+def norm1_backward(
+    ops: ModuleType,
+    w: BlockWeights,
+    g: BlockWeights,
+    act: BlockActivations,
+    shared: Gradients,
+    x: Tensor,
+    dx: Tensor,
+    first: Tensor | None,
+    s: Tensor,
+) -> None:
+    """The block's first norm and its scalars, backward: dx, so far of the stream between them, becomes x's gradient."""
+    if act.mixed is None:
+        ops.rmsnorm_backward(dx, None, shared.dnorm, x, act.norm1_rstd, None, scratch=s)
+        return
+    sums = g.residual_scalar, g.input_scalar
+    mixture = x, first, act.norm1_rstd, w.residual_scalar, w.input_scalar
+    ops.mix_rmsnorm_backward(dx, shared.dfirst, *sums, shared.dnorm, *mixture, scratch=s)
+
+
+# Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
+
+
+def backward(
+    ops: ModuleType,
+    w: Weights,
+    g: Weights,
+    act: Activations,
+    d: Gradients,
+    scale: Tensor,
+    shape: ModelShape,
+    *,
+    recompute: int,
+) -> list[Stage]:
+    """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
+    stream = [act.first, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
+    below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
+    last_norm = partial(last_norm_backward, ops, act, d, stream[-1], below[-1])
+    head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
+    stages = [Stage("head", head, done=True) if shape.has("untied_head") else Stage("", head)]
+    for layer in reversed(range(len(w.blocks))):
+        block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
+        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, recompute)
+        stages.append(Stage(f"blocks.{layer}", run, done=True))
+        if (dtable := g.blocks[layer].value_embedding) is not None:
+            tokens = d.blocks[layer].dvalues, act.tokens, act.sorted_positions
+            add = partial(ops.token_embedding_backward, dtable, *tokens, scratch=act.scratch)
+            stages.append(Stage(f"values.{layer}", add, done=True))
+    return [*stages, Stage("embedding", partial(embedding_backward, ops, g, act, d), done=True)]
+
+
+def last_norm_backward(ops: ModuleType, act: Activations, d: Gradients, x: Tensor, dx: Tensor) -> None:
+    """Adds to dx (N, C) the gradient of the stream x that enters the last norm. Zeroes the first stream's."""
+    if d.dfirst is not None:
+        d.dfirst.zero_()
+    ops.rmsnorm_backward(dx, None, d.dlnf, x, act.lnf_rstd, None, scratch=act.scratch)
+
+
+def block_backward(
+    ops: ModuleType,
+    w: BlockWeights,
+    g: BlockWeights,
+    act: BlockActivations,
+    d: BlockGradients,
+    shared: Gradients,
+    x: Tensor,
+    dx: Tensor,
+    whole: Activations,
+    shape: ModelShape,
+    recompute: int,
+) -> None:
+    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
+    s = whole.scratch
+    if recompute == WHOLE_BLOCKS:
+        before = before_attention_of(ops, w, act, whole, shape)
+        block_forward(ops, w, act, x, whole.first, before, training_attention(ops, act, whole), s, rerun=True)
+    elif recompute:
+        if recompute == 2:
+            ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid)
+        ops.linear_relu2_forward(act.hidden, act.norm2, w.fc_weight, scratch=s)
+    ops.relu2_linear_backward(d.dhidden, g.fcproj_weight, d.dresidual_out, act.hidden, w.fcproj_weight, scratch=s)
+    ops.linear_backward(shared.dnorm, g.fc_weight, None, d.dhidden, act.norm2, w.fc_weight, scratch=s)
+    ops.rmsnorm_backward(d.dresidual_mid, None, shared.dnorm, act.residual_mid, act.norm2_rstd, None, scratch=s)
+    if recompute == 2:
+        norm1_again(ops, w, act, x, whole.first)
+    ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
+    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
+    norm_and_rotate_backward(ops, act, d.dqkv, shape)
+    ops.linear_backward(shared.dnorm, g.qkv_weight, None, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
+    if w.value_embedding is not None:
+        looked_up = act.gate, act.norm1, w.value_gate, whole.tokens, w.value_embedding
+        ops.value_embedding_backward(d.dvalues, shared.dnorm, g.value_gate, d.dqkv, *looked_up, scratch=s)
+    norm1_backward(ops, w, g, act, shared, x, dx, whole.first, s)
+
+
+def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradients) -> None:
+    """d.dresidual, the gradient of the first block's input, -> g.wte."""
+    dembedded = d.dresidual
+    if d.dfirst is not None:
+        ops.residual_forward(d.dresidual, d.dresidual, d.dfirst)
+    if d.dembedded is not None:
+        dembedded = d.dembedded.zero_()
+        norm = d.dresidual, act.embedded, act.embedding_rstd, None
+        ops.rmsnorm_backward(dembedded, None, *norm, scratch=act.scratch)
+    ops.token_embedding_backward(g.wte, dembedded, act.tokens, act.sorted_positions, scratch=act.scratch)
+
+
+# Tables.
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
 
@@ -143,7 +365,7 @@ class Activations(PassTensors):
 
 @dataclass
 class BlockGradients:
-    """The gradients that the blocks make one after another in the same memory; in fp8 each block's have a scale."""
+    """The gradients that the blocks make one after another in the same memory."""
 
     dqkv: Tensor = shared()
     dvalues: Tensor = shared(of="datty")  # of the rows of the value embeddings, once attention's backward has read `datty`
@@ -195,230 +417,6 @@ class DecodingBlock(BlockActivations):
     first: Tensor = activation("N C", lives=lambda clock: ((clock.tick(0), clock.tick(1)),), optional=True)
 
 
-# Queries and keys before attention, and back: normalised and rotated, one of the two, or as they are.
-
-
-def norm_and_rotate(ops: ModuleType, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
-    """`place`: the `length` of the samples at hand, or the `positions` of one token per sequence."""
-    if not shape.has("rotary"):
-        return no_launch if act.qk_rstd is None else partial(ops.qk_norm_forward, act.qkv, act.qk_rstd)
-    if act.qk_rstd is None:
-        return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **place)
-    return partial(ops.qk_norm_rotary_forward, act.qkv, act.qk_rstd, **place)
-
-
-def norm_and_rotate_backward(ops: ModuleType, act: BlockActivations, dqkv: Tensor, shape: ModelShape) -> None:
-    """Turns the gradient after `norm_and_rotate` into the gradient before it."""
-    length = act.lse.shape[2]
-    if not shape.has("rotary"):
-        if act.qk_rstd is not None:
-            ops.qk_norm_backward(dqkv, act.qkv, act.qk_rstd)
-    elif act.qk_rstd is None:
-        ops.rotary_backward(dqkv, num_heads=shape.num_heads, length=length)
-    else:
-        ops.qk_norm_rotary_backward(dqkv, act.qkv, act.qk_rstd, length=length)
-
-
-# Value embeddings, before attention as well.
-
-
-def with_values(ops: ModuleType, before: Launch, w: BlockWeights, act: BlockActivations, tokens: Tensor) -> Launch:
-    """`before`, and then the value embeddings of `tokens` where the block has them."""
-    if w.value_embedding is None:
-        return before
-
-    def both() -> None:
-        before()
-        ops.value_embedding_forward(act.qkv, act.gate, act.norm1, w.value_gate, tokens, w.value_embedding)
-
-    return both
-
-
-# The scalars, before and after a block.
-
-
-def queries_keys_values(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, s: Tensor
-) -> Tensor:
-    """[q k v] = RMS(x) W^T, x as the scalars change it: returns that stream."""
-    if act.mixed is None:
-        ops.rmsnorm_linear_forward(act.qkv, act.norm1, act.norm1_rstd, x, None, w.qkv_weight, None, scratch=s)
-        return x
-    mixture = x, first, w.residual_scalar, w.input_scalar
-    ops.mix_rmsnorm_linear_forward(act.qkv, act.mixed, act.norm1, act.norm1_rstd, *mixture, w.qkv_weight, scratch=s)
-    return act.mixed
-
-
-def norm1_again(ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None) -> None:
-    """The block's first norm once more, from its input."""
-    if act.mixed is None:
-        ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x)
-    else:
-        ops.mix_rmsnorm_forward(None, act.norm1, act.norm1_rstd, x, first, w.residual_scalar, w.input_scalar)
-
-
-def norm1_backward(
-    ops: ModuleType,
-    w: BlockWeights,
-    g: BlockWeights,
-    act: BlockActivations,
-    shared: Gradients,
-    x: Tensor,
-    dx: Tensor,
-    first: Tensor | None,
-    s: Tensor,
-) -> None:
-    """The block's first norm and its scalars, backward: dx, so far of the stream between them, becomes x's gradient."""
-    if act.mixed is None:
-        ops.rmsnorm_backward(dx, None, shared.dnorm, x, act.norm1_rstd, None, scratch=s)
-        return
-    sums = g.residual_scalar, g.input_scalar
-    mixture = x, first, act.norm1_rstd, w.residual_scalar, w.input_scalar
-    ops.mix_rmsnorm_backward(dx, shared.dfirst, *sums, shared.dnorm, *mixture, scratch=s)
-
-
-# Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
-
-
-def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
-    """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
-    x, s = act.first, act.scratch
-    stages = [Stage("embedding", partial(embedding_forward, ops, w, act))]
-    for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        if weights.value_embedding is not None:
-            stages.append(Stage(f"values.{layer}", no_launch))
-        before = before_attention_of(ops, weights, block, act, shape)
-        run = partial(block_forward, ops, weights, block, x, act.first, before, training_attention(ops, block, act), s)
-        stages.append(Stage(f"blocks.{layer}", run))
-        x = block.residual_out
-    last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
-    return [*stages, Stage("head" if shape.has("untied_head") else "", last_norm)]
-
-
-def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
-    ops.token_embedding_forward(act.embedded, act.tokens, w.wte)
-    if act.normed_embedding is not None:
-        ops.rmsnorm_forward(act.normed_embedding, act.embedding_rstd, act.embedded)
-
-
-def before_attention_of(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, whole: Activations, shape: ModelShape
-) -> Launch:
-    """The `before_attention` of a training."""
-    return with_values(ops, norm_and_rotate(ops, act, shape, length=act.lse.shape[2]), w, act, whole.tokens)
-
-
-def block_forward(
-    ops: ModuleType,
-    w: BlockWeights,
-    act: BlockActivations,
-    x: Tensor,
-    first: Tensor | None,
-    before_attention: Launch,
-    attend: Attention,
-    s: Tensor,
-    *,
-    rerun: bool = False,
-) -> None:
-    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `before_attention` changes act.qkv, and `attend`
-    reads it, in generation the cache as well. `rerun`: in the backward, which does not read the last product."""
-    x = queries_keys_values(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
-    before_attention()  # q, k = R(RMS(q)), R(RMS(k)), v = v + g ve[token]
-    attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
-    norm = act.norm2, act.norm2_rstd, act.residual_mid, None
-    ops.rmsnorm_linear_relu2_forward(act.hidden, *norm, w.fc_weight, scratch=s)  # h = max(RMS(a) W^T, 0)^2
-    if not rerun:
-        fcproj = act.residual_mid, act.hidden, w.fcproj_weight, None
-        ops.linear_residual_forward(act.residual_out, *fcproj, scratch=s)  # a + h W^T
-
-
-# Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
-
-
-def backward(
-    ops: ModuleType,
-    w: Weights,
-    g: Weights,
-    act: Activations,
-    d: Gradients,
-    scale: Tensor,
-    shape: ModelShape,
-    *,
-    recompute: int,
-) -> list[Stage]:
-    """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
-    stream = [act.first, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
-    below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
-    last_norm = partial(last_norm_backward, ops, act, d, stream[-1], below[-1])
-    head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
-    stages = [Stage("head", head, done=True) if shape.has("untied_head") else Stage("", head)]
-    for layer in reversed(range(len(w.blocks))):
-        block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
-        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, recompute)
-        stages.append(Stage(f"blocks.{layer}", run, done=True))
-        if (dtable := g.blocks[layer].value_embedding) is not None:
-            tokens = d.blocks[layer].dvalues, act.tokens, act.sorted_positions
-            add = partial(ops.token_embedding_backward, dtable, *tokens, scratch=act.scratch)
-            stages.append(Stage(f"values.{layer}", add, done=True))
-    return [*stages, Stage("embedding", partial(embedding_backward, ops, g, act, d), done=True)]
-
-
-def last_norm_backward(ops: ModuleType, act: Activations, d: Gradients, x: Tensor, dx: Tensor) -> None:
-    """Adds to dx (N, C) the gradient of the stream x that enters the last norm. Zeroes the first stream's."""
-    if d.dfirst is not None:
-        d.dfirst.zero_()
-    ops.rmsnorm_backward(dx, None, d.dlnf, x, act.lnf_rstd, None, scratch=act.scratch)
-
-
-def block_backward(
-    ops: ModuleType,
-    w: BlockWeights,
-    g: BlockWeights,
-    act: BlockActivations,
-    d: BlockGradients,
-    shared: Gradients,
-    x: Tensor,
-    dx: Tensor,
-    whole: Activations,
-    shape: ModelShape,
-    recompute: int,
-) -> None:
-    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
-    s = whole.scratch
-    if recompute == WHOLE_BLOCKS:
-        before = before_attention_of(ops, w, act, whole, shape)
-        block_forward(ops, w, act, x, whole.first, before, training_attention(ops, act, whole), s, rerun=True)
-    elif recompute:
-        if recompute == 2:
-            ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid)
-        ops.linear_relu2_forward(act.hidden, act.norm2, w.fc_weight, scratch=s)
-    ops.relu2_linear_backward(d.dhidden, g.fcproj_weight, d.dresidual_out, act.hidden, w.fcproj_weight, scratch=s)
-    ops.linear_backward(shared.dnorm, g.fc_weight, None, d.dhidden, act.norm2, w.fc_weight, scratch=s)
-    ops.rmsnorm_backward(d.dresidual_mid, None, shared.dnorm, act.residual_mid, act.norm2_rstd, None, scratch=s)
-    if recompute == 2:
-        norm1_again(ops, w, act, x, whole.first)
-    ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
-    norm_and_rotate_backward(ops, act, d.dqkv, shape)
-    ops.linear_backward(shared.dnorm, g.qkv_weight, None, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
-    if w.value_embedding is not None:
-        looked_up = act.gate, act.norm1, w.value_gate, whole.tokens, w.value_embedding
-        ops.value_embedding_backward(d.dvalues, shared.dnorm, g.value_gate, d.dqkv, *looked_up, scratch=s)
-    norm1_backward(ops, w, g, act, shared, x, dx, whole.first, s)
-
-
-def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradients) -> None:
-    """d.dresidual, the gradient of the first block's input, -> g.wte."""
-    dembedded = d.dresidual
-    if d.dfirst is not None:
-        ops.residual_forward(d.dresidual, d.dresidual, d.dfirst)
-    if d.dembedded is not None:
-        dembedded = d.dembedded.zero_()
-        norm = d.dresidual, act.embedded, act.embedding_rstd, None
-        ops.rmsnorm_backward(dembedded, None, *norm, scratch=act.scratch)
-    ops.token_embedding_backward(g.wte, dembedded, act.tokens, act.sorted_positions, scratch=act.scratch)
-
-
 # Generation.
 
 
@@ -431,7 +429,7 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
-    rows = decoding_rows(DecodingBlock, shape, batch, prompt_tokens, dtype, ops)
+    rows = decode_rows(DecodingBlock, shape, batch, prompt_tokens, dtype, ops)
     return (row for row in rows if has(shape, row.name))
 
 

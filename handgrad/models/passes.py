@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.settings.config import ModelShape
+from handgrad.networks import ModelShape
 
 Launch = Callable[[], None]
 

@@ -16,6 +16,8 @@ def check_fp8(config: Any) -> None:
     shape: ModelShape = config.shape(VOCABULARY_MULTIPLE)
     if not shape.network.fp8(shape):
         raise UsageError(f"architecture {config.architecture} has no forms in fp8; --precision bf16 trains it")
+    if config.dropout:
+        raise UsageError(f"precision fp8 trains without dropout, found {config.dropout:g}; --precision bf16 trains with it")
     if (width := shape.head_width) > WIDEST_HEAD_OF_FP8:
         more = f", --num-heads {fitting_heads(config.channels)} fits" if shape.network.head_width is None else ""
         raise UsageError(

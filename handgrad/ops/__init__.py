@@ -20,6 +20,8 @@ One alphabet for the whole repository:
     K heads of keys and values, where they are fewer than the queries' heads
 """
 
+from dataclasses import dataclass
+
 # The operations of every backend, with the same arguments in each. `reference` specifies them.
 OPERATIONS = (
     *("embedding_forward", "embedding_backward", "token_embedding_forward", "token_embedding_backward"),
@@ -55,6 +57,16 @@ DECODE_OPERATIONS = (
 
 # Set-up calls these of every backend.
 SET_UP = ("versions", "check_sizes", "scratch_bytes", "attention_scratch_bytes", "muon_scratch_bytes", "compile_ahead")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend for those who choose by it: `BACKEND` in its module."""
+
+    name: str  # reference, cpu or cuda
+    capturable: bool = False  # every operation of a step can be recorded in a CUDA graph
+    tf32: bool = False  # GEMMs of float32 numbers round them to TF32
+
 
 # Places in `controls` (float64): the host's decisions for a step.
 CONTROL_STEP, CONTROL_LEARNING_RATE, CONTROL_LOSS_LIMIT, CONTROL_NORM_LIMIT, CONTROL_TOKENS = range(5)

@@ -1,7 +1,9 @@
-"""Operations that are two others in a row, for backends without a kernel for both at once."""
+"""Operations that are two others in a row, for backends without a kernel for both at once; a backend with some replaced."""
 
 import sys
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -189,3 +191,14 @@ def with_residual(linear_forward: Operation, residual_forward: Operation) -> Ope
         residual_forward(out, residual, out)
 
     return linear_residual_forward
+
+
+class Overlay(ModuleType):
+    """The operations `ops`, unless a subclass or an attribute replaces them."""
+
+    def __init__(self, ops: Any):
+        super().__init__(ops.__name__)
+        self.ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ops, name)

@@ -2,40 +2,28 @@
 the plain path."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from handgrad.joins import offload
-from handgrad.joins.audit.digest import StateDigest, with_digest
-from handgrad.joins.documents import within_documents
+from handgrad.joins import documents, offload
+from handgrad.joins.audit.digest import StateDigest
 from handgrad.joins.dropout.bind import WithDropout
-from handgrad.joins.fp8.bind import with_fp8
-from handgrad.joins.fp8.dropout import WithFp8Dropout
-from handgrad.joins.fp8.frozen import (
-    WEIGHT_SCRATCH,
-    WithDequantizedWeights,
-    WithFp8Adapters,
-    WithFp8FrozenProducts,
-    quantize_frozen,
-    shared_operand_views,
-)
+from handgrad.joins.fp8 import bind as fp8, with_lora
 from handgrad.joins.fp8.scaling import Scaling
-from handgrad.joins.lora.bind import WithAdapters, adapters_by_weight, with_adapters
-from handgrad.joins.masked import WithUntrained
+from handgrad.joins.lora import bind as lora
 from handgrad.joins.offload import host_state
 from handgrad.joins.parallel.gradient_sync import GradientSync
 from handgrad.joins.parallel.ranks import Ranks
-from handgrad.joins.parallel.replicas import Replicas, with_replicas
-from handgrad.joins.parallel.step import ParallelStep, with_sync
+from handgrad.joins.parallel.replicas import Replicas
+from handgrad.joins.parallel.step import ParallelStep
 from handgrad.machine import devices
 from handgrad.memory.layout import gradient_ring, moved
 from handgrad.memory.rows import ParameterRow
 from handgrad.training.design import Design
 from handgrad.training.feed import SAMPLE_NUMBERS, BatchFeed, Source
-from handgrad.training.state import BASE, TrainingState, make_state, model_weights
+from handgrad.training.state import FROZEN, TrainingState, make_state
 from handgrad.training.step import Feed, TrainStep, plain_program
 
 TrainedTokens = Callable[[int, int], int]  # (first sample, samples) -> the number of their tokens that are trained
@@ -53,15 +41,15 @@ class Assembly:
     sync: GradientSync | None  # of several lanes or ranks
     validation_ops: Any  # which read `state.weights`
     plain_ops: Any  # of text and tasks: they read `state.plain_weights`
-    digest: StateDigest | None = None  # of an audited run
+    digest: StateDigest | None  # of an audited run
 
-    def load_base_weight(self, row: ParameterRow, values: Tensor) -> None:
+    def load_frozen_weight(self, row: ParameterRow, values: Tensor) -> None:
         """Loads the stored part of a frozen weight that is no parameter."""
-        if row.name in self.design.rounded:
+        if row.name in self.design.fp8_only:
             assert self.scaling is not None
-            quantize_frozen(self.scaling, self.state.views, row.name, values)
+            with_lora.quantize_frozen(self.scaling, self.state.views, row.name, values)
         else:
-            row.stored(self.state.views[BASE]).copy_(values)
+            row.stored(self.state.views[FROZEN]).copy_(values)
 
     def await_weights(self) -> None:
         """Waits until the weights of the last update are complete here, and the state on the host."""
@@ -80,18 +68,26 @@ def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
     views = design.plan.allocate(design.device)
     if design.host_plan.buffers:
         views |= host_state(design)
+    weights: dict[str, Any]
+    if design.frozen:
+        weights = {row.name: row.view(views[FROZEN]) for row in design.frozen if row.name not in design.fp8_only}
+    else:
+        weights = {row.name: row.view(views["parameters"]) for row in design.parameters}
     scaling = None
-    if design.rounded:
-        views |= shared_operand_views(design.fp8, views)
+    if design.fp8_only:
+        views |= with_lora.shared_operand_views(design.fp8, views)
     if design.fp8 is not None and design.fp8.table:  # empty if all GEMMs stay in bf16
-        scaling = Scaling(design.fp8, design.ops, views, model_weights(design, views))
+        scaling = Scaling(design.fp8, design.ops, views, weights)
         scaling.reset(1.0 / design.batch.gradient_tokens)
+        weights |= {name: scaling.tensors[name] for name in design.fp8_only}
     gradients = {}
     if design.sharding.shards_gradients:
         ring = gradient_ring(design.buckets)
         rows = moved(design.parameters, design.buckets, ring)
         gradients = {row.name: row.view(views["gradients"][0]) for row in rows}
-    return make_state(design, views, {} if scaling is None else scaling.tensors, gradients), scaling
+    state = make_state(design, views, weights, {} if scaling is None else scaling.tensors, gradients)
+    state.weights, state.plain_weights = (lora.with_adapters(state, each) for each in (state.weights, state.plain_weights))
+    return state, scaling
 
 
 def assemble(
@@ -107,46 +103,43 @@ def assemble(
     return bind(state, scaling, source, ranks, graphs=graphs, trained_tokens=trained_tokens)
 
 
-def model_operations(state: TrainingState, *, untrained: bool) -> Any:
-    """The operations of the model's passes, before `pass_operations` binds tensors. `untrained`: some targets are
-    below 0."""
+def training_operations(state: TrainingState, *, masked: bool) -> Any:
+    """The operations of the model's passes over micro-batches. `masked`: some of their tokens are not trained."""
     design = state.design
-    ops: Any = design.ops
-    if design.rounded:
-        ops = WithFp8FrozenProducts(design.plain_ops, design.ops, state.views[WEIGHT_SCRATCH])
-    return WithUntrained(ops) if untrained else ops
-
-
-def pass_operations(state: TrainingState, scaling: Scaling | None, model_ops: Any, w: Any, g: Any, act: Any, d: Any) -> Any:
-    """`model_ops` for passes over weights, their gradients, activations and their gradients: with documents, adapters and
-    dropout bound to these tensors."""
-    design = state.design
-    ops = within_documents(model_ops, act)
+    ops = documents.operations(frozen_operations(state), state.activations, masked=masked)
     if design.lora is not None:
-        return with_adapters_of(state, ops, w)
+        return adapter_operations(state, ops)
     if not design.dropout:
         return ops
-    dropping, samples = WithDropout if scaling is None else WithFp8Dropout, state.views[SAMPLE_NUMBERS]
-    return dropping(ops, w, g, act, d, samples=samples, probability=design.dropout, seed=design.seed)
+    tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
+    samples = state.views[SAMPLE_NUMBERS]
+    return WithDropout(ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
 
 
-def with_adapters_of(state: TrainingState, ops: Any, weights: Any) -> WithAdapters:
-    """`ops` with the adapters of the run. `weights`: the tensors that the model passes to them."""
-    overlay = WithFp8Adapters if state.design.rounded else WithAdapters
-    return overlay(ops, adapters_by_weight(state, weights), state.views)
+def frozen_operations(state: TrainingState) -> Any:
+    """The run's operations, and where weights exist only in fp8, GEMMs that read these."""
+    design = state.design
+    if not design.fp8_only:
+        return design.ops
+    return with_lora.WithFp8FrozenProducts(design.plain_ops, design.ops, state.views[with_lora.DEQUANT_SCRATCH])
 
 
-def evaluation_operations(state: TrainingState, model_ops: Any) -> tuple[Any, Any]:
+def adapter_operations(state: TrainingState, ops: Any) -> Any:
+    overlay = with_lora.WithFp8Adapters if state.design.fp8_only else lora.WithAdapters
+    return overlay(ops, state.views)
+
+
+def evaluation_operations(state: TrainingState) -> tuple[Any, Any]:
     """The operations (of validation, which reads `state.weights`; of text and tasks, which read
-    `state.plain_weights`)."""
+    `state.plain_weights`). `mean_loss` joins documents and masked targets."""
     design = state.design
     if design.lora is None:
         return design.ops, design.plain_ops
-    validation = with_adapters_of(state, model_ops, state.weights)  # `mean_loss` binds documents to its own
-    if not design.rounded:
+    validation = adapter_operations(state, frozen_operations(state))
+    if not design.fp8_only:
         return validation, validation
-    plain_ops: Any = WithDequantizedWeights(design.plain_ops, state.views[WEIGHT_SCRATCH])
-    return validation, WithAdapters(plain_ops, adapters_by_weight(state, state.plain_weights), state.views)
+    plain_ops: Any = with_lora.WithDequantizedWeights(design.plain_ops, state.views[with_lora.DEQUANT_SCRATCH])
+    return validation, lora.WithAdapters(plain_ops, state.views)
 
 
 def bind(
@@ -159,47 +152,44 @@ def bind(
     graphs: bool | None = None,
     trained_tokens: TrainedTokens | None = None,
 ) -> Assembly:
-    """The step over a state: the plain program, and the launches of the packages beside it. `feed`: used instead of one
-    that reads `source`. `graphs`: captures CUDA graphs, by default where the backend can. `trained_tokens`: of a source
-    that does not train all of them."""
+    """The step over a state: the plain program, and the launches of its joins. `feed`: used instead of one that reads
+    `source`. `graphs`: captures CUDA graphs, by default where the backend can. `trained_tokens`: of a source that does not
+    train all of them."""
     design, ranks = state.design, ranks or Ranks()
-    ops, batch, guards = design.ops, design.batch, design.guards
+    batch, guards = design.batch, design.guards
     devices.keep_freed_memory(design.device)
     devices.set_arithmetic(design.device, design.precision)
     if graphs is None:
-        graphs = design.device.type == "cuda" and ops.CAPTURABLE
+        graphs = design.device.type == "cuda" and design.ops.BACKEND.capturable
     if feed is None:
         assert source is not None
         feed = BatchFeed(source, state.activations, state.views.get(SAMPLE_NUMBERS))
 
-    model_ops = model_operations(state, untrained=trained_tokens is not None)
-    passes = partial(pass_operations, state, scaling, model_ops)
-    own_tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
-    program = plain_program(state, ops, passes(*own_tensors))
-    if design.host_plan.buffers:
-        program = offload.with_offload(program, state, ops)
+    model_ops = training_operations(state, masked=trained_tokens is not None)
+    program = plain_program(state, design.ops, model_ops)
+    sync = GradientSync(state, ranks) if design.sharding.lanes > 1 else None
+    replicas = Replicas(state, ranks, guards.replicas_every) if sync is not None and ranks.size > 1 else None
+    digest = StateDigest(state, ranks, guards.audit_every, graphs=graphs) if guards.audit_every else None
     if trained_tokens is not None:
         count = trained_tokens
-        program.trained_tokens = lambda step: count(batch.first_sample(step), batch.samples(step))
+        program = replace(program, trained_tokens=lambda step: count(batch.first_sample(step), batch.samples(step)))
+    if design.host_plan.buffers:
+        program = offload.launches(program, state)
     if design.lora is not None:
-        program = with_adapters(program, {bucket.name for bucket in design.buckets})
-    sync = None if design.sharding.lanes == 1 else GradientSync(state, ranks)
-    if sync is not None:
-        program = with_sync(program, sync)
-    if scaling is not None:
-        program = with_fp8(program, state, scaling, feed, sync, passes, graphs=graphs)
-    digest = StateDigest(state, ranks, guards.audit_every, graphs=graphs) if guards.audit_every else None
-    if digest is not None:
-        program = with_digest(program, digest)
-    replicas = Replicas(state, ranks, guards.replicas_every) if sync is not None and ranks.size > 1 else None
+        program = lora.launches(program, {bucket.name for bucket in design.buckets})
     if replicas is not None:
-        program = with_replicas(program, replicas)
+        program = replicas.launches(program)
+    if sync is not None:
+        program = sync.launches(program)
+    if scaling is not None:
+        program = fp8.launches(program, state, scaling, feed, sync, model_ops, graphs=graphs)
+    if digest is not None:
+        program = digest.launches(program)
 
     if sync is None:
         stepper = TrainStep(state, feed, program, graphs=graphs)
     else:
         stepper = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
-    validation_ops, plain_ops = evaluation_operations(state, model_ops)
-    made = Assembly(design, state, feed, stepper, scaling, sync, validation_ops, plain_ops, digest)
-    made.await_state()  # compiling ahead has copied it; now the host may write it
-    return made
+    assembly = Assembly(design, state, feed, stepper, scaling, sync, *evaluation_operations(state), digest)
+    assembly.await_state()  # compiling ahead has copied it; now the host may write it
+    return assembly

@@ -10,6 +10,7 @@ from handgrad.errors import ConfigError, storage_errors
 from handgrad.evaluation.load import CHAT
 from handgrad.files import file_sha256
 from handgrad.joins.audit.chain import BEGIN, CHECKPOINT, FORMAT, LINKS, STEP, Line, faults, linked
+from handgrad.joins.audit.digest import REPORT
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
 from handgrad.run.log import RunLog
@@ -92,7 +93,7 @@ class Audit:
                 "norm": result.norm.hex(),
                 "learning_rate": result.learning_rate.hex(),
                 "skipped": result.skipped is not None,
-                "state": digest.joined(result.reports[digest.report]),
+                "state": digest.joined(result.reports[REPORT]),
             }
         )
 

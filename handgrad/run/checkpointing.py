@@ -34,8 +34,8 @@ from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Checkpoint, Stored
 from handgrad.storage.manifest import STATE_SCHEMA
 from handgrad.training.design import Design
-from handgrad.training.spikes import SpikeWindow
 from handgrad.training.state import SavedBuffer, TrainingState
+from handgrad.training.step import SpikeWindow
 
 SOURCES = "sources"  # the version that is a hash of the package; chains of format 1 and older checkpoints lack it
 # Settings that the scales in a checkpoint depend on.
@@ -152,8 +152,8 @@ def load_initial_weights(weights: Weights, training: Assembly) -> None:
     """Loads initial weights from elsewhere, with adapters the weights under them. A run with fewer positions takes the
     first of theirs."""
     design = training.design
-    load = training.load_base_weight if design.base else training.state.load_weight
-    for theirs, row in zip(parameter_table(weights.shape), design.base or design.parameters, strict=True):
+    load = training.load_frozen_weight if design.frozen else training.state.load_weight
+    for theirs, row in zip(parameter_table(weights.shape), design.frozen or design.parameters, strict=True):
         assert theirs.name == row.name
         load(row, weights.weight(theirs)[: row.stored_rows])
 

@@ -15,7 +15,6 @@ import handgrad
 from handgrad.data.shards import Dataset
 from handgrad.evaluation.loss import floor_of, scores_all
 from handgrad.format import human_bytes, human_count, memory_table
-from handgrad.joins.fp8.dropout import more_passes
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine import devices
 from handgrad.memory.rows import count_parameters
@@ -133,11 +132,11 @@ def dropout_lines(config: RunConfig, design: Design) -> list[str]:
         return []
     # A branch is written and read again, forward; its gradient, backward, and that once more for the bias (5 a half).
     # The embedding is changed in place both ways.
-    passes = 10 * config.num_layers + 4 + (more_passes(design.fp8.gemms.blocks) if design.fp8 else 0)
+    passes = 10 * config.num_layers + 4
     moved = passes * config.micro_batch * config.sequence_length * config.channels * design.dtype.itemsize
     return [
         f"dropout    {config.dropout:g} after the embedding, in attention and on both branches of a block;"
-        f" masks take no memory, and a micro-batch moves {human_bytes(int(moved))} more"
+        f" masks take no memory, and a micro-batch moves {human_bytes(moved)} more"
     ]
 
 

@@ -11,8 +11,8 @@ from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import STOPPING, NumericsError, Preempted, end_interrupted, end_stopped, forget_signals, is_repeat
 from handgrad.evaluation.load import Weights
-from handgrad.joins.fp8.monitor import findings, saturation_line, summary
-from handgrad.joins.fp8.scaling import Scaling
+from handgrad.joins.fp8.bind import REPORT
+from handgrad.joins.fp8.scaling import Scaling, findings, saturation_line, summary
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.step import ParallelStep
 from handgrad.joins.parallel.stragglers import Stragglers
@@ -274,7 +274,7 @@ class Run:
         fp8, batch = scaling.fp8, self.design.batch
         counted = fp8.counts(self.completed - 1)
         micro_steps = batch.micro_steps(self.completed - 1) * batch.lanes
-        tensors = findings(scaling, result.reports[0], micro_steps, counted=counted)
+        tensors = findings(scaling, result.reports[REPORT], micro_steps, counted=counted)
         if counted:
             self.log.record("fp8", step=self.completed, tensors=summary(tensors))
         for finding in tensors:

@@ -11,29 +11,26 @@ import torch
 from handgrad import models
 from handgrad.generation.decode import decode_buffers, with_cache
 from handgrad.joins import documents, offload
-from handgrad.joins.dropout.bind import dropout_buffers, sizing
-from handgrad.joins.fp8 import frozen, tables
-from handgrad.joins.fp8.bind import fp8_operations
-from handgrad.joins.fp8.dropout import with_workspace
+from handgrad.joins.dropout import bind as dropout
+from handgrad.joins.fp8 import bind as fp8_bind, tables, with_lora
 from handgrad.joins.fp8.formats import GRADIENT_FORMATS
 from handgrad.joins.fp8.scaling import Fp8Design
-from handgrad.joins.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
-from handgrad.joins.parallel.memory import with_sharding
+from handgrad.joins.lora import tables as lora_tables
+from handgrad.joins.lora.tables import LoraDesign
+from handgrad.joins.parallel import gradient_sync
 from handgrad.machine import devices
 from handgrad.machine.backend import choose_backend, plain_backend
 from handgrad.machine.devices import accumulation_dtype
 from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer, Plan, make_plan
-from handgrad.memory.freezing import freeze
 from handgrad.memory.layout import Layout, Sharding, buckets_of, norm_blocks, shard_elements, state_layout
-from handgrad.memory.rows import Table, flat_elements
+from handgrad.memory.rows import Table, flat_elements, freeze
 from handgrad.networks.fp8 import takes_micro_batch
 from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.settings.config import TUNED, ModelShape, RunConfig
-from handgrad.training.design import Batch, Design, Guards
-from handgrad.training.schedule import Schedule
+from handgrad.training.design import Batch, Design, Guards, Schedule
 from handgrad.training.state import flat_buffers, update_scratch
 
 
@@ -62,34 +59,39 @@ def resolve(
     model = models.architecture(shape)
     sharding = Sharding(max(1, config.lanes), rank, ranks, config.zero, config.reduce_precision == "bf16")
 
-    parameters, base, lora = freeze(models.parameter_table(shape, sharding.lanes, optimizer.whole), config.freeze), (), None
+    parameters = freeze(models.parameter_table(shape, sharding.lanes, optimizer.whole), config.freeze)
+    frozen, lora = (), None
     if config.lora:  # the adapters train, beside the model's weights
-        lora = resolve_lora(config.lora, shape, plain_ops)
-        parameters, base = lora.table(sharding.lanes), models.parameter_table(shape)
+        requested = parse_lora(config.lora)
+        if sizes is None:
+            lora_tables.check(requested, plain_ops)
+        lora = LoraDesign(tuple(lora_tables.adapters_of(shape, requested)))
+        parameters, frozen = lora.table(sharding.lanes), models.parameter_table(shape)
     layout = Layout(parameters, buckets_of(parameters, sharding.lanes))
     optimizer_state = {name: state_layout(name, layout, optimizer.state) for name in optimizer.state(parameters[0])}
 
     rows = activation_rows(config, shape, dtype, plain_ops, sizes)
-    training_ops, fp8, rounded = plain_ops, None, frozenset[str]()
+    training_ops, fp8, fp8_only = plain_ops, None, frozenset[str]()
     if config.precision == "fp8":
-        training_ops = sizes or fp8_operations(plain_ops)
-        fp8 = resolve_fp8(config, shape, base or parameters, rows, training_ops)
-        rounded = frozen.rounded_weights(fp8) if base else rounded
-    base, frozen_rows = frozen.split_by_precision(base, rounded)
+        training_ops = sizes or fp8_bind.operations(plain_ops)
+        fp8 = resolve_fp8(config, shape, frozen or parameters, rows, training_ops)
+        fp8_only = with_lora.fp8_only(fp8) if frozen else fp8_only
+    frozen, in_16_bits = with_lora.split_by_precision(frozen, fp8_only)
 
     state, host_state = state_buffers(config, layout, sharding, optimizer_state, dtype, device)
-    buffers = [*state, *activation_buffers(config, rows, fp8, base or parameters, ranks, rounded)]
+    buffers = [*state, *activation_buffers(config, rows, fp8, frozen or parameters, ranks, fp8_only)]
     if config.packed:
         buffers += models.document_buffers(model, config.micro_batch, shape.sequence_length)
     if config.dropout:
-        buffers += dropout_buffers(config.micro_batch)
+        buffers += dropout.buffers(config.micro_batch)
     if lora is not None:
         tokens = config.micro_batch * shape.sequence_length
-        buffers += [frozen_buffer(flat_elements(frozen_rows), dtype), *adapter_buffers(lora, base, tokens, dtype)]
-    if rounded:
-        buffers.append(frozen.weight_scratch_buffer(base, rounded, dtype))
+        buffers.append(lora_tables.frozen_buffer(flat_elements(in_16_bits), dtype))
+        buffers += lora_tables.buffers(lora, frozen, tokens, dtype)
+    if fp8_only:
+        buffers.append(with_lora.dequant_scratch(frozen, fp8_only, dtype))
     buffers += update_scratch(optimizer.scratch_bytes(plain_ops, parameters, accumulation_dtype(dtype), device))
-    buffers += offload.slot_buffers(host_state)
+    buffers += offload.buffers(host_state)
     return Design(
         device=device,
         precision=config.precision,
@@ -114,8 +116,8 @@ def resolve(
         host_plan=make_plan(host_state),
         sample_tokens=config.sample_tokens,
         lora=lora,
-        base=base,
-        rounded=rounded,
+        frozen=frozen,
+        fp8_only=fp8_only,
     )
 
 
@@ -128,18 +130,13 @@ def activation_rows(
     """The model's activations and their gradients. `sizes`: as in `resolve`."""
     scratch_sizes = plain_ops
     if config.packed:
-        scratch_sizes = documents.sizing(plain_ops)
+        scratch_sizes = documents.scratch_sizes(plain_ops)
     elif config.dropout and sizes is None:
-        scratch_sizes = sizing(plain_ops)
+        scratch_sizes = dropout.scratch_sizes(plain_ops)
     batch, length = config.micro_batch, shape.sequence_length
     chunk = models.head_chunk_tokens(config.head_chunk_tokens, batch * length, shape.padded_vocab_size, dtype)
     model = models.architecture(shape)
-    rows = tuple(model.activations(shape, batch, length, dtype, scratch_sizes, chunk=chunk, training=True))
-    if config.precision == "fp8" and config.dropout:
-        return with_workspace(rows)
-    if config.precision == "fp8" and config.lora:
-        return frozen.with_16_bits(rows)
-    return rows
+    return tuple(model.activations(shape, batch, length, dtype, scratch_sizes, chunk=chunk, training=True))
 
 
 def activation_buffers(
@@ -148,16 +145,16 @@ def activation_buffers(
     fp8: Fp8Design | None,
     weights: Table,
     ranks: int,
-    rounded: frozenset[str],
+    fp8_only: frozenset[str],
 ) -> list[Buffer]:
     """The buffers of the activations and, in fp8, of the quantised tensors and their scales. `weights`: the model's;
-    `rounded`: the ones that exist in fp8 alone."""
+    `fp8_only`: the ones that exist in fp8 alone."""
     if fp8 is None:
         return [row.buffer(config.recompute) for row in rows if not row.of]
     gradients = GRADIENT_FORMATS[config.fp8_gradients]
-    quantized = tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute)
+    quantized = tables.activation_buffers(rows, fp8.forms, fp8.gemms, gradients, config.recompute)
     buffers = [*fp8.buffers(weights, ranks), *quantized]
-    return frozen.with_shared_operand(buffers) if rounded else buffers
+    return with_lora.with_shared_operand(buffers) if fp8_only else buffers
 
 
 def state_buffers(
@@ -179,7 +176,7 @@ def state_buffers(
         blocks=norm_blocks(layout.buckets, sharding.lanes),
     )
     if sharding.lanes > 1:
-        flat = with_sharding(flat, layout.buckets, sharding)
+        flat = gradient_sync.buffers(flat, layout.buckets, sharding)
     if not config.offload:
         return list(flat.values()), []
     flat, host = offload.divided(flat)
@@ -207,12 +204,6 @@ def schedule_of(config: RunConfig) -> Schedule:
     return Schedule(config.schedule, peak, final_fraction, config.warmup_steps, config.steps, config.cooldown_fraction)
 
 
-def resolve_lora(text: str, shape: ModelShape, plain_ops: Any) -> LoraDesign:
-    lora = parse_lora(text)
-    check_rank(lora, getattr(plain_ops, "__name__", ""))
-    return LoraDesign(tuple(adapters_of(shape, lora)))
-
-
 def resolve_fp8(
     config: RunConfig,
     shape: ModelShape,
@@ -220,8 +211,9 @@ def resolve_fp8(
     rows: tuple[ActivationRow, ...],
     ops: ModuleType,
 ) -> Fp8Design:
-    parts = shape.fp8_parts
-    gemms = tables.fp8_gemms(config.fp8_keep_bf16.replace(TUNED, ""), config.fp8_head_gemms, shape.num_layers, parts)
+    kept = config.fp8_keep_bf16.replace(TUNED, "")
+    gemms = tables.fp8_gemms(kept, config.fp8_head_gemms, shape.num_layers, shape.fp8_parts)
+    forms = with_lora.with_16_bits(shape.forms) if config.lora else shape.forms
     statistics_parts = ops.statistics_parts(
         batch=config.micro_batch,
         length=shape.sequence_length,
@@ -233,8 +225,9 @@ def resolve_fp8(
         padded_vocab_size=shape.padded_vocab_size,
     )
     return Fp8Design(
+        forms=forms,
         gemms=gemms,
-        table=tables.quantized_table(weights, rows, gemms, parts, GRADIENT_FORMATS[config.fp8_gradients]),
+        table=tables.quantized_table(weights, rows, forms, gemms, GRADIENT_FORMATS[config.fp8_gradients]),
         delayed=config.fp8_scaling == "delayed",
         window=config.fp8_window,
         margin=config.fp8_margin,

@@ -193,7 +193,7 @@ class Recorder:
     def __init__(self, design: Design, head: Tensor, span: Callable[[str], AbstractContextManager]):
         self.head, self.span = head.data_ptr(), span
         backends = [design.ops, *([dropout_operations(design.plain_ops)] if design.dropout else [])]
-        backends += [design.plain_ops] if design.rounded else []
+        backends += [design.plain_ops] if design.fp8_only else []
         self.operations = {code_of(getattr(b, n)): e for b in backends for n, e in OPERATIONS.items() if hasattr(b, n)}
         self.running: list[Running] = []
         self.place, self.forward, self.products, self.counting = "block", True, 0, False

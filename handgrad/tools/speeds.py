@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from handgrad.joins.fp8.dropout import more_passes
 from handgrad.machine import devices
 from handgrad.machine.gpus import Gpu
-from handgrad.memory.lifetimes import WHOLE_BLOCKS
+from handgrad.memory.arena import WHOLE_BLOCKS
 from handgrad.memory.rows import count_parameters
 from handgrad.networks.fp8 import HEAD_GEMMS
 from handgrad.ops import reference
@@ -223,13 +222,12 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     per_channel = (1 - in_fp8) * size * (ELEMENTS + AGAIN_ELEMENTS[level])
     per_channel += in_fp8 * (FP8_BYTES + FP8_AGAIN_BYTES[level])
     if config.dropout:
-        more = more_passes(design.fp8.gemms.blocks) / layers if design.fp8 else 0.0
-        per_channel += (DROPOUT_PASSES + more) * size
+        per_channel += DROPOUT_PASSES * size
     # Beside the blocks: embedding, last layer norm, loss.
     ends = (10 * size + 8) * channels + 2 * size * shape.padded_vocab_size
     # Per micro-batch: weights read forward and backward, gradients read and written in float32.
     moved = tokens * (layers * channels * per_channel + ends) + micro_batches * parameters * (2 * size + 8)
-    moved += micro_batches * count_parameters(design.base) * 2 * size
+    moved += micro_batches * count_parameters(design.frozen) * 2 * size
     return StepTime(
         gemms=gemms,
         attention=attention,
@@ -259,7 +257,7 @@ def gemm_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float
         operations = 2 * inputs * outputs / (GEMM_SHARE.get(kind, USUAL_GEMM_SHARE) * gpu.flops(kind))
         return max(operations, (inputs + outputs) * (1 if kind == "fp8" else size) / rate)
 
-    total, passes = 0.0, 2 if design.base else 3
+    total, passes = 0.0, 2 if design.frozen else 3
     *others, hidden, last = shape.gemms
     for gemm in (*others, hidden, last):
         again = gemm is not last and (design.recompute >= WHOLE_BLOCKS or (design.recompute >= 1 and gemm is hidden))

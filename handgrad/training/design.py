@@ -3,6 +3,7 @@
 `run.resolve` makes it from the user's configuration. The modules below take it, and never ask the configuration again.
 """
 
+import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,9 +13,8 @@ import torch
 from handgrad.memory.arena import Buffer, Plan
 from handgrad.memory.layout import Buckets, Layout, Sharding
 from handgrad.memory.rows import Table
+from handgrad.networks import ModelShape
 from handgrad.settings.batch_schedule import BatchSchedule
-from handgrad.settings.config import ModelShape
-from handgrad.training.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,43 @@ class Batch:
         """The divisor of every token's gradient: the tokens of the first step, whatever later steps take, so that gradients
         keep their range. The verdict divides their sum by the rest."""
         return self.tokens(0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of a step: linear warm-up, then one of five shapes. With low = final_fraction * peak, r from 0 to 1
+    over the steps after the warm-up, and r' over the cooldown, the last part of all steps:
+
+    warm-up   peak (s + 1) / warmup_steps
+    cosine    low + (peak - low) (1 + cos(pi r)) / 2      (Loshchilov & Hutter 2017)
+    linear    peak + (low - peak) r
+    wsd       peak, and in the cooldown low + (1 - sqrt r') (peak - low)      (Haegele et al. 2024)
+    trapezoid peak, and in the cooldown low + (1 - r') (peak - low)           (Zhai et al. 2022)
+    constant  peak
+    """
+
+    shape: str
+    peak: float
+    final_fraction: float
+    warmup_steps: int
+    steps: int
+    cooldown_fraction: float = 0.2  # of the steps
+
+    def rate(self, step: int) -> float:
+        """The learning rate of 0-based `step`."""
+        peak, low = self.peak, self.final_fraction * self.peak
+        if step < self.warmup_steps:
+            return peak * (step + 1) / self.warmup_steps
+        if self.shape == "constant":
+            return peak
+        if self.shape in ("wsd", "trapezoid"):
+            cooldown_steps = max(1, round(self.steps * self.cooldown_fraction))
+            ratio = min(1.0, max(0.0, (step - (self.steps - cooldown_steps)) / cooldown_steps))
+            return low + (1 - (math.sqrt(ratio) if self.shape == "wsd" else ratio)) * (peak - low)
+        ratio = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        if self.shape == "linear":
+            return peak + (low - peak) * ratio
+        return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * ratio))
 
 
 @dataclass(frozen=True)
@@ -90,13 +127,13 @@ class Design:
     host_plan: Plan  # of the optimizer's state, where the host keeps it
     sample_tokens: int = 0  # of the texts that the run writes
     lora: Any = None
-    base: Table = ()  # with `lora` the model's weights: frozen, in a flat buffer of their own
-    rounded: frozenset[str] = frozenset()  # names of frozen weights that exist only in fp8
+    frozen: Table = ()  # with `lora` the model's weights, in a flat buffer of their own
+    fp8_only: frozenset[str] = frozenset()  # names of frozen weights that exist only in fp8
 
     @property
     def all_parameters(self) -> Table:
         """The frozen weights, then the trained ones."""
-        return (*self.base, *self.parameters)
+        return (*self.frozen, *self.parameters)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -107,4 +144,4 @@ class Design:
     def flops_per_token(self) -> float:
         """Forward and backward."""
         flops = self.shape.flops_per_token
-        return flops if self.lora is None else self.lora.flops_per_token(flops, self.base, self.shape)
+        return flops if self.lora is None else self.lora.flops_per_token(flops, self.frozen, self.shape)

@@ -17,7 +17,7 @@ from handgrad.ops import CONTROLS, RESULTS
 from handgrad.optimizers import Owned
 from handgrad.training.design import Design
 
-BASE = "base"  # the flat buffer of frozen weights
+FROZEN = "frozen"  # the flat buffer of frozen weights
 AT_UPDATE: tuple[Interval, ...] = ((1 << 59, 1 << 59),)  # a tick after every stage's
 OPTIMIZER_SCRATCH = "optimizer_scratch"
 INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
@@ -139,26 +139,23 @@ class TrainingState:
         self.loss_scale.copy_(torch.tensor(values, dtype=self.loss_scale.dtype))
 
 
-def model_weights(design: Design, views: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's weights in 16 or 32 bits, by name."""
-    if not design.base:
-        return {row.name: row.view(views["parameters"]) for row in design.parameters}
-    return {row.name: row.view(views[BASE]) for row in design.base if row.name not in design.rounded}
-
-
 def make_state(
-    design: Design, views: dict[str, Tensor], forms: dict[str, Any], gradients: dict[str, Tensor]
+    design: Design,
+    views: dict[str, Tensor],
+    weights: dict[str, Any],
+    forms: dict[str, Any],
+    gradients: dict[str, Tensor],
 ) -> TrainingState:
-    """Names the plan's `views` and draws the initial weights. `forms`: tensors that GEMMs read in another form than the
-    view of that name; `gradients`: of the parameters by name, where they are not all in one flat buffer."""
+    """Names the plan's `views` and draws the initial weights. `weights`: the model's by name; `forms`: tensors that GEMMs
+    read in another form than the view or weight of that name; `gradients`: of the parameters by name, where they are not
+    all in one flat buffer."""
     table, model, sharding = design.parameters, design.model, design.sharding
-    bound = partial(named, layers=design.shape.num_layers, forms=design.shape.forms)
+    bound = partial(named, layers=design.shape.num_layers)
     parameters = views["parameters"]
     master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
-    weights: dict[str, Any] = model_weights(design, views) | {name: forms[name] for name in design.rounded}
     gradients = gradients or {row.name: row.view(flat) for row in table}
     weight_gradients: dict[str, Any] = gradients
-    if design.base:  # the model's weights have none
+    if design.frozen:  # the model's weights have none
         weight_gradients = dict.fromkeys(weights)
     optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer_state}
     layouts = Layout(table, design.buckets), *design.optimizer_state.values()

@@ -7,8 +7,9 @@ kernels backend, launches run once eagerly, then are captured as CUDA graphs, th
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,9 +20,9 @@ from handgrad.machine.graphs import Replayed
 from handgrad.memory.rows import BLOCK_ELEMENTS
 from handgrad.models.passes import Stage
 from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
-from handgrad.training.spikes import SpikeWindow
 from handgrad.training.state import OPTIMIZER_SCRATCH, TrainingState
 
+WINDOW = 128  # steps that a loss or a norm is compared with
 IN_FLIGHT = 2  # steps whose results are not yet read, at most
 NOTHING_TRAINED = "none of its tokens is trained"  # why a step makes no update
 
@@ -38,7 +39,7 @@ class StepResult:
     skipped: str | None
     loss_scale: float = 1.0  # of fp16's dynamic loss scaling
     elapsed_seconds: float = field(default=0.0, compare=False)  # from its first micro-batch to its update
-    reports: tuple[Tensor, ...] = field(default=(), compare=False)  # further findings, on the host
+    reports: dict[str, Tensor] = field(default_factory=dict, compare=False)  # further findings by name, on the host
     trained_tokens: int | None = field(default=None, compare=False)  # the tokens that its loss is the mean of
 
 
@@ -60,9 +61,14 @@ class Program:
     before_update: list[Callable[[], None]] = field(default_factory=list)  # between norms and update; eager
     after_update: list[Callable[[], None]] = field(default_factory=list)  # eager
     compiled_ahead: list[Callable[[], None]] = field(default_factory=list)  # launches beside those above
-    reports: list[Tensor] = field(default_factory=list)  # device tensors that travel with a step's results
+    reports: dict[str, Tensor] = field(default_factory=dict)  # device tensors that travel with a step's results
     rolled_back: list[Tensor] = field(default_factory=list)  # change even in a step without an update; see `relaunch`
     after_rollback: list[Callable[[], None]] = field(default_factory=list)  # remake what follows from these; eager
+
+    def adding(self, *, reports: Mapping[str, Tensor] | None = None, **launches: list[Any]) -> "Program":
+        """The program with these at the ends of its lists, by name."""
+        longer: dict[str, Any] = {name: [*getattr(self, name), *more] for name, more in launches.items()}
+        return replace(self, reports={**self.reports, **(reports or {})}, **longer)
 
 
 def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
@@ -102,7 +108,7 @@ class StepSlot:
     controls: Tensor  # to the device; pinned for a GPU, as are the three that come back
     results: Tensor
     losses: Tensor  # of `TrainingState.losses_of_step`
-    reports: list[Tensor]
+    reports: dict[str, Tensor]
     snapshots: list[Tensor]  # of `Program.rolled_back` before the step, on the device
     start: torch.cuda.Event | None  # None on a CPU
     end: torch.cuda.Event | None
@@ -125,11 +131,48 @@ def make_slot(state: TrainingState, program: Program) -> StepSlot:
         controls=torch.zeros(CONTROLS, dtype=dtype, pin_memory=on_gpu),
         results=torch.zeros(RESULTS, dtype=dtype, pin_memory=on_gpu),
         losses=torch.zeros_like(state.losses_of_step, device="cpu", pin_memory=on_gpu),
-        reports=[torch.zeros_like(report, device="cpu", pin_memory=on_gpu) for report in program.reports],
+        reports={n: torch.zeros_like(t, device="cpu", pin_memory=on_gpu) for n, t in program.reports.items()},
         snapshots=[torch.empty_like(tensor) for tensor in program.rolled_back],
         start=torch.cuda.Event(enable_timing=True) if on_gpu else None,
         end=torch.cuda.Event(enable_timing=True) if on_gpu else None,
     )
+
+
+class SpikeWindow:
+    """The last values of one series, to find spikes. Its state is the window, which travels with the checkpoint."""
+
+    def __init__(self, values: Iterable[float] = ()):
+        self.values = deque(values, maxlen=WINDOW)
+
+    def z_score(self, value: float) -> float | None:
+        """(value - mean) / deviation of the window *before* this value; None until the window is full.
+
+        Judged against a window that contains it, a value can never exceed sqrt(127) = 11.3 deviations, and a second spike
+        in a row hides behind the first.
+        """
+        if len(self.values) < WINDOW or not math.isfinite(value):
+            return None
+        mean, deviation = self.statistics()
+        if deviation == 0:
+            return 0.0 if value == mean else math.copysign(math.inf, value - mean)
+        return (value - mean) / deviation
+
+    def limit(self, z: float) -> float:
+        """The value above which a z-score exceeds `z`: infinite while the window is not full, or where `z` is 0."""
+        if not z or len(self.values) < WINDOW:
+            return math.inf
+        mean, deviation = self.statistics()
+        return mean + z * deviation
+
+    def statistics(self) -> tuple[float, float]:
+        """Mean and standard deviation of a full window."""
+        mean = math.fsum(self.values) / WINDOW
+        return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in self.values) / WINDOW)
+
+    def add(self, value: float) -> None:
+        """Takes a value into the window. Non-finite ones stay out: they would blind the detector for 128 steps."""
+        if math.isfinite(value):
+            self.values.append(value)
 
 
 class TrainStep:
@@ -146,7 +189,7 @@ class TrainStep:
         stages = [stage.run for stage in program.micro_step]
         self.design.ops.compile_ahead(*stages, *program.norms, *program.update, *program.compiled_ahead)
         self.micro_step, self.norms, self.update = (
-            [Replayed(launches)] if graphs else launches for launches in (stages, program.norms, program.update)
+            Replayed(launches) if graphs else launches for launches in (stages, program.norms, program.update)
         )
         self.slots = [make_slot(state, program) for _ in range(IN_FLIGHT)]
         self.last_begun = -1
@@ -222,8 +265,8 @@ class TrainStep:
         slot = self.slot(step)
         for launch in (*self.update, *self.program.after_update):
             launch()
-        on_host = slot.results, slot.losses, *slot.reports
-        on_device = self.state.results, self.state.losses_of_step, *self.program.reports
+        on_host = slot.results, slot.losses, *slot.reports.values()
+        on_device = self.state.results, self.state.losses_of_step, *self.program.reports.values()
         for host, device in zip(on_host, on_device, strict=True):
             host.copy_(device, non_blocking=slot.end is not None)
         if slot.end is not None:
@@ -247,7 +290,7 @@ class TrainStep:
             self.norm_window.add(norm)
         skipped = reasons.get(int(code)) if slot.trained_tokens else NOTHING_TRAINED
         numbers = loss, norm, slot.learning_rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds
-        return StepResult(*numbers, tuple(slot.reports), slot.trained_tokens)
+        return StepResult(*numbers, slot.reports, slot.trained_tokens)
 
     def raise_norm_limit(self, norm: float) -> None:
         """After a step that was skipped for good: a norm beyond the limit enters its window as the limit. So norms that

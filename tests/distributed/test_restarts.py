@@ -9,8 +9,8 @@ import pytest
 
 from handgrad import cli
 from handgrad.cli import main
-from handgrad.joins.parallel import supervisor
-from handgrad.joins.parallel.supervisor import supervise
+from handgrad.joins.parallel import local as supervisor
+from handgrad.joins.parallel.local import supervise
 from tests.distributed.launching import files_of
 from tests.distributed.runs import SETTINGS, Launcher, arguments
 from tests.faults.firing import FIRED

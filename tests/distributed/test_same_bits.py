@@ -21,7 +21,6 @@ KINDS: dict[str, dict[str, object]] = {
     "fp8-current": {**FP8, "fp8_scaling": "current", "fp8_margin": 1, "steps": 6, "eval_every": 3},
     "rounded": {"reduce_precision": "bf16"},  # on their way between lanes
     "dropout": {"dropout": 0.3, "steps": 6, "eval_every": 3},
-    "fp8-dropout": {**FP8, "dropout": 0.3, "steps": 6, "eval_every": 3},
     "bf16-alone": {"precision": "bf16", "master_weights": "false"},
     "moments": {"precision": "bf16", "moments": "bf16"},
     "growing": {"tokens_per_step": 256, "batch_schedule": "2:512,5:1536"},  # 1, 2 and 6 micro-steps a lane
@@ -58,7 +57,7 @@ def alone(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPathFac
         *(("fp8", 2, 0), ("fp8", 4, 1), ("fp8-current", 2, 1), ("fp8-current", 4, 0)),
         *(("rounded", 2, 0), ("rounded", 4, 1)),
         *(("bf16-alone", 2, 1), ("bf16-alone", 4, 0), ("moments", 2, 1), ("moments", 4, 0)),
-        *(("rounded-bf16", 2, 1), ("dropout", 2, 1), ("fp8-dropout", 2, 1)),
+        *(("rounded-bf16", 2, 1), ("dropout", 2, 1)),
         *(("growing", 2, 1), ("growing", 4, 0)),
         *(pytest.param(*more, marks=pytest.mark.nightly) for more in MORE),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
-from handgrad.training import spikes
+from handgrad.training import step as spikes
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from handgrad.joins import documents
-from handgrad.joins.dropout.bind import WithDropout, sizing
-from handgrad.joins.masked import WithUntrained
+from handgrad.joins.dropout.bind import WithDropout, scratch_sizes
 from handgrad.memory.arena import make_plan
 from handgrad.memory.rows import named
 from handgrad.models import architecture, document_buffers, named_weights
@@ -52,7 +51,7 @@ def gradients(
     source, layers, model = make_model(shape, BATCH, LENGTH, torch.float64), shape.num_layers, architecture(shape)
     flat = source.flat.to(torch.bfloat16).to(torch.float16).to(device, dtype)
     flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=device)
-    sizes: Any = sizing(ops) if dropout else documents.sizing(ops) if packed else ops
+    sizes: Any = scratch_sizes(ops) if dropout else documents.scratch_sizes(ops) if packed else ops
     rows = model.activations(shape, BATCH, LENGTH, dtype, sizes, chunk=100, training=True)
     inputs = document_buffers(model, BATCH, LENGTH) if packed else []
     views = make_plan([*(row.buffer(recompute) for row in rows if not row.of), *inputs]).allocate(device)
@@ -63,7 +62,7 @@ def gradients(
     if packed:
         BatchFeed(Answers(LENGTH), act).fill(0)
     w, g = (named_weights(shape, part, source.table) for part in (flat, flat_gradients))
-    backend: Any = documents.within_documents(WithUntrained(ops), act) if packed else ops
+    backend: Any = documents.operations(ops, act, masked=packed)
     if dropout:
         samples = torch.arange(BATCH, device=device) + 11
         backend = WithDropout(backend, w, g, act, d, samples=samples, probability=dropout, seed=SEED)

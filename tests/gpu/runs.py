@@ -33,8 +33,8 @@ def check_allocations(config: RunConfig) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     training = assemble(resolve(config, 50257, device=torch.device("cuda"), ops=kernels), ZipfTokens())
-    for row in training.design.base:  # zeros would leave fp8 without a scale, for which every step would look anew
-        training.load_base_weight(row, 0.02 * torch.randn(row.stored_rows, *row.shape[1:]))
+    for row in training.design.frozen:  # zeros would leave fp8 without a scale, for which every step would look anew
+        training.load_frozen_weight(row, 0.02 * torch.randn(row.stored_rows, *row.shape[1:]))
     for step in range(2):  # the second records the graphs
         training.stepper.step(step)
     torch.cuda.synchronize()

@@ -14,8 +14,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from handgrad.joins.fp8 import cuda as fp8_cuda
-from handgrad.joins.lora.bind import WithAdapters, bind
-from handgrad.joins.lora.tables import LoraDesign, adapter_buffers, adapters_of
+from handgrad.joins.lora import tables
+from handgrad.joins.lora.bind import WithAdapters, adapted as with_adapters_of
+from handgrad.joins.lora.tables import LoraDesign, adapters_of
 from handgrad.memory.arena import make_plan
 from handgrad.memory.rows import named
 from handgrad.models import architecture, named_weights
@@ -44,7 +45,7 @@ def gradients(ops: Any, device: str, dtype: torch.dtype, shape: ModelShape) -> d
     rows = model.activations(shape, BATCH, LENGTH, dtype, ops, chunk=100, training=True)
     design = LoraDesign(tuple(adapters_of(shape, parse_lora(LORA))))
     buffers = [row.buffer(0) for row in rows if not row.of]
-    added = adapter_buffers(design, source.table, BATCH * LENGTH, dtype)
+    added = tables.buffers(design, source.table, BATCH * LENGTH, dtype)
     views = make_plan([*buffers, *added]).allocate(torch.device(device))
     act, d = (named(kind, views, shape.num_layers) for kind in (model.Activations, model.Gradients))
     act.tokens.copy_(source.act.tokens)
@@ -54,11 +55,11 @@ def gradients(ops: Any, device: str, dtype: torch.dtype, shape: ModelShape) -> d
     drawn = {row.name: 0.3 * torch.randn(row.shape, generator=numbers) for row in table}
     tensors = {name: values.to(torch.bfloat16).to(device, dtype) for name, values in drawn.items()}
     found = {row.name: torch.zeros(row.shape, dtype=exact, device=device) for row in table}
-    adapted: Any = WithAdapters(ops, bind(design.adapters, base, tensors, found), views)
+    weights, adapting = with_adapters_of(design.adapters, base, tensors, found), WithAdapters(ops, views)
     nothing = named(model.Weights, {row.name: None for row in source.table}, shape.num_layers)
-    run(model.forward(adapted, base, act, shape))
+    run(model.forward(adapting, weights, act, shape))
     scale = torch.tensor([1 / (BATCH * LENGTH)], dtype=exact, device=device)
-    run(model.backward(adapted, base, nothing, act, d, scale, shape, recompute=0))
+    run(model.backward(adapting, weights, nothing, act, d, scale, shape, recompute=0))
     return {name: values.cpu() for name, values in found.items()}
 
 

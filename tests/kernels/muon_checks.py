@@ -96,7 +96,7 @@ def update_all(ops: ModuleType, parts: list[Owned], verdict: int = contract.UPDA
     float32, which only the interpreter takes)."""
     device, dtype = parts[0].weight.device, parts[0].weight.dtype
     rows = [tuple(part.weight.shape) for part in parts]
-    table = tuple(ParameterRow("a", shape, shape[0], ZEROS, 0.0, "matrix", "all", None) for shape in rows)
+    table = tuple(ParameterRow("a", shape, shape[0], ZEROS, 0.0, "matrix", "all") for shape in rows)
     size = MUON.scratch_bytes(kernels, table, dtype, device) * (1 if device.type == "cuda" else 2)
     MUON.update(ops, parts, **numbers(100, device, verdict=verdict), scratch=poisoned(size, device))
 

@@ -13,8 +13,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides wh
 pytest.importorskip("triton")
 
 from handgrad.joins.fp8 import cuda as fp8_cuda, reference as fp8_reference
-from handgrad.joins.lora import cuda as lora_cuda, reference as lora_reference
-from handgrad.joins.lora.products import add_linear_operations
+from handgrad.joins.lora import cuda as lora_cuda
+from handgrad.joins.lora.bind import add_linear_forward, add_linear_operations
 from handgrad.ops import cuda, reference
 from handgrad.ops.cuda import linear
 from tests.kernels.test_modern_fp8 import stand_ins  # noqa: F401 - a fixture
@@ -67,7 +67,7 @@ def test_the_products_of_tf32_are_its_own(tf32: bool, monkeypatch: pytest.Monkey
     forward(numbers, numbers, numbers, scratch=scratch)
     backward(numbers, numbers, numbers, numbers, numbers, scratch=scratch)
     assert seen == [tf32] * 3
-    assert add_linear_operations(reference)[0] is lora_reference.add_linear_forward
+    assert add_linear_operations(reference)[0] is add_linear_forward
 
 
 FP8_CASES = [("gpt2", 0), ("gpt2", 3), ("qwen2", 1), ("qwen3", 2), ("llama", 0)]

@@ -5,7 +5,6 @@ so however many ranks share a state, its digest is the same.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,6 +17,7 @@ from handgrad.ops import CONTROL_STEP, DIGEST_SUMS
 from handgrad.training.state import SavedBuffer, TrainingState
 from handgrad.training.step import Program
 
+REPORT = "digest"
 BITS32 = 0xFFFFFFFF
 
 
@@ -28,16 +28,24 @@ class StateDigest:
         self.state, self.ranks, self.every = state, ranks, every
         self.names = ("weights", *state.optimizer)
         self.sums = torch.zeros(len(state.saved), DIGEST_SUMS, dtype=torch.int64, device=state.design.device)
-        self.launches: list[Callable[[], object]] = [self.sums.zero_]
+        self.additions: list[Callable[[], object]] = [self.sums.zero_]
         for sums, saved in zip(self.sums, state.saved, strict=True):
             for piece, first in owned_pieces(state, saved):
-                self.launches.append(partial(state.design.ops.digest, sums, piece, state.controls, first=first))
-        self.add = Replayed(self.launches) if graphs else self.add_now
-        self.report = -1  # its place among a step's reports
+                self.additions.append(partial(state.design.ops.digest, sums, piece, state.controls, first=first))
+        self.add = Replayed(self.additions) if graphs else self.add_now
         self.step = 0
 
+    def launches(self, program: Program) -> Program:
+        """The program with the digest of the state that each step leaves."""
+        return program.adding(
+            before_step=[self.begin],
+            after_update=[self.after_update],
+            compiled_ahead=[self.add_now],
+            reports={REPORT: self.sums},
+        )
+
     def add_now(self) -> None:
-        for launch in self.launches:
+        for launch in self.additions:
             launch()
 
     def begin(self, step: int) -> None:
@@ -84,15 +92,3 @@ def owned_pieces(state: TrainingState, saved: SavedBuffer) -> Iterator[tuple[Ten
         piece = flat[owned if flat is state.parameters else bucket.local(sharding.shard, sharding.shards)]
         if piece.numel():
             yield piece, owned.start
-
-
-def with_digest(program: Program, digest: StateDigest) -> Program:
-    """The program with the digest of the state that each step leaves."""
-    digest.report = len(program.reports)
-    return replace(
-        program,
-        before_step=[*program.before_step, digest.begin],
-        after_update=[*program.after_update, digest.after_update],
-        compiled_ahead=[*program.compiled_ahead, digest.add_now],
-        reports=[*program.reports, digest.sums],
-    )

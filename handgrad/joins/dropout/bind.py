@@ -15,25 +15,23 @@ from torch import Tensor
 from handgrad.joins.dropout.reference import Dropout
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND
-from handgrad.models.overlay import Overlay
+from handgrad.ops.compose import Overlay
 from handgrad.ops.mask import Mask
 from handgrad.training.feed import SAMPLE_NUMBERS
 
-CUDA = "handgrad.ops.cuda", "handgrad.joins.fp8.cuda"  # the backends of NVIDIA GPUs
 
-
-def dropout_buffers(batch: int) -> list[Buffer]:
+def buffers(batch: int) -> list[Buffer]:
     """The rows that dropout adds to a plan: masks take no memory."""
     return [Buffer(SAMPLE_NUMBERS, (batch,), torch.int64, KIND)]
 
 
 def dropout_operations(ops: ModuleType) -> ModuleType:
     """`handgrad.joins.dropout.reference` or `handgrad.joins.dropout.cuda`, beside the operations `ops` of a backend."""
-    backend = "cuda" if ops.__name__.startswith(CUDA) else "reference"
+    backend = "cuda" if ops.BACKEND.name == "cuda" else "reference"
     return import_module(f"handgrad.joins.dropout.{backend}")
 
 
-def sizing(ops: ModuleType) -> Any:
+def scratch_sizes(ops: ModuleType) -> Any:
     """The sizes of scratch that a run with dropout needs: its attention has kernels of its own."""
     own = dropout_operations(ops).attention_scratch_bytes
     return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)

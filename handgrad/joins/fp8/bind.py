@@ -1,13 +1,13 @@
 """Binds fp8 into a training step: its launches join the plain program's."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from handgrad.joins.fp8.scaling import Scaling
+from handgrad.joins.lora.bind import with_adapters
 from handgrad.joins.parallel.gradient_sync import GradientSync
 from handgrad.machine.graphs import Replayed
 from handgrad.memory.rows import named
@@ -15,26 +15,28 @@ from handgrad.models.passes import Stage
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Feed, Program
 
+REPORT = "fp8"
 
-def fp8_operations(ops: ModuleType) -> ModuleType:
+
+def operations(ops: ModuleType) -> ModuleType:
     """`handgrad.joins.fp8.reference` or `handgrad.joins.fp8.cuda`, beside the plain operations `ops`."""
-    backend = "cuda" if ops.__name__.startswith("handgrad.ops.cuda") else "reference"
+    backend = "cuda" if ops.BACKEND.name == "cuda" else "reference"
     return import_module(f"handgrad.joins.fp8.{backend}")
 
 
-def with_fp8(
+def launches(
     program: Program,
     state: TrainingState,
     scaling: Scaling,
     feed: Feed,
     sync: GradientSync | None,
-    passes: Callable[..., Any],
+    model_ops: Any,
     *,
     graphs: bool,
 ) -> Program:
     """The program with the first scales before the first step, the statistics of every micro-step, and new scales and fp8
-    weights after the update. `passes`: the operations of a pass over (weights, their gradients, activations, theirs)."""
-    design, calibration = state.design, calibration_stages(state, scaling, passes)
+    weights after the update. `model_ops`: the operations of the model's passes."""
+    design, calibration = state.design, calibration_stages(state, scaling, model_ops)
 
     def launch_calibration() -> None:
         """Makes the first scales from the weights and one micro-batch, whose gradients are discarded."""
@@ -52,32 +54,31 @@ def with_fp8(
 
     requantize: Callable[[], None] = Replayed([scaling.quantize_weights]) if graphs else scaling.quantize_weights
     between_ranks = sync is not None and sync.ranks.size > 1
-    return replace(
-        program,
-        micro_step=[*program.micro_step, Stage("", scaling.fold_micro_step)],
-        update=[*program.update, partial(scaling.update, state.controls)],
-        before_step=[*program.before_step, calibrate],
-        before_update=[*program.before_update, *([partial(gather_statistics, scaling, sync)] if between_ranks else [])],
-        after_update=[*program.after_update, *([sync.await_all_weights] if sync and between_ranks else []), requantize],
-        compiled_ahead=[scaling.quantize_weights, *program.compiled_ahead, launch_calibration],
-        reports=[*program.reports, scaling.report],
-        rolled_back=[*program.rolled_back, scaling.scaling, scaling.history, scaling.totals],
-        after_rollback=[*program.after_rollback, scaling.requantize],
+    return program.adding(
+        micro_step=[Stage("", scaling.fold_micro_step)],
+        update=[partial(scaling.update, state.controls)],
+        before_step=[calibrate],
+        before_update=[partial(gather_statistics, scaling, sync)] if between_ranks else [],
+        after_update=[*([sync.await_all_weights] if sync and between_ranks else []), requantize],
+        compiled_ahead=[scaling.quantize_weights, launch_calibration],
+        reports={REPORT: scaling.report},
+        rolled_back=[scaling.scaling, scaling.history, scaling.totals],
+        after_rollback=[scaling.requantize],
     )
 
 
-def calibration_stages(state: TrainingState, scaling: Scaling, passes: Callable[..., Any]) -> list[Stage]:
+def calibration_stages(state: TrainingState, scaling: Scaling, ops: Any) -> list[Stage]:
     """A forward and backward pass whose tensors make their own scales."""
     design = state.design
     model, layers = design.model, design.shape.num_layers
     weights = state.named_weights | scaling.calibrating
     views = state.views | scaling.calibrating
     w, act, d = (
-        named(kind, found, layers, forms=design.shape.forms)
+        named(kind, found, layers)
         for kind, found in ((model.Weights, weights), (model.Activations, views), (model.Gradients, views))
     )
+    w = with_adapters(state, w)
     tensors = w, state.weight_gradients, act, d
-    ops = passes(*tensors)
     backward = model.backward(ops, *tensors, state.loss_scale[:1], design.shape, recompute=design.recompute)
     return [*model.forward(ops, w, act, design.shape), *backward]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-# Formats of (the blocks' gradients, the columns of gradients that `memory.rows.Fp8` calls wide). A wide gradient's two
+# Formats of (the blocks' gradients, the columns of gradients that `networks.network.Fp8` calls wide). A wide gradient's two
 # forms share one scale, so columns in e5m2 reach 2^7 below rows in e4m3.
 GradientFormats = tuple[torch.dtype, torch.dtype]
 GRADIENT_FORMATS: dict[str, GradientFormats] = {"e4m3": (E4M3, E4M3), "e5m2": (E5M2, E5M2), "mixed": (E4M3, E5M2)}

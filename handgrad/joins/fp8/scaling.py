@@ -1,4 +1,5 @@
-"""The scales of an fp8 run: their beginning, their update from step to step, their part in a checkpoint.
+"""The scales of an fp8 run: their beginning, their update from step to step, what a checkpoint has of them, what their
+statistics say.
 
 Delayed scaling (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): a step quantises with scales that follow from
 the largest numbers of earlier steps, so one pass produces and quantises a tensor. Before the first step one micro-batch
@@ -7,8 +8,8 @@ projection that starts from zeros are, gets its first scale before the next step
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -16,13 +17,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.errors import UsageError
 from handgrad.joins.fp8 import formats
-from handgrad.joins.fp8.formats import AMAX, COUNTING, E5M2, INVERSE, LARGEST_EXPONENT, MARGIN, SCALE
-from handgrad.joins.fp8.tables import WEIGHT, Fp8Gemms, QuantizedRow, quantized_tensors, scaling_buffers, weight_buffers
+from handgrad.joins.fp8.formats import (
+    AMAX,
+    CLIPPED,
+    COUNTING,
+    E5M2,
+    GRADIENT_FORMATS,
+    INVERSE,
+    LARGEST_EXPONENT,
+    MARGIN,
+    SATURATED,
+    SCALE,
+    USED_SCALE,
+    VANISHED,
+    largest_number,
+    largest_scale,
+)
+from handgrad.joins.fp8.tables import (
+    HEAD,
+    WEIGHT,
+    Forms,
+    Fp8Gemms,
+    QuantizedRow,
+    activation_buffers,
+    quantized_table,
+    quantized_tensors,
+    scaling_buffers,
+    weight_buffers,
+    without_columns,
+)
+from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import Table
 
 MOST_CALIBRATIONS = 8  # a tensor that is still 0 then may stay so: a frozen one
+FORWARD = frozenset({"forward"})  # of the head's GEMMs, in a forward pass alone
 UNCALIBRATED = "uncalibrated"  # a checkpoint's mark that the next step calibrates as well
 
 
@@ -30,6 +61,7 @@ UNCALIBRATED = "uncalibrated"  # a checkpoint's mark that the next step calibrat
 class Fp8Design:
     """The resolved fp8 of a run."""
 
+    forms: Forms  # that tensors may have
     gemms: Fp8Gemms
     table: tuple[QuantizedRow, ...]
     delayed: bool  # else scales are made from each tensor itself
@@ -141,7 +173,7 @@ class Scaling:
         )
         if not self.fp8.delayed:
             self.scaling[:, formats.SATURATED_STEPS] = 0.0
-            self.report[:, formats.SATURATED] = 0.0
+            self.report[:, SATURATED] = 0.0
 
     def reset(self, gradient_scale: float) -> None:
         """Sets scales to 1 and clears their history. The logits' gradient, at most `gradient_scale`, has a static scale."""
@@ -190,3 +222,100 @@ def weights_of(tensors: Mapping[str, Any]) -> list[Any]:
 def elements_of(row: QuantizedRow, views: Mapping[str, Tensor]) -> int:
     """The number of elements of a quantised tensor."""
     return next(views[f"{row.stored_as}.{f}"].numel() for f in ("rows", "columns") if f"{row.stored_as}.{f}" in views)
+
+
+# A forward pass alone: weights at rest, at the scales that their training had come to.
+
+
+class Fp8Forward:
+    """The rows of a forward pass in fp8: `activations` replace the plain ones, `beside` them are weights and scales."""
+
+    def __init__(self, fp8: Fp8Design, parameters: Table, rows: Sequence[ActivationRow], forms: Forms):
+        """`rows` are the activations of a forward pass."""
+        gemms, gradients = replace(fp8.gemms, head=fp8.gemms.head & FORWARD), GRADIENT_FORMATS["e4m3"]
+        self.current = not fp8.delayed
+        self.table = quantized_table(parameters, rows, forms, gemms, gradients)
+        self.activations = without_columns(activation_buffers(rows, forms, gemms, gradients, recompute=0))
+        weights = without_columns(weight_buffers(self.table, parameters, gemms))
+        self.beside = [*weights, *scaling_buffers(len(self.table), fp8.statistics_parts)]
+
+    def tensors(
+        self, ops: ModuleType, views: Mapping[str, Tensor], weights: Mapping[str, Tensor], saved: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The tensors by name, over `views` of both kinds of rows; the `weights` (in 16 bits, by name) are quantised.
+        `saved`: of a checkpoint, by `Scaling.saved`. Raises `UsageError` if a tensor has no scale there."""
+        missing = [row.name for row in self.table if row.name not in saved]
+        if missing:
+            raise UsageError(f"the checkpoint has no fp8 scale of {missing[0]}; use --precision bf16")
+        for place, row in enumerate(self.table):
+            views["fp8.scaling"][place].copy_(torch.tensor(saved[row.name][0]))
+        found = quantized_tensors(self.table, views, weights, current=self.current)
+        for weight in weights_of(found):
+            ops.quantize(weight, weight.plain)
+        return found
+
+
+# Findings about a run's quantised tensors: for the record, and when one of them saturates.
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A step's statistics of one quantised tensor."""
+
+    name: str
+    part: str  # of the GEMMs that read it: "3.mlp", "head"
+    amax: float  # the largest magnitude
+    limit: float  # the largest magnitude that its scale admits
+    scale: float
+    saturated_steps: int  # steps in a row, up to this one, whose amax was above the limit
+    clipped: float | None  # fraction of the numbers above the limit; None in a step without counts
+    vanished: float | None  # fraction of the numbers that became zero
+
+
+def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: bool) -> tuple[Finding, ...]:
+    """The rows of a report (n, REPORT_PLACES) on the host. `micro_steps`: of all lanes.
+
+    A current scale is made again from the step's largest number: the report has only the last one of a single rank.
+    """
+    found = []
+    for row, elements, numbers in zip(scaling.fp8.table, scaling.numbers, report.tolist(), strict=True):
+        amax, scale = numbers[AMAX], numbers[USED_SCALE]
+        if not scaling.fp8.delayed and 0 < amax < math.inf:
+            scale = largest_scale(amax, row.format, scaling.fp8.margin)
+        limit = largest_number(row.format) / scale
+        seen = elements * (1 if row.kind == WEIGHT else micro_steps)
+        clipped, vanished = (numbers[place] / seen if counted else None for place in (CLIPPED, VANISHED))
+        found.append(Finding(row.name, row.part, amax, limit, scale, int(numbers[SATURATED]), clipped, vanished))
+    return tuple(found)
+
+
+def summary(found_tensors: Iterable[Finding]) -> dict[str, dict[str, Any]]:
+    """By class of tensor (its name without the layer): the widest range of scales and the worst fractions of any layer."""
+    classes: dict[str, list[Finding]] = {}
+    for finding in found_tensors:
+        classes.setdefault(finding.name.rpartition(".")[2], []).append(finding)
+    return {
+        name: {
+            "largest_amax": max(line.amax for line in found),
+            "smallest_scale": min(line.scale for line in found),
+            "largest_scale": max(line.scale for line in found),
+            "clipped_fraction": max(line.clipped or 0.0 for line in found),
+            "vanished_fraction": max(line.vanished or 0.0 for line in found),
+            "most_vanished": max(found, key=lambda line: line.vanished or 0.0).name,
+        }
+        for name, found in classes.items()
+    }
+
+
+def saturation_line(finding: Finding, step: int, policy: str) -> str:
+    """The message about a tensor that has clipped numbers for too many steps."""
+    part = finding.part
+    advice = "a --fp8-head without that product" if part == HEAD else f"--fp8-keep-bf16 {part}"
+    then = {
+        "warn": f"a larger --fp8-margin or {advice} would stop it",
+        "widen": "its scale gets one binade of margin more",
+    }
+    return (
+        f"step {step}: {finding.name} clipped numbers in {finding.saturated_steps} steps in a row (largest"
+        f" {finding.amax:.3g}, its scale admits {finding.limit:.3g}): {then[policy]}"
+    )

@@ -1,7 +1,8 @@
 """The quantised tensors of an fp8 run: which they are, their buffers, and the forms that GEMMs read.
 
-A model's rows say which tensors may be in fp8 and which part of a block's GEMMs reads them (`memory.rows.Fp8`); a part goes
-to fp8 with its forward, input gradient and weight gradient. Of the loss head each of the three is chosen by itself.
+A network says which tensors may be in fp8, by their names, and which part of a block's GEMMs reads them
+(`networks.network`); a part goes to fp8 with its forward, input gradient and weight gradient. Of the loss head each of the
+three is chosen by itself.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,13 +16,13 @@ from torch import Tensor
 from handgrad.errors import UsageError
 from handgrad.joins.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, GradientFormats, Quantized
 from handgrad.memory.activations import ActivationRow
-from handgrad.memory.arena import Buffer, Interval
-from handgrad.memory.lifetimes import WHOLE_BLOCKS
+from handgrad.memory.arena import WHOLE_BLOCKS, Buffer, Interval
 from handgrad.memory.rows import KIND, ParameterRow, Table
 from handgrad.networks.fp8 import HEAD_GEMMS
 from handgrad.networks.network import Fp8
 
 Intervals = tuple[Interval, ...]  # lifetimes of a buffer
+Forms = Mapping[str, Fp8]  # `ModelShape.forms`
 
 HEAD = "head"
 ACTIVATION, GRADIENT, WEIGHT = "activation", "gradient", "weight"
@@ -71,6 +72,11 @@ def names_in(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def tag_of(row: ParameterRow | ActivationRow, forms: Forms) -> Fp8 | None:
+    """The fp8 forms of a row's tensor, if it has any."""
+    return forms.get(row.name.rpartition(".")[2])
+
+
 @dataclass(frozen=True)
 class QuantizedRow:
     """A quantised tensor. `stored_as`: the buffers of its forms; the blocks' gradients share theirs."""
@@ -85,13 +91,14 @@ class QuantizedRow:
 
 
 def quantized_table(
-    parameters: Table, rows: Sequence[ActivationRow], gemms: Fp8Gemms, parts: Sequence[str], gradients: GradientFormats
+    parameters: Table, rows: Sequence[ActivationRow], forms: Forms, gemms: Fp8Gemms, gradients: GradientFormats
 ) -> tuple[QuantizedRow, ...]:
     """All quantised tensors whose scales follow from earlier steps, by layer and part, weights last."""
     layers = 1 + max((layer for layer, _ in gemms.blocks), default=-1)
     made, weights = list[QuantizedRow](), list[QuantizedRow]()
-    tagged = [(row, row.fp8) for row in rows if row.fp8 is not None]
-    tagged_weights = [(row, row.fp8) for row in parameters if row.fp8 is not None]
+    tagged = [(row, tag) for row in rows if (tag := tag_of(row, forms))]
+    tagged_weights = [(row, tag) for row in parameters if (tag := tag_of(row, forms))]
+    parts = dict.fromkeys(tag.part for tag in forms.values())
     for layer, part in product(range(layers), parts):
         if (layer, part) not in gemms.blocks:
             continue
@@ -109,15 +116,11 @@ def quantized_table(
             if tag.part == part and weight.name.startswith(prefix):
                 weights.append(QuantizedRow(weight.name, WEIGHT, E4M3, label, weight.name, weight.name))
     if gemms.head:
-        norm = next(row for row in rows if row.fp8 is not None and row.fp8.part == HEAD and not row.fp8.gradient)
+        norm = next(row for row, tag in tagged if tag.part == HEAD and not tag.gradient)
         made.append(QuantizedRow(norm.name, ACTIVATION, E4M3, HEAD, norm.name, norm.name))
-        table = head_weight(parameters)
+        table = next(row for row, tag in tagged_weights if tag.part == HEAD)
         weights.append(QuantizedRow(table.name, WEIGHT, E4M3, HEAD, table.name, table.name))
     return (*made, *weights)
-
-
-def head_weight(parameters: Table) -> ParameterRow:
-    return next(row for row in parameters if row.fp8 is not None and row.fp8.part == HEAD)
 
 
 def longest_side(parameters: Table) -> int:
@@ -126,14 +129,14 @@ def longest_side(parameters: Table) -> int:
 
 
 def activation_buffers(
-    rows: Iterable[ActivationRow], gemms: Fp8Gemms, gradients: GradientFormats, recompute: int
+    rows: Iterable[ActivationRow], forms: Forms, gemms: Fp8Gemms, gradients: GradientFormats, recompute: int
 ) -> Iterator[Buffer]:
     """The activations' buffers: `.rows` and `.columns` of each quantised tensor, beside its 16-bit form or instead of it.
 
     `rows` serve the forward alone, unless the GEMM that reads them runs again; `columns` serve the weight gradient.
     """
     for row in rows:
-        tag = row.fp8
+        tag = tag_of(row, forms)
         if tag is None:
             if not row.of:
                 yield row.buffer(recompute)
@@ -221,8 +224,10 @@ def quantized_tensors(
     table: Sequence[QuantizedRow], views: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, current: bool
 ) -> dict[str, Any]:
     """The `Quantized` tensors under the names by which the model's dataclasses find them. `weights`: 16-bit views of the
-    parameters; `current`: scales are made from the tensors themselves."""
-    found = {}
+    parameters; `current`: scales are made from the tensors themselves. A gradient that all blocks have in fp8 alone is None
+    outside of them."""
+    only_fp8 = (row.stored_as for row in table if row.kind == GRADIENT and not row.plain)
+    found: dict[str, Any] = {name: None for name in only_fp8 if name not in views}
     for place, row in enumerate(table):
         plain = (weights if row.kind == WEIGHT else views).get(row.plain)
         name = HEAD if row.kind == WEIGHT and row.part == HEAD else row.name

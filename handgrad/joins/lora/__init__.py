@@ -1,8 +1,5 @@
 """LoRA: adapters beside frozen weights (docs/lora.md).
 
-tables     the GEMMs that have adapters, the adapters' rows, the memory beside them
-reference  the operations that add into a GEMM's output, in plain torch; `cuda`: on NVIDIA GPUs
-products   the adapters' GEMMs, added to their weights'
-bind       the operations of a model whose weights have adapters
-merge      weights with their adapters added
+tables  the GEMMs that have adapters, the adapters' rows, the memory beside them, weights with adapters added
+bind    a model's weights with adapters, the operations that read them; `cuda`: the GEMMs added to others on NVIDIA GPUs
 """

@@ -1,24 +1,91 @@
-"""Binds adapters into the operations of a model.
+"""The operations of a model whose weights have adapters: the model passes an `AdaptedWeight` where it would pass a weight.
 
-The model calls the operations by their plain names. GEMMs by a weight with an adapter are bound here, composed of plain
-operations, so that the adapter's GEMMs (`lora.products`) come before an activation function.
+The model calls the operations by their plain names. GEMMs are bound here, composed of plain operations, so that an
+adapter's come before an activation function. The parts of one matrix share a GEMM with their A's, one above the other, and
+one with B' = s B, in which each part's B stands in the rows of its outputs and the columns of its A, zeros elsewhere
+(docs/lora.md):
+
+    u = x A^T (N, R),  y += u B'^T.   Backward: du = dy B',  dB' = dy^T u,  dB += s dB' in its blocks,
+                                                dx += du A,  dA += du^T x
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from handgrad.joins.lora.products import AdapterProducts, AdapterTensors
 from handgrad.joins.lora.tables import Adapter
-from handgrad.models.overlay import Overlay
 from handgrad.models.passes import Stage
-from handgrad.ops.compose import after_attention, after_layernorm, after_rmsnorm
+from handgrad.ops.compose import Overlay, after_attention, after_layernorm, after_rmsnorm
+from handgrad.ops.reference.linear import weight_backward
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Program
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A frozen weight (O, I) with its adapter: A (R, I), B (outputs of its parts, r) and their gradients."""
+
+    frozen: Any  # as a GEMM without adapters reads it
+    adapter: Adapter
+    a: Tensor
+    b: Tensor
+    da_acc: Tensor
+    db_acc: Tensor
+
+
+def adapted(adapters: Iterable[Adapter], weights: Any, views: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Any:
+    """A model's weights with their adapters, whose tensors and gradients are given by name."""
+    blocks = list(weights.blocks)
+    for adapter in adapters:
+        _, layer, name = adapter.weight.split(".")
+        block, a, b = blocks[int(layer)], adapter.a, adapter.b
+        weight = AdaptedWeight(getattr(block, name), adapter, views[a], views[b], gradients[a], gradients[b])
+        blocks[int(layer)] = replace(block, **{name: weight})
+    return replace(weights, blocks=blocks)
+
+
+def with_adapters(state: TrainingState, weights: Any) -> Any:
+    """A run's weights with its adapters; as they are in a run without any."""
+    if state.design.lora is None:
+        return weights
+    views = {row.name: row.view(state.parameters) for row in state.design.parameters}
+    return adapted(state.design.lora.adapters, weights, views, state.named_gradients)
+
+
+def without_adapter(weight: Any) -> Any:
+    return weight.frozen if isinstance(weight, AdaptedWeight) else weight
+
+
+# The GEMMs that are added to others, in plain torch; `joins.lora.cuda` on NVIDIA GPUs. With u = x A^T: y += u B^T.
+# Backward: du = dy B,  dB = dy^T u,  dx += du A,  dA = du^T x.
+
+
+def add_linear_forward(out_inout: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor | None = None) -> None:
+    """out_inout (N, O) += inp (N, I) weight (O, I)^T."""
+    out_inout.addmm_(inp, weight.t())
+
+
+def add_linear_backward(
+    dinp_inout: Tensor, dweight_acc: Tensor, dout: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor | None = None
+) -> None:
+    """dinp_inout (N, I) += dout (N, O) weight (O, I); dweight_acc (O, I) += dout^T inp."""
+    dinp_inout.addmm_(dout, weight)
+    weight_backward(dweight_acc, dout, inp)
+
+
+def add_linear_operations(ops: ModuleType) -> tuple[Callable[..., None], Callable[..., None]]:
+    """`add_linear_forward` and `add_linear_backward` beside the plain operations `ops`."""
+    if ops.BACKEND.name != "cuda":
+        return add_linear_forward, add_linear_backward
+    from handgrad.joins.lora import cuda  # imports the library of a GPU
+
+    tf32 = ops.BACKEND.tf32
+    return partial(cuda.add_linear_forward, tf32=tf32), partial(cuda.add_linear_backward, tf32=tf32)
 
 
 class WithAdapters(Overlay):
@@ -28,18 +95,12 @@ class WithAdapters(Overlay):
     reads.
     """
 
-    def __init__(
-        self,
-        ops: ModuleType,
-        tensors: Mapping[Any, AdapterTensors],
-        memory: Mapping[str, Tensor],
-        module: ModuleType | None = None,
-    ):
-        """`tensors`: of the adapters, by their weights; `memory`: views of `adapter_buffers`; `module`: of the operations
-        that the model calls, `ops` (by default) or `ops.decode`."""
+    def __init__(self, ops: ModuleType, memory: Mapping[str, Tensor], module: ModuleType | None = None):
+        """`memory`: views of `tables.buffers`, for u, du, B' and dB'; `module`: of the operations that the model calls,
+        `ops` (by default) or `ops.decode`."""
         super().__init__(ops)
-        self.tensors, self.memory, self.module = tensors, memory, module or ops
-        self.products = AdapterProducts(ops, tensors, memory)
+        self.memory, self.module = memory, module or ops
+        self.add_linear_forward, self.add_linear_backward = add_linear_operations(ops)
         layernorm, rmsnorm = ops.layernorm_forward, ops.rmsnorm_forward
         # Operations that end with a product, as two in a row, the second one from below.
         self.composed: dict[str, Callable[..., None]] = {
@@ -52,42 +113,77 @@ class WithAdapters(Overlay):
 
     def __getattr__(self, name: str) -> Any:
         if name == "decode":
-            return WithAdapters(self.ops, self.tensors, self.memory, self.ops.decode)
+            return WithAdapters(self.ops, self.memory, self.ops.decode)
         if name in self.composed:
             return partial(self.composed_or_fused, name)
         return getattr(self.module, name)
 
     def composed_or_fused(self, name: str, *tensors: Tensor | None, **options: Any) -> None:
         """Composed for a weight with an adapter, whose product has to come in between; else as the backend has it."""
-        has_adapter = any(tensor in self.tensors for tensor in tensors)
+        has_adapter = any(isinstance(tensor, AdaptedWeight) for tensor in tensors)
         operation = self.composed[name] if has_adapter else getattr(self.module, name)
         operation(*tensors, **options)
 
-    def add_forward(self, out: Tensor, inp: Tensor, weight: Tensor, scratch: Tensor) -> None:
-        self.products.forward(out, inp, weight, scratch)
+    def add_forward(self, out: Tensor, inp: Tensor, weight: Any, scratch: Tensor) -> None:
+        """out (N, O) += u B'^T, as many tokens at a time as there is memory for: generation may have more."""
+        if not isinstance(weight, AdaptedWeight):
+            return
+        scaled_b, ranks = self.scaled_b(weight), weight.adapter.ranks
+        most = self.memory["lora.u"].numel() // ranks
+        for first in range(0, inp.shape[0], most):
+            rows = slice(first, first + most)
+            u = self.view("lora.u", len(inp[rows]), ranks)
+            self.ops.linear_forward(u, inp[rows], weight.a, None, scratch=scratch)
+            self.add_linear_forward(out[rows], u, scaled_b, scratch=scratch)
 
-    def add_backward(self, dinp: Tensor, dout: Tensor, inp: Tensor, weight: Tensor, scratch: Tensor) -> None:
-        self.products.backward(dinp, dout, inp, weight, scratch)
+    def add_backward(self, dinp: Tensor, dout: Tensor, inp: Tensor, weight: Any, scratch: Tensor) -> None:
+        """dinp (N, I) += du A, and the gradients of A and B. u is made again: that takes less than its memory for every
+        layer."""
+        if not isinstance(weight, AdaptedWeight):
+            return
+        adapter, N = weight.adapter, inp.shape[0]
+        scaled_b, dscaled_b = self.scaled_b(weight), self.view("lora.dwide", adapter.outputs, adapter.ranks)
+        u, du = (self.view(name, N, adapter.ranks) for name in ("lora.u", "lora.du"))
+        self.ops.linear_forward(u, inp, weight.a, None, scratch=scratch)
+        dscaled_b.zero_()
+        self.ops.linear_backward(du, dscaled_b, None, dout, u, scaled_b, scratch=scratch)
+        for part, columns, rows in adapter.places():
+            weight.db_acc[rows].add_(dscaled_b[part.outputs, columns], alpha=adapter.scale)
+        self.add_linear_backward(dinp, weight.da_acc, du, inp, weight.a, scratch=scratch)
+
+    def scaled_b(self, weight: AdaptedWeight) -> Tensor:
+        """B' (O, R)"""
+        adapter = weight.adapter
+        scaled_b = self.view("lora.wide", adapter.outputs, adapter.ranks)
+        if adapter.parts[0].outputs != slice(0, adapter.outputs):  # else every number is written below
+            scaled_b.zero_()
+        for part, columns, rows in adapter.places():
+            torch.mul(weight.b[rows], adapter.scale, out=scaled_b[part.outputs, columns])
+        return scaled_b
+
+    def view(self, name: str, rows: int, columns: int) -> Tensor:
+        """The beginning of a buffer as (rows, columns)."""
+        return self.memory[name][: rows * columns].view(rows, columns)
 
     # Forward.
 
-    def linear_forward(self, out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor) -> None:
-        self.ops.linear_forward(out, inp, weight, bias, scratch=scratch)
+    def linear_forward(self, out: Tensor, inp: Tensor, weight: Any, bias: Tensor | None, *, scratch: Tensor) -> None:
+        self.ops.linear_forward(out, inp, without_adapter(weight), bias, scratch=scratch)
         self.add_forward(out, inp, weight, scratch)
 
     def linear_residual_forward(
-        self, out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor
+        self, out: Tensor, residual: Tensor, inp: Tensor, weight: Any, bias: Tensor | None, *, scratch: Tensor
     ) -> None:
-        self.module.linear_residual_forward(out, residual, inp, weight, bias, scratch=scratch)
+        self.module.linear_residual_forward(out, residual, inp, without_adapter(weight), bias, scratch=scratch)
         self.add_forward(out, inp, weight, scratch)
 
     def linear_gelu_forward(
-        self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor
+        self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Any, bias: Tensor, *, scratch: Tensor
     ) -> None:
         self.linear_forward(hidden, inp, weight, bias, scratch=scratch)
         self.ops.gelu_forward(out, hidden)
 
-    def linear_swiglu_forward(self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor) -> None:
+    def linear_swiglu_forward(self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Any, *, scratch: Tensor) -> None:
         self.linear_forward(hidden, inp, weight, None, scratch=scratch)
         self.ops.swiglu_forward(out, hidden)
 
@@ -100,20 +196,20 @@ class WithAdapters(Overlay):
         dbias_acc: None,
         dout: Tensor,
         inp: Tensor,
-        weight: Tensor,
+        weight: Any,
         *,
         scratch: Tensor,
     ) -> None:
-        self.ops.linear_backward(dinp, None, None, dout, inp, weight, scratch=scratch)
+        self.ops.linear_backward(dinp, None, None, dout, inp, without_adapter(weight), scratch=scratch)
         self.add_backward(dinp, dout, inp, weight, scratch)
 
-    def gelu_linear_backward(self, dhidden: Tensor, dweight_acc: None, *inputs: Tensor, scratch: Tensor) -> None:
+    def gelu_linear_backward(self, dhidden: Tensor, dweight_acc: None, *inputs: Any, scratch: Tensor) -> None:
         dout, inp, hidden, weight = inputs
         self.linear_backward(dhidden, None, None, dout, inp, weight, scratch=scratch)
         self.ops.gelu_backward(dhidden, hidden)
 
     def swiglu_linear_backward(
-        self, dhidden: Tensor, dinp: Tensor, dweight_acc: None, *inputs: Tensor, scratch: Tensor
+        self, dhidden: Tensor, dinp: Tensor, dweight_acc: None, *inputs: Any, scratch: Tensor
     ) -> None:
         dout, inp, hidden, weight = inputs
         self.linear_backward(dinp, None, None, dout, inp, weight, scratch=scratch)
@@ -145,25 +241,7 @@ class WithAdapters(Overlay):
         return (row[: vector.numel()] for row in self.memory["lora.unread"])
 
 
-def adapters_by_weight(state: TrainingState, weights: Any) -> dict[Any, AdapterTensors]:
-    """The adapters of a state, by the `weights` of their matrices."""
-    views = {row.name: row.view(state.parameters) for row in state.design.parameters}
-    return bind(state.design.lora.adapters, weights, views, state.named_gradients)
-
-
-def bind(
-    adapters: Iterable[Adapter], weights: Any, views: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
-) -> dict[Any, AdapterTensors]:
-    """The adapters of a model with these weights, from their tensors and gradients by name."""
-    by_weight = {}
-    for adapter in adapters:
-        _, layer, name = adapter.weight.split(".")
-        weight, a, b = getattr(weights.blocks[int(layer)], name), adapter.a, adapter.b
-        by_weight[weight] = AdapterTensors(adapter, views[a], views[b], gradients[a], gradients[b])
-    return by_weight
-
-
-def with_adapters(program: Program, trained: set[str]) -> Program:
+def launches(program: Program, trained: Iterable[str]) -> Program:
     """The program whose stages name the buckets of parameters that are `trained`: no other gradient leaves, and no other
     weight is waited for."""
     stages = [stage if stage.bucket in trained else Stage("", stage.run) for stage in program.micro_step]

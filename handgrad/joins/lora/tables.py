@@ -6,19 +6,21 @@ products, and their B's, one above the other.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from handgrad.errors import UsageError
 from handgrad.machine.devices import accumulation_dtype
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import ZEROS, Init, ParameterRow, Table, lay_out
 from handgrad.models import architecture
+from handgrad.networks import ModelShape
 from handgrad.networks.lora import LoraShape
-from handgrad.settings.config import ModelShape
-from handgrad.training.state import BASE
+from handgrad.training.state import FROZEN, TrainingState
 
 RANK_MULTIPLE = 8
 KIND = "adapters at work"  # the arena's allocation of their activations
@@ -72,7 +74,7 @@ class Adapter:
         bucket = self.weight.rpartition(".")[0]
         outputs = sum(part.outputs.stop - part.outputs.start for part in self.parts)
         for name, shape, init in ((self.a, (self.ranks, self.inputs), DRAWN), (self.b, (outputs, self.rank), ZEROS)):
-            yield ParameterRow(name, shape, shape[0], init, init.std_of(shape, 1), "matrix", bucket, None)
+            yield ParameterRow(name, shape, shape[0], init, init.std_of(shape, 1), "matrix", bucket)
 
 
 @dataclass(frozen=True)
@@ -85,18 +87,17 @@ class LoraDesign:
         """The rows that train, laid out."""
         return lay_out((row for adapter in self.adapters for row in adapter.rows()), lanes)
 
-    def flops_per_token(self, flops: float, base: Table, shape: ModelShape) -> float:
+    def flops_per_token(self, flops: float, frozen: Table, shape: ModelShape) -> float:
         """Forward and backward, of a model that takes `flops` when all of it trains: without the gradients of the blocks'
         matrices and of the head, with the adapters' products, of which x A^T is made twice."""
-        frozen = sum(row.elements for row in base if row.group == "matrix") + shape.vocab_size * shape.channels
+        untrained = sum(row.elements for row in frozen if row.group == "matrix") + shape.vocab_size * shape.channels
         a, b = (sum(math.prod(row.shape) for row in self.table(1) if row.name.endswith(end)) for end in ("_A", "_B"))
-        return flops - 2.0 * frozen + 8.0 * a + 6.0 * b
+        return flops - 2.0 * untrained + 8.0 * a + 6.0 * b
 
 
-def check_rank(lora: LoraShape, backend: str) -> None:
-    """Raises `UsageError` for a rank that the operations of a backend's module do not take: tensor cores read rows of
-    multiples of 16 bytes."""
-    if backend.startswith("handgrad.ops.cuda") and lora.rank % RANK_MULTIPLE:
+def check(lora: LoraShape, ops: Any) -> None:
+    """Raises `UsageError` for a rank that these operations do not take: tensor cores read rows of multiples of 16 bytes."""
+    if ops.BACKEND.name == "cuda" and lora.rank % RANK_MULTIPLE:
         raise UsageError(
             f"the kernels take ranks of lora that are multiples of {RANK_MULTIPLE}, found {lora.rank};"
             " --backend reference takes any"
@@ -120,16 +121,16 @@ def adapters_of(shape: ModelShape, lora: LoraShape) -> Iterator[Adapter]:
 
 def frozen_buffer(elements: int, dtype: torch.dtype) -> Buffer:
     """The row of the frozen weights."""
-    return Buffer(BASE, (elements,), dtype, "frozen weights")
+    return Buffer(FROZEN, (elements,), dtype, "frozen weights")
 
 
-def adapter_buffers(design: LoraDesign, base: Table, tokens: int, dtype: torch.dtype) -> list[Buffer]:
+def buffers(design: LoraDesign, frozen: Table, tokens: int, dtype: torch.dtype) -> list[Buffer]:
     """The rows of the adapters' own activations for `tokens` tokens, which no layer keeps. They share no memory with the
     other activations: tasks overwrite those, and read the adapters."""
     exact = accumulation_dtype(dtype)
     ranks = max(adapter.ranks for adapter in design.adapters)
     wide = max(adapter.outputs * adapter.ranks for adapter in design.adapters)
-    vector = max(row.elements for row in base if len(row.shape) == 1)
+    vector = max(row.elements for row in frozen if len(row.shape) == 1)
     return [
         Buffer("lora.u", (tokens * ranks,), dtype, KIND),
         Buffer("lora.du", (tokens * ranks,), dtype, KIND),
@@ -137,3 +138,25 @@ def adapter_buffers(design: LoraDesign, base: Table, tokens: int, dtype: torch.d
         Buffer("lora.dwide", (wide,), exact, KIND),
         Buffer("lora.unread", (2, vector), exact, KIND),
     ]
+
+
+# Weights with their adapters added.
+
+
+def merged(weight: Tensor, adapter: Adapter, tensor: Callable[[str], Tensor]) -> Tensor:
+    """W (O, I) + s B A in float32, the parts in their rows. `tensor`: A's and B's by the names of their rows."""
+    found = weight.to(torch.float32, copy=True)
+    a, b = (tensor(name).to(found) for name in (adapter.a, adapter.b))
+    for part, ranks, rows in adapter.places():
+        found[part.outputs].addmm_(b[rows], a[ranks], alpha=adapter.scale)
+    return found
+
+
+def saved(state: TrainingState) -> dict[str, Tensor]:
+    """The model's weights of a run on one rank, by name, their adapters merged in; frozen ones as the run reads them."""
+    trained = {row.name: row.view(state.master) for row in state.design.parameters}
+    found = {row.name: state.named_weights[row.name][: row.stored_rows] for row in state.design.frozen}
+    found |= {name: found[name].rows.float() * found[name].inverse_scale for name in state.design.fp8_only}
+    for adapter in state.design.lora.adapters:
+        found[adapter.weight] = merged(found[adapter.weight], adapter, trained.__getitem__)
+    return found

@@ -10,15 +10,51 @@ With bf16 on the wire every operand of every addition is rounded first, wherever
 import contextlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from handgrad.joins.parallel.ranks import Ranks
-from handgrad.memory.layout import RING, Bucket, block_buckets, gradient_ring, norm_blocks_of
+from handgrad.memory.arena import Buffer
+from handgrad.memory.layout import (
+    RING,
+    Bucket,
+    Buckets,
+    Sharding,
+    block_buckets,
+    gradient_ring,
+    norm_blocks_of,
+    shard_elements,
+)
 from handgrad.memory.rows import BLOCK_ELEMENTS
 from handgrad.training.state import TrainingState
+from handgrad.training.step import Program
+
+
+def buffers(rows: dict[str, Buffer], buckets: Buckets, sharding: Sharding) -> dict[str, Buffer]:
+    """The flat buffers' rows (`training.state.flat_buffers`) as one rank has them: shards of the ranks' common tensors, a
+    stack of sums for its lanes, and memory for buckets in flight."""
+    elements, exact = rows["parameters"].shape[0], rows["gradients"].dtype
+    shard = shard_elements(buckets, sharding.shards)
+    rows = dict(rows)
+    if "master" in rows:
+        rows["master"] = replace(rows["master"], shape=(shard,))
+    if sharding.shards_gradients:
+        rows["gradient_shard"] = Buffer("gradient_shard", (shard,), exact, "gradients")
+        elements = max(place.stop for place in gradient_ring(buckets).values())
+    rows["gradients"] = replace(rows["gradients"], shape=(sharding.levels, elements))
+    rows["losses_of_step"] = replace(rows["losses_of_step"], shape=(sharding.lanes,))
+    if sharding.ranks > 1:
+        rows["weight_checksums"] = Buffer("weight_checksums", (sharding.ranks,), torch.int64, "gradients")
+        own_blocks = sum(norm_blocks_of(bucket) for bucket in buckets)
+        rows["own_norms"] = Buffer("own_norms", (2, own_blocks), exact, "gradients")  # of a step and of the one before
+        # The first bucket in memory is the last to be sent, and may be in flight together with the one before.
+        first, *others = (bucket.wire_elements(sharding.ranks) for bucket in buckets)
+        in_flight = first + max(others, default=0)
+        rows["exchange"] = Buffer("exchange", (in_flight * exact.itemsize,), torch.uint8, "exchange")
+    return rows
 
 
 class GradientSync:
@@ -43,6 +79,13 @@ class GradientSync:
         self.received = torch.cuda.Event() if cuda else None
         self.gradients_in_flight: list[tuple[Bucket, dist.Work]] = []
         self.weight_gathers: dict[str, dist.Work] = {}  # on a CPU: the buckets whose weights are in flight
+
+    def launches(self, program: Program) -> Program:
+        """The program with the ranks' sums before the update and their weights after it."""
+        program = program.adding(compiled_ahead=[self.launch_sums])
+        if self.ranks.size == 1:
+            return program
+        return program.adding(before_update=[self.gather_sums], after_update=[self.gather_weights])
 
     # A rank's own lanes.
 

@@ -3,6 +3,10 @@
 The environment of a rank is torchrun's. Signals go to every rank once, errors that ranks share are printed once, and the
 exit code is the worst rank's. Ranks are processes of their own groups, so that a terminal's Ctrl-C reaches them only
 through their launcher.
+
+With `--restarts N` a run that has crashed starts again. It resumes at its newest checkpoint with the bits of an unbroken
+run, so a restart costs nothing but time. An error that no restart can fix ends the run at once; so do two starts without a
+new checkpoint.
 """
 
 import contextlib
@@ -14,17 +18,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from handgrad.errors import INTERRUPTED, RESUMABLE, STOPPING, print_message
+from handgrad.errors import (
+    INTERRUPTED,
+    RESUMABLE,
+    STOPPING,
+    ConfigError,
+    DataError,
+    HardwareError,
+    MemoryShort,
+    Preempted,
+    UsageError,
+    print_message,
+)
 
 LAUNCHER = "HANDGRAD_LAUNCHER"  # the launcher's process id, in the environment of its ranks
 FORWARDED = (signal.SIGINT, *(number for number in STOPPING if number != signal.SIGXCPU))  # a rank has its own CPU time
 POLL_SECONDS = 0.05
 KILL_SECONDS = 30.0  # between a rank's SIGTERM, because another has failed, and its SIGKILL
 PARENT_DEATH_SIGNAL = 1  # of prctl, Linux
+
+# A mistake, damaged input, a folder of another run, a run that does not fit: the next start ends the same way. A machine
+# that computes wrongly must stop.
+MENDED_BY_NO_START = (UsageError, DataError, ConfigError, MemoryShort, HardwareError)
+FINAL = (0, INTERRUPTED, *(error.exit_code for error in MENDED_BY_NO_START))
+IDLE_STARTS = 2  # without a new checkpoint, after which the run is given up
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
 
 def command_line(*words: object) -> list[str]:
@@ -150,3 +172,37 @@ def end_with_launcher() -> None:
     if os.environ.get(LAUNCHER) == str(os.getppid()) and sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], restarts: int) -> int:
+    """Calls `start` until it returns 0, a code of `FINAL`, or has failed `restarts` times more; returns the last code.
+
+    `start` trains in other processes, passes signals on to them, and appends those to the list that it is given. After a
+    signal nothing starts again. `saved_step`: the step of the run's newest checkpoint, -1 without any.
+    """
+    received: list[int] = []
+    idle = 0
+    with noted_signals(received):
+        for restart in range(1, restarts + 2):
+            before = saved_step()
+            code = start(received)
+            if code in FINAL or received:
+                return code
+            idle = 0 if saved_step() > before else idle + 1
+            if idle == IDLE_STARTS:
+                print_message(f"gave up: {idle} starts without a new checkpoint, the last with exit code {code}")
+                return code
+            if restart > restarts:
+                if restarts:
+                    print_message(f"gave up after {restarts} restart{'s' * (restarts > 1)}, the last with exit code {code}")
+                return code
+            pause = min(FIRST_PAUSE_SECONDS * 2 ** (restart - 1), LONGEST_PAUSE_SECONDS)
+            where = f"step {saved_step()}" if saved_step() >= 0 else "its first step"
+            print_message(f"exit code {code}: restart {restart} of {restarts} in {pause:.0f} s, from {where}")
+            until = time.monotonic() + pause
+            while time.monotonic() < until and not received:
+                time.sleep(POLL_SECONDS)
+            if received:
+                print_message(f"stopped by {signal.Signals(received[0]).name} before restart {restart}")
+                return INTERRUPTED if received[0] == signal.SIGINT else Preempted.exit_code
+        raise AssertionError("the loop returns")

@@ -7,7 +7,6 @@ Master weights and moments have no second copy where ranks share them: a checkpo
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -16,8 +15,10 @@ from torch import Tensor
 from handgrad.errors import NumericsError
 from handgrad.joins.parallel.order import named_ranks
 from handgrad.joins.parallel.ranks import Ranks
-from handgrad.training.state import BASE, TrainingState
+from handgrad.training.state import FROZEN, TrainingState
 from handgrad.training.step import Program
+
+REPORT = "checksums"
 
 
 class Replicas:
@@ -27,10 +28,19 @@ class Replicas:
         self.ops, self.ranks, self.every = state.design.ops, ranks, every
         self.weights, self.checksums = state.parameters, state.views["weight_checksums"]
         self.own_checksum = self.checksums[ranks.rank : ranks.rank + 1]
-        names = [BASE, *(f"{name}.rows" for name in sorted(state.design.rounded))] if state.design.base else []
-        self.base = [state.views[name].view(-1).view(torch.int32) for name in names]  # weights that no update writes anew
-        self.base_sum = torch.zeros_like(self.own_checksum)
+        names = [FROZEN, *(f"{name}.rows" for name in sorted(state.design.fp8_only))] if state.design.frozen else []
+        self.frozen = [state.views[name].view(-1).view(torch.int32) for name in names]  # weights that no update writes anew
+        self.frozen_sum = torch.zeros_like(self.own_checksum)
         self.checks = False
+
+    def launches(self, program: Program) -> Program:
+        """The program with the comparison, which comes before the ranks' sums."""
+        return program.adding(
+            before_step=[self.begin],
+            before_update=[self.gather_if_due],
+            compiled_ahead=[self.update_checksum],
+            reports={REPORT: self.checksums},
+        )
 
     def due(self, step: int) -> bool:
         return bool(self.every) and (step + 1) % self.every == 0
@@ -47,9 +57,9 @@ class Replicas:
 
     def update_checksum(self) -> None:
         checksum(self.own_checksum, self.weights, self.ops)
-        for flat in self.base:
-            checksum(self.base_sum, flat, self.ops)
-            self.own_checksum.add_(self.base_sum)
+        for flat in self.frozen:
+            checksum(self.frozen_sum, flat, self.ops)
+            self.own_checksum.add_(self.frozen_sum)
 
     def compare(self, step: int, checksums: Tensor) -> None:
         """Raises `NumericsError` unless all ranks have used the same weights; names the ranks that differ from most.
@@ -78,14 +88,3 @@ def who_differs(sums: Sequence[object]) -> str:
     if sums.count(usual) > len(odd):
         return f"{named_ranks(odd)} other than the rest"
     return f"{named_ranks(range(len(sums)))}, no majority is right"
-
-
-def with_replicas(program: Program, replicas: Replicas) -> Program:
-    """The program with the comparison; the ranks' checksums are the last of the reports."""
-    return replace(
-        program,
-        before_step=[*program.before_step, replicas.begin],
-        before_update=[replicas.gather_if_due, *program.before_update],
-        compiled_ahead=[*program.compiled_ahead, replicas.update_checksum],
-        reports=[*program.reports, replicas.checksums],
-    )

@@ -5,29 +5,16 @@ samples, lane after lane.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from handgrad.joins.parallel.gradient_sync import GradientSync
 from handgrad.joins.parallel.ranks import Ranks
-from handgrad.joins.parallel.replicas import Replicas
+from handgrad.joins.parallel.replicas import REPORT, Replicas
 from handgrad.machine.graphs import Replayed, capture
 from handgrad.models.passes import Stage, no_launch
 from handgrad.training.state import TrainingState
 from handgrad.training.step import IN_FLIGHT, Feed, Program, StepResult, TrainStep
-
-
-def with_sync(program: Program, sync: GradientSync) -> Program:
-    """The program with the ranks' sums before the update and their weights after it."""
-    if sync.ranks.size == 1:
-        return replace(program, compiled_ahead=[*program.compiled_ahead, sync.launch_sums])
-    return replace(
-        program,
-        before_update=[sync.gather_sums, *program.before_update],
-        after_update=[sync.gather_weights, *program.after_update],
-        compiled_ahead=[*program.compiled_ahead, sync.launch_sums],
-    )
 
 
 class ParallelStep(TrainStep):
@@ -45,7 +32,7 @@ class ParallelStep(TrainStep):
         *,
         graphs: bool,
     ):
-        """`replicas`: of several ranks; the last of the program's reports is theirs."""
+        """`replicas`: of several ranks."""
         super().__init__(state, feed, program, graphs=graphs)
         self.ranks, self.sync, self.replicas = ranks, sync, replicas
         kinds = ((True, False), (False, True), (True, True)) if ranks.size > 1 else ()  # (waits, sends)
@@ -74,9 +61,9 @@ class ParallelStep(TrainStep):
         batch, lanes = self.design.batch, self.sync.sharding.lanes_per_rank
         counts = [lanes * batch.micro_steps(stage.first_step) for stage in batch.schedule.stages]
         for kind in sorted({(m == 0, m == count - 1) for count in counts for m in range(count)}):
-            for launches in [self.paused[kind]] if kind in self.paused else self.micro_step:
-                assert isinstance(launches, PausedStages | Replayed)
-                launches.capture()
+            launches = self.paused.get(kind, self.micro_step)
+            assert isinstance(launches, PausedStages | Replayed)
+            launches.capture()
 
     def run_lane(self, step: int, lane: int) -> None:
         """The micro-batches of one of this rank's lanes, from zeroed sums."""
@@ -118,7 +105,7 @@ class ParallelStep(TrainStep):
         with self.ranks.waiting("the result of the step"):
             result = super().result(step)
         if self.replicas is not None:
-            self.replicas.compare(step, result.reports[-1])
+            self.replicas.compare(step, result.reports[REPORT])
         index = step % IN_FLIGHT
         self.compute_seconds = self.compute_clock[index]
         if self.compute_end:

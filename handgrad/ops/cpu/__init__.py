@@ -9,7 +9,7 @@ Each is tested against `handgrad.ops.reference`, its specification.
 
 from typing import Any
 
-from handgrad.ops import compose, reference
+from handgrad.ops import Backend, compose, reference
 from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.activations import (
     gelu_backward,
@@ -44,6 +44,9 @@ from handgrad.ops.cpu.rotary import (
 
 compose.bind_norms_and_gemms(__name__)
 mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(reference.mix_rmsnorm_forward, linear_forward)
+
+
+BACKEND = Backend("cpu")
 
 
 def __getattr__(name: str) -> Any:

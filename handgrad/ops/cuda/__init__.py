@@ -9,7 +9,7 @@ deterministic, allocate nothing, and can be recorded in a CUDA graph.
 import triton
 
 from handgrad.errors import UsageError
-from handgrad.ops import compose
+from handgrad.ops import Backend, compose
 from handgrad.ops.cuda import attention, cublaslt, decode
 from handgrad.ops.cuda.activations import (
     gelu_backward,
@@ -65,7 +65,7 @@ from handgrad.ops.sizes import muon_scratch_bytes, scratch_bytes
 compose.bind_norms_and_gemms(__name__)
 mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
-CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
+BACKEND = Backend("cuda", capturable=True)
 
 
 def versions() -> dict[str, str]:

@@ -1,11 +1,14 @@
 """The operations on NVIDIA GPUs, with GEMMs of float32 numbers in TF32."""
 
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from handgrad.ops import compose, cuda
 from handgrad.ops.cuda import linear
+
+BACKEND = replace(cuda.BACKEND, tf32=True)
 
 
 def __getattr__(name: str) -> Any:

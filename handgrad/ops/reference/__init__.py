@@ -8,7 +8,7 @@ kernels: `handgrad.ops.cpu` has a CPU's.
 
 from collections.abc import Callable
 
-from handgrad.ops import compose
+from handgrad.ops import Backend, compose
 from handgrad.ops.reference import decode
 from handgrad.ops.reference.activations import (
     gelu_backward,
@@ -57,7 +57,7 @@ from handgrad.ops.reference.value_embedding import value_embedding_backward, val
 compose.bind_norms_and_gemms(__name__)
 mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)  # out = RMSnorm(r x + s x0) W^T
 
-CAPTURABLE = False  # the verdict and the update ask the host
+BACKEND = Backend("reference")  # the verdict and the update ask the host
 
 
 def versions() -> dict[str, str]:

@@ -1,21 +1,24 @@
-"""The operations that make and multiply fp8 numbers.
+"""The operations that make and multiply fp8 numbers, on the arguments of the operations in 16 bits.
 
 A kernel that quantises works when it writes, to the bit, what the reference makes of the 16-bit numbers that it writes
 otherwise; a GEMM, when it is off by little more than the rounding of its result.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from handgrad.joins.fp8 import reference
 from handgrad.joins.fp8.formats import (
+    AMAX,
     CLIPPED,
+    COUNTING,
     E4M3,
     E5M2,
     INVERSE,
@@ -28,12 +31,70 @@ from handgrad.joins.fp8.formats import (
     Quantized,
 )
 from handgrad.ops import CONTROLS
-from handgrad.ops.cases import Arguments, C, Draw, F, N, Vp, copies
+from handgrad.ops.cases import Arguments, B, C, Draw, F, H, N, T, Vp, copies
 from handgrad.tools.kernel_checks.checking import Compared, attempt, compare, launch
-from handgrad.tools.kernel_checks.fp8_checking import Fp8Case, Fp8Draw, numbers, product, requantized
 from handgrad.tools.kernel_checks.operations import CASES
 
 OLDEST_FP8 = (8, 9)  # compute capability of the first GPUs whose tensor cores take fp8: Ada, then Hopper
+# The tensor cores add fp8 products up in fewer bits than float32 has: the error that a GEMM may have beyond the rounding of
+# its result.
+FP8_SUMS = 2.0**-10
+
+
+class Fp8Draw(Draw):
+    """Draws quantised tensors as well, with room for the statistics of a backend."""
+
+    def __init__(self, ops: ModuleType, device: torch.device):
+        super().__init__(torch.bfloat16, device)
+        sizes = {"batch": B, "length": T, "channels": C, "feed_forward": F, "widest": 2 * F, "padded_vocab_size": Vp}
+        self.parts = max(ops.statistics_parts(num_heads=n, head_width=C // n, **sizes) for n in (1, H))
+
+    def output(self, shape: Sequence[int], form: torch.dtype, exponent: int, **changes: Any) -> Quantized:
+        """Forms of a tensor of this shape, full of NaN, at a scale of 2^exponent."""
+        rows, columns = (
+            torch.full(sides, 0x7F, dtype=torch.uint8, device=self.device).view(form)
+            for sides in (tuple(shape), tuple(shape)[::-1])
+        )
+        scaling = torch.zeros(SCALING_PLACES, device=self.device)
+        scaling[SCALE], scaling[INVERSE], scaling[COUNTING] = 2.0**exponent, 2.0**-exponent, 1.0
+        statistics = torch.zeros(STATISTICS_PLACES, self.parts, device=self.device)
+        return replace(Quantized(rows, columns, scaling, statistics), **changes)
+
+    def operand(self, x: Tensor, form: torch.dtype = E4M3) -> Quantized:
+        """x in fp8, at the scale that suits it."""
+        made = self.output(x.shape, form, 0, current=True)
+        reference.quantize(made, x)
+        return made
+
+
+Fp8Case = Callable[[ModuleType, Fp8Draw], Compared]
+
+
+def numbers(tensor: Quantized) -> Tensor:
+    """The numbers that a tensor in fp8 stands for, in float64."""
+    if tensor.rows is not None:
+        return tensor.rows.double() * tensor.inverse_scale
+    assert tensor.columns is not None
+    return tensor.columns.t().double() * tensor.inverse_scale
+
+
+def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bool = True) -> Compared:
+    """Compares a quantised tensor with the reference's, made from the 16-bit `plain` at the `scaling` from before."""
+    rows, columns = (None if form is None else torch.empty_like(form) for form in (found.rows, found.columns))
+    right = Quantized(rows, columns, scaling, torch.zeros_like(found.statistics), current=found.current)
+    reference.quantize(right, plain)
+    for made, wanted in ((found.rows, right.rows), (found.columns, right.columns)):
+        if made is not None and wanted is not None:
+            yield made.float(), wanted.float(), 0
+    if counted:
+        yield found.scaling, right.scaling, 0
+        yield found.statistics[AMAX].amax(), right.statistics[AMAX].amax(), 0
+        yield found.statistics[CLIPPED:].sum(1), right.statistics[CLIPPED:].sum(1), 0
+
+
+def product(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, float]:
+    return found, exact, torch.finfo(found.dtype).eps / 2 + FP8_SUMS
+
 
 # Operations that write the 16-bit form as well: it changes in place, the backward reads it, or two kernels need not add it
 # up in one order (attention's backward).
@@ -41,35 +102,34 @@ WITH_PLAIN = ("layernorm_backward", "rmsnorm_backward", "mix_rmsnorm_backward")
 WITH_PLAIN += ("attention_forward", "attention_backward")
 
 
-def fused(
-    operation: str,
-    place: str,
-    make: Callable[[Draw], Arguments],
-    form: torch.dtype,
-    exponent: int,
-    columns: torch.dtype | None = None,
-) -> Fp8Case:
-    """A case: the operation with a quantised tensor instead of a 16-bit one, beside the 16-bit operation; at a given
-    scale, then at one made from the tensor. `columns`: their format, if it is not `form`."""
+def to_fp8(operation: str, arguments: str, place: str, exponent: int, form: torch.dtype, columns: torch.dtype) -> Fp8Case:
+    """A case: the operation with a quantised tensor at `place` of its `arguments`, beside the 16-bit operation; at a scale
+    of 2^exponent, then at one made from the tensor. `columns`: their format.
+
+    What turns dqkv back reads it from a workspace, and need only come near the 16-bit kernel."""
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for current in (False, True):
             yield from beside_16_bits(ops, d, current)
 
     def beside_16_bits(ops: ModuleType, d: Fp8Draw, current: bool) -> Compared:
-        plain = make(d)
-        given = copies(plain)
-        kept = given[place] if operation in WITH_PLAIN else None
-        out = d.output(given[place].shape, form, exponent, plain=kept, current=current)
+        plain = CASES[arguments](d)
+        given, turns = copies(plain), place == "dqkv_inout"
+        kept = torch.full_like(plain[place], math.nan) if turns else given[place] if operation in WITH_PLAIN else None
+        workspace = given[place] if turns else None
+        out = d.output(plain[place].shape, form, exponent, plain=kept, workspace=workspace, current=current)
         assert out.columns is not None
-        out = replace(out, columns=out.columns.view(columns or form))
+        out = replace(out, columns=out.columns.view(columns))
         scaling = out.scaling.clone()
         launch(getattr(ops, operation), {**given, place: out})
         launch(getattr(ops, operation), plain)
         yield from requantized(out, scaling, plain[place] if kept is None else kept)
+        if kept is not None:
+            given[place] = kept
         for name, tensor in plain.items():
             if isinstance(tensor, Tensor) and (name != place or kept is not None):
-                yield given[name], tensor, 2 * torch.finfo(d.dtype).eps
+                exact = turns and name.endswith("_acc")
+                yield given[name], tensor, 2.0**-20 if exact else 2 * torch.finfo(d.dtype).eps
 
     return case
 
@@ -94,14 +154,19 @@ def transpose(ops: ModuleType, d: Fp8Draw) -> Compared:
     yield made.columns.float(), columns.float(), 0
 
 
-def products(*operations: str) -> Fp8Case:
-    """A case: GEMMs of fp8 numbers, beside the reference of the same numbers in float64."""
+OPERANDS = {"inp": E4M3, "weight": E4M3, "dout": E5M2}
+
+
+def gemms(*operations: str, rows: slice = slice(None)) -> Fp8Case:
+    """A case: GEMMs of fp8 numbers, beside the reference of the same numbers in float64. `rows`: some of the tokens, whose
+    columns keep the stride of the whole tensor; no bias has a gradient then."""
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for operation in operations:
             given = CASES[operation](d)
-            operands = {"inp": E4M3, "weight": E4M3, "dout": E5M2}
-            given |= {name: d.operand(given[name], form) for name, form in operands.items() if name in given}
+            given |= {name: d.operand(given[name], form) for name, form in OPERANDS.items() if name in given}
+            if rows != slice(None):
+                given |= {name: given[name][rows] for name in ("dout", "inp", "dinp")} | {"dbias_acc": None}
             exact = {name: numbers(value) if isinstance(value, Quantized) else value for name, value in given.items()}
             exact = copies(exact, dtype=torch.float64)
             launch(getattr(reference, operation), exact)
@@ -111,120 +176,67 @@ def products(*operations: str) -> Fp8Case:
     return case
 
 
-def fp8_chunk_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """The backward of a GEMM of some rows, whose columns keep the stride of the whole tensor."""
-    given, chunk = CASES["linear_backward"](d), slice(16, N)
-    given |= {name: d.operand(given[name], form)[chunk] for name, form in (("dout", E5M2), ("inp", E4M3))}
-    given |= {"dinp": given["dinp"][chunk], "dbias_acc": None, "weight": d.operand(given["weight"])}
-    exact = copies({k: numbers(v) if isinstance(v, Quantized) else v for k, v in given.items()}, dtype=torch.float64)
-    launch(reference.linear_backward, exact)
-    launch(ops.linear_backward, given)
-    yield from (product(given[name], exact[name]) for name in ("dinp", "dweight_acc"))
-
-
-def before_gelu_or_swiglu(name: str, exponent: int, currents: tuple[bool, ...] = (False,)) -> Fp8Case:
-    """A case, the forward: the GEMM, whose result stays in 16 bits, and the fp8 rows of its GELU or SwiGLU."""
+def into_nonlinearity(name: str, exponent: int, currents: tuple[bool, ...]) -> Fp8Case:
+    """A case, the forward: the GEMM, whose result stays in 16 bits, and the fp8 rows of its GELU, SwiGLU or squared ReLU.
+    The latter works in place and keeps 16 bits of its own."""
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for current in currents:
             given = CASES[f"linear_{name}_forward"](d)
-            inp, weight, plain, hidden = d.operand(given["inp"]), d.operand(given["weight"]), given["out"], given["hidden"]
-            out = d.output((N, F), E4M3, exponent, columns=None, current=current)
+            inp, weight = d.operand(given["inp"]), d.operand(given["weight"])
+            plain, in_place = given["out"], name == "relu2"
+            kept = d.empty(N, F) if in_place else None
+            out = d.output((N, F), E4M3, exponent, columns=None, plain=kept, current=current)
             scaling = out.scaling.clone()
             launch(getattr(ops, f"linear_{name}_forward"), {**given, "out": out, "inp": inp, "weight": weight})
+            hidden = plain if in_place else given["hidden"]
+            if in_place:
+                launch(ops.linear_forward, {"out": hidden, "inp": inp, "weight": weight, "bias": None})
             yield product(hidden, numbers(inp) @ numbers(weight).t() + given.get("bias", 0))
-            getattr(ops, f"{name}_forward")(plain, hidden)
+            getattr(ops, f"{name}_forward")(*([hidden] if in_place else [plain, hidden]))
+            if kept is not None:
+                yield kept, hidden, 0
             yield from requantized(out, scaling, plain)
 
     return case
 
 
-def after_gelu_or_relu2(name: str, exponent: int) -> Fp8Case:
-    """A case, the backward: the gradient before a GELU or a squared ReLU, the columns of its output, and the weight's
-    gradient from these."""
+def out_of_nonlinearity(name: str, exponents: tuple[int, int], currents: tuple[bool, ...]) -> Fp8Case:
+    """A case, the backward: the gradient before a GELU, SwiGLU or squared ReLU, the columns of its output, which the last
+    one has in 16 bits, and the weight's gradient from these. `exponents`: of the gradient's scale and the output's."""
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
-        arguments = CASES[f"{name}_linear_backward"](d)
-        plain, hidden, before = arguments["inp"], arguments.get("hidden"), arguments["dweight_acc"].double()
-        if hidden is not None:  # which the GELU reads; a squared ReLU reads its output
-            ops.gelu_forward(plain, hidden)
-        dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
-        dhidden = d.output((N, F), E5M2, 14, workspace=d.empty(N, F))
-        inp = d.output((N, F), E4M3, exponent, rows=None, plain=plain if hidden is None else None)
-        scaling = dhidden.scaling.clone()
-        given: Arguments = {**arguments, "dhidden": dhidden, "dout": dout, "inp": inp, "weight": weight}
-        launch(getattr(ops, f"{name}_linear_backward"), given)
-        yield product(arguments["dweight_acc"], before + numbers(dout).t() @ numbers(inp))
+        for current in currents:
+            given = CASES[f"{name}_linear_backward"](d)
+            before, gated = given["dweight_acc"].double(), name == "swiglu"
+            plain = d.empty(N, F) if gated else given["inp"]
+            hidden = given.get("hidden", plain)  # a squared ReLU's backward reads its output
+            if name != "relu2":
+                getattr(ops, f"{name}_forward")(plain, hidden)
+            dout, weight = d.operand(given["dout"], E5M2), d.operand(given["weight"])
+            workspace = None if gated else d.empty(N, F)
+            dhidden = d.output(given["dhidden"].shape, E5M2, exponents[0], workspace=workspace, current=current)
+            inp = d.output((N, F), E4M3, exponents[1], rows=None, plain=plain if name == "relu2" else None)
+            scaling = dhidden.scaling.clone()
+            tensors = {"dhidden": dhidden, "dout": dout, "inp": inp, "weight": weight}
+            launch(getattr(ops, f"{name}_linear_backward"), given | tensors)
+            yield product(given["dweight_acc"], before + numbers(dout).t() @ numbers(inp))
 
-        dplain = d.empty(N, F)
-        gradients = {"dinp": dplain, "dweight_acc": d.float32(C, F), "dbias_acc": None}
-        launch(ops.linear_backward, {**gradients, "dout": dout, "inp": inp, "weight": weight})
-        getattr(ops, f"{name}_backward")(dplain, plain if hidden is None else hidden)
-        yield from requantized(dhidden, scaling, dplain)
-        yield from requantized(inp, inp.scaling.clone(), plain, counted=False)
+            dplain, dinp = torch.empty_like(given["dhidden"]), given.get("dinp", d.empty(N, F))
+            if gated:
+                yield product(dinp, numbers(dout) @ numbers(weight))
+                ops.swiglu_backward(dplain, dinp, hidden)
+            else:
+                gradients = {"dinp": dplain, "dweight_acc": d.float32(C, F), "dbias_acc": None}
+                launch(ops.linear_backward, {**gradients, "dout": dout, "inp": inp, "weight": weight})
+                getattr(ops, f"{name}_backward")(dplain, hidden)
+            yield from requantized(dhidden, scaling, dplain)
+            yield from requantized(inp, inp.scaling.clone(), plain, counted=False)
 
     return case
 
 
-def fp8_relu2(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """Forward: the GEMM, and its squared ReLU in 16 bits and in fp8 rows."""
-    inp, weight = d.product(F, C)
-    for current in (False, True):
-        out, hidden = d.output((N, F), E4M3, 7, columns=None, plain=d.empty(N, F), current=current), d.empty(N, F)
-        scaling = out.scaling.clone()
-        launch(ops.linear_relu2_forward, {"out": out, "inp": inp, "weight": weight})
-        launch(ops.linear_forward, {"out": hidden, "inp": inp, "weight": weight, "bias": None})
-        yield product(hidden, numbers(inp) @ numbers(weight).t())
-        ops.relu2_forward(hidden)
-        assert out.plain is not None
-        yield out.plain, hidden, 0
-        yield from requantized(out, scaling, hidden)
-
-
-def fp8_swiglu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """The gradient before the SwiGLU, the columns of its output, and the weight's gradient from these."""
-    for current in (False, True):
-        arguments = CASES["swiglu_linear_backward"](d)
-        hidden, dinp, before = arguments["hidden"], arguments["dinp"], arguments["dweight_acc"].double()
-        dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
-        dhidden = d.output((N, 2 * F), E5M2, 12, current=current)
-        inp = d.output((N, F), E4M3, 5, rows=None)
-        scaling = dhidden.scaling.clone()
-        given: Arguments = {**arguments, "dhidden": dhidden, "dout": dout, "inp": inp, "weight": weight}
-        launch(ops.swiglu_linear_backward, given)
-        yield product(dinp, numbers(dout) @ numbers(weight))
-        yield product(arguments["dweight_acc"], before + numbers(dout).t() @ numbers(inp))
-        dplain, plain = d.empty(N, 2 * F), d.empty(N, F)
-        ops.swiglu_backward(dplain, dinp, hidden)
-        yield from requantized(dhidden, scaling, dplain)
-        ops.swiglu_forward(plain, hidden)
-        yield from requantized(replace(inp, rows=None), inp.scaling.clone(), plain, counted=False)
-
-
-def turn_back(operation: str, make: Callable[[Draw], Arguments], columns: torch.dtype = E4M3) -> Fp8Case:
-    """A case: the gradient before queries' and keys' turn, near the 16-bit kernel's, and its fp8 forms, made from
-    its own 16-bit numbers; and the gradients of gains, where there are some."""
-
-    def case(ops: ModuleType, d: Fp8Draw) -> Compared:
-        for current in (False, True):
-            given = make(d)
-            turned = given["dqkv_inout"]
-            own, after = torch.full_like(turned, math.nan), turned.clone()
-            out = d.output(turned.shape, E4M3, 5, plain=own, workspace=after, current=current)
-            assert out.columns is not None
-            out = replace(out, columns=out.columns.view(columns))
-            scaling = out.scaling.clone()
-            quantised = copies(given)
-            launch(getattr(ops, operation), {**quantised, "dqkv_inout": out})
-            launch(getattr(ops, operation), given)
-            yield own, turned, 2 * torch.finfo(d.dtype).eps
-            yield from ((quantised[name], given[name], 2.0**-20) for name in given if name.endswith("_acc"))
-            yield from requantized(out, scaling, own)
-
-    return case
-
-
-def fp8_classifier(ops: ModuleType, d: Fp8Draw) -> Compared:
+def classifier(ops: ModuleType, d: Fp8Draw) -> Compared:
     """The gradient of the logits, at a scale that admits every number of it."""
     for more in ("", ", with a cap", ", some untrained"):
         plain = CASES["classifier_forward_backward" + more](d)
@@ -268,59 +280,49 @@ def beside_the_reference(operation: str, make: Callable[[Draw], Arguments]) -> F
     return lambda ops, d: compare(getattr(ops, operation), getattr(reference, operation), partial(make, d))
 
 
-NORMS, MIXED = ("layernorm", "rmsnorm"), "mix_rmsnorm"
+BACKWARD, TURNED = ("dresidual_inout", 14, E5M2, E5M2), ("dqkv_inout", 5, E4M3)
+# Of a line: the case of its arguments, the tensor that is quantised, its scale's exponent, formats of rows and columns.
+QUANTISED: dict[str, tuple[str, str, int, torch.dtype, torch.dtype]] = {
+    **{
+        f"{name}_forward to fp8": (f"{name}_forward", "out", 7, E4M3, E4M3)
+        for name in ("layernorm", "rmsnorm", "mix_rmsnorm")
+    },
+    **{f"{name}_backward to fp8": (f"{name}_backward", *BACKWARD) for name in ("layernorm", "rmsnorm")},
+    "rmsnorm_forward to fp8, without a gain": ("rmsnorm_forward, without a gain", "out", 7, E4M3, E4M3),
+    "rmsnorm_backward to fp8, without a gain": ("rmsnorm_backward, without a gain", *BACKWARD),
+    "mix_rmsnorm_backward to fp8": ("mix_rmsnorm_backward", "dstream_inout", 14, E5M2, E5M2),
+    **{
+        f"attention_forward to fp8, {heads}": (f"attention_forward{more}", "out", 7, E4M3, E4M3)
+        for heads, more in (
+            ("heads of 64 channels", ""),
+            ("heads of 128 channels", ", heads of 128 channels"),
+            ("of grouped heads", ", of grouped heads"),
+        )
+    },
+    "attention_backward to fp8": ("attention_backward", "dqkv", 14, E5M2, E5M2),
+    "attention_backward to fp8, columns in e5m2": ("attention_backward", "dqkv", 7, E4M3, E5M2),
+    "rotary_backward to fp8": ("rotary_backward", *TURNED, E4M3),
+    "rotary_backward to fp8, of grouped heads": ("rotary_backward, of grouped heads", *TURNED, E4M3),
+    "gained_qk_norm_rotary_backward to fp8": ("gained_qk_norm_rotary_backward", *TURNED, E5M2),
+    "qk_norm_backward to fp8": ("qk_norm_backward", *TURNED, E4M3),
+    "qk_norm_rotary_backward to fp8": ("qk_norm_rotary_backward", *TURNED, E4M3),
+    "qk_norm_rotary_backward to fp8, columns in e5m2": ("qk_norm_rotary_backward", *TURNED, E5M2),
+}
 # Line: a case, which launches the operations of a backend and yields the tensors to compare.
 FP8_CASES: dict[str, Fp8Case] = {
     "quantize to fp8": quantize,
     "transpose of fp8": transpose,
-    **{
-        f"{name}_forward to fp8": fused(f"{name}_forward", "out", CASES[f"{name}_forward"], E4M3, 7)
-        for name in (*NORMS, MIXED)
-    },
-    **{
-        f"{name}_backward to fp8": fused(f"{name}_backward", "dresidual_inout", CASES[f"{name}_backward"], E5M2, 14)
-        for name in NORMS
-    },
-    "rmsnorm_forward to fp8, without a gain": fused(
-        "rmsnorm_forward", "out", CASES["rmsnorm_forward, without a gain"], E4M3, 7
-    ),
-    "rmsnorm_backward to fp8, without a gain": fused(
-        "rmsnorm_backward", "dresidual_inout", CASES["rmsnorm_backward, without a gain"], E5M2, 14
-    ),
-    "mix_rmsnorm_backward to fp8": fused("mix_rmsnorm_backward", "dstream_inout", CASES["mix_rmsnorm_backward"], E5M2, 14),
-    "attention_forward to fp8, heads of 64 channels": fused(
-        "attention_forward", "out", CASES["attention_forward"], E4M3, 7
-    ),
-    "attention_forward to fp8, heads of 128 channels": fused(
-        "attention_forward", "out", CASES["attention_forward, heads of 128 channels"], E4M3, 7
-    ),
-    "attention_forward to fp8, of grouped heads": fused(
-        "attention_forward", "out", CASES["attention_forward, of grouped heads"], E4M3, 7
-    ),
-    "attention_backward to fp8": fused("attention_backward", "dqkv", CASES["attention_backward"], E5M2, 14),
-    "attention_backward to fp8, columns in e5m2": fused(
-        "attention_backward", "dqkv", CASES["attention_backward"], E4M3, 7, columns=E5M2
-    ),
-    "rotary_backward to fp8": turn_back("rotary_backward", CASES["rotary_backward"]),
-    "rotary_backward to fp8, of grouped heads": turn_back("rotary_backward", CASES["rotary_backward, of grouped heads"]),
-    "gained_qk_norm_rotary_backward to fp8": turn_back(
-        "gained_qk_norm_rotary_backward", CASES["gained_qk_norm_rotary_backward"], E5M2
-    ),
-    "qk_norm_backward to fp8": turn_back("qk_norm_backward", CASES["qk_norm_backward"]),
-    "qk_norm_rotary_backward to fp8": turn_back("qk_norm_rotary_backward", CASES["qk_norm_rotary_backward"]),
-    "qk_norm_rotary_backward to fp8, columns in e5m2": turn_back(
-        "qk_norm_rotary_backward", CASES["qk_norm_rotary_backward"], E5M2
-    ),
-    "linear_gelu_forward in fp8": before_gelu_or_swiglu("gelu", 7),
-    "gelu_linear_backward in fp8": after_gelu_or_relu2("gelu", 7),
-    "linear_relu2_forward in fp8": fp8_relu2,
-    "relu2_linear_backward in fp8": after_gelu_or_relu2("relu2", 5),
-    "linear_swiglu_forward in fp8": before_gelu_or_swiglu("swiglu", 6, (False, True)),
-    "swiglu_linear_backward in fp8": fp8_swiglu_backward,
-    "linear_forward in fp8": products("linear_forward", "linear_residual_forward"),
-    "linear_backward in fp8": products("linear_backward"),
-    "linear_backward in fp8, of some rows": fp8_chunk_backward,
-    "classifier_forward_backward to fp8": fp8_classifier,
+    **{line: to_fp8(line.partition(" ")[0], *row) for line, row in QUANTISED.items()},
+    "linear_gelu_forward in fp8": into_nonlinearity("gelu", 7, (False,)),
+    "gelu_linear_backward in fp8": out_of_nonlinearity("gelu", (14, 7), (False,)),
+    "linear_relu2_forward in fp8": into_nonlinearity("relu2", 7, (False, True)),
+    "relu2_linear_backward in fp8": out_of_nonlinearity("relu2", (14, 5), (False,)),
+    "linear_swiglu_forward in fp8": into_nonlinearity("swiglu", 6, (False, True)),
+    "swiglu_linear_backward in fp8": out_of_nonlinearity("swiglu", (12, 5), (False, True)),
+    "linear_forward in fp8": gemms("linear_forward", "linear_residual_forward"),
+    "linear_backward in fp8": gemms("linear_backward"),
+    "linear_backward in fp8, of some rows": gemms("linear_backward", rows=slice(16, N)),
+    "classifier_forward_backward to fp8": classifier,
     "fold_statistics": beside_the_reference("fold_statistics", fold_statistics),
     "update_scaling": beside_the_reference("update_scaling", update_scaling),
 }

@@ -20,22 +20,21 @@ from torch import Tensor
 
 from handgrad.joins.fp8.formats import COUNTING, E4M3, Form, Quantized, on_plain, plain
 from handgrad.joins.fp8.scaling import Fp8Design, Scaling
-from handgrad.joins.fp8.tables import WEIGHT, without_columns
+from handgrad.joins.fp8.tables import WEIGHT, Forms, without_columns
 from handgrad.joins.lora.bind import WithAdapters
 from handgrad.joins.lora.tables import KIND as ADAPTER_KIND
-from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND, Table, lay_out
-from handgrad.models.overlay import Overlay
+from handgrad.ops.compose import Overlay
 
 OPERAND = "fp8.operand"
-WEIGHT_SCRATCH = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits
+DEQUANT_SCRATCH = "fp8.dequant_scratch"  # one frozen weight: its columns, or its numbers in 16 bits
 
 
-def with_16_bits(rows: Iterable[ActivationRow]) -> tuple[ActivationRow, ...]:
-    """The rows of activations and gradients with a 16-bit form of each."""
-    form = {"keeps_16bit": True, "workspace": ""}
-    return tuple(replace(row, fp8=replace(row.fp8, **form)) if row.fp8 else row for row in rows)
+def with_16_bits(forms: Forms) -> Forms:
+    """The forms of activations and gradients with a 16-bit one for each."""
+    kept = {"keeps_16bit": True, "workspace": ""}
+    return {name: replace(tag, **kept) for name, tag in forms.items()}
 
 
 def with_shared_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
@@ -59,25 +58,25 @@ def shared_operand_views(fp8: Fp8Design, views: Mapping[str, Tensor]) -> dict[st
     return found
 
 
-def rounded_weights(fp8: Fp8Design) -> frozenset[str]:
+def fp8_only(fp8: Fp8Design) -> frozenset[str]:
     """The names of the weights in fp8."""
     return frozenset(row.name for row in fp8.table if row.kind == WEIGHT)
 
 
-def split_by_precision(base: Table, rounded: frozenset[str]) -> tuple[Table, Table]:
+def split_by_precision(frozen: Table, fp8_only: frozenset[str]) -> tuple[Table, Table]:
     """(the rows of all frozen weights in their order, the rows that a flat buffer of 16 bits holds)."""
-    kept = {row.name: row for row in lay_out(row for row in base if row.name not in rounded)}
-    return tuple(kept.get(row.name, row) for row in base), tuple(kept.values())
+    kept = {row.name: row for row in lay_out(row for row in frozen if row.name not in fp8_only)}
+    return tuple(kept.get(row.name, row) for row in frozen), tuple(kept.values())
 
 
-def weight_scratch_buffer(base: Table, rounded: frozenset[str], dtype: torch.dtype) -> Buffer:
-    return Buffer(WEIGHT_SCRATCH, (max(row.elements for row in base if row.name in rounded),), dtype, ADAPTER_KIND)
+def dequant_scratch(frozen: Table, fp8_only: frozenset[str], dtype: torch.dtype) -> Buffer:
+    return Buffer(DEQUANT_SCRATCH, (max(row.elements for row in frozen if row.name in fp8_only),), dtype, ADAPTER_KIND)
 
 
 def quantize_frozen(scaling: Scaling, views: Mapping[str, Tensor], name: str, values: Tensor) -> None:
     """Quantises a frozen weight (O, I), once for the run, and counts its clipped and vanished numbers."""
     weight = scaling.tensors[name]
-    wide = scratch_view(views[WEIGHT_SCRATCH], weight)
+    wide = scratch_view(views[DEQUANT_SCRATCH], weight)
     wide.copy_(values)
     weight.scaling[COUNTING] = 1.0
     scaling.ops.quantize(replace(weight, current=True), wide)
@@ -92,7 +91,7 @@ class WithFp8FrozenProducts(Overlay):
     """The plain operations `ops`, which read the 16-bit forms, with the products of quantised weights, which run in fp8."""
 
     def __init__(self, ops: ModuleType, fp8: Any, memory: Tensor):
-        """`fp8`: the operations on quantised tensors; `memory`: the view of `weight_scratch_buffer`."""
+        """`fp8`: the operations on quantised tensors; `memory`: the view of `dequant_scratch`."""
         super().__init__(ops)
         self.fp8, self.memory = fp8, memory
 
@@ -159,7 +158,7 @@ class WithDequantizedWeights(Overlay):
     """The plain operations `ops` of text and tasks: a frozen weight in fp8 is read in 16 bits."""
 
     def __init__(self, ops: ModuleType, memory: Tensor):
-        """`memory`: the view of `weight_scratch_buffer`."""
+        """`memory`: the view of `dequant_scratch`."""
         super().__init__(ops)
         self.memory = memory
 
