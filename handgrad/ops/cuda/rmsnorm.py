@@ -95,14 +95,14 @@ def _gain_backward(
         place = tl.cast(first, tl.int64) * C + (row * C + column)
         updated, dgain = backward_rows((dresidual, dout, inp, rstd), g, place, first + row, in_rows, inside, C)
         tl.store(dresidual + place, updated, mask=inside)
-        sums += dgain
+        sums += tl.sum(dgain, 0, keep_dims=True)
     tl.store(partials + tl.program_id(0) * C + column, sums, mask=in_row)
 
 
 @triton.jit
 def backward_rows(tensors, g, place, row, in_rows, inside, C: tl.constexpr):
-    """(the stream's gradient of a tile of rows with the norm's own path, in its dtype; their sum of the gain's). g may be
-    None, then so is the sum."""
+    """(the stream's gradient of a tile of rows with the norm's own path, in its dtype; each row's gradient of the gain g,
+    which may be None)."""
     dresidual, dout, inp, rstd = tensors
     dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
@@ -112,4 +112,4 @@ def backward_rows(tensors, g, place, row, in_rows, inside, C: tl.constexpr):
     u = dy if g is None else dy * g
     along = tl.sum(u * normal, 1, keep_dims=True) / C
     updated = (stream + row_rstd * (u - normal * along)).to(dresidual.dtype.element_ty)
-    return updated, None if g is None else tl.sum(dy * normal, 0, keep_dims=True)
+    return updated, dy * normal  # never None: Triton 3.6 returns no None in a tuple

@@ -116,7 +116,7 @@ def _gain_backward(
         place = tl.cast(first, tl.int64) * C + (row * C + column)
         updated, dgain = backward_rows((dresidual, dout, inp, rstd), g, place, first + row, in_rows, inside, C)
         tl.store(dresidual + place, updated, mask=inside)
-        sums += dgain
+        sums += tl.sum(dgain, 0, keep_dims=True)
         u = updated.to(tl.float32)  # 0 outside of the tensor
         store_rows(rows, place, u, scale, inside)
         largest = tl.maximum(largest, tl.max(tl.abs(u), 1, keep_dims=True))
