@@ -61,10 +61,10 @@ def adapting(base: RunConfig, out: Path, **settings: object) -> RunConfig:
 def test_it_learns_and_resumes_bit_by_bit(bases: dict[str, RunConfig], tmp_path: Path, name: str, precision: str) -> None:
     whole = adapting(bases[name], tmp_path / "whole", precision=precision, sample_tokens=8)
     with open_run(whole) as run:
-        before = run.training.state.views["base"].clone()
+        before = run.training.state.views["frozen"].clone()
         run.begin()
         run.advance(whole.steps)
-        assert run.training.state.views["base"].equal(before) and before.any()
+        assert run.training.state.views["frozen"].equal(before) and before.any()
     losses = [record["loss"] for record in records(whole.out, ("step",))]
     assert losses[-1] < losses[0] - 0.02
     again = replace(whole, out=str(tmp_path / "again"))
@@ -241,7 +241,7 @@ def test_a_flipped_bit_of_the_base_is_seen(bases: dict[str, RunConfig], tmp_path
     state, _ = allocate(resolve(config, 257, ranks=2))
     replicas, sums = Replicas(state, Ranks(0, 2), 1), []
     for flips in range(3):
-        state.views["base"].view(torch.int32)[7] ^= 1 << 20 if flips else 0
+        state.views["frozen"].view(torch.int32)[7] ^= 1 << 20 if flips else 0
         replicas.update_checksum()
         sums.append(int(replicas.own_checksum))
     assert sums[0] == sums[2] != sums[1]
