@@ -12,7 +12,7 @@ import torch
 
 from handgrad import ops
 from handgrad.errors import DataError, StorageError
-from handgrad.run.loop import Run
+from handgrad.run.evaluating import Evaluations
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint
@@ -167,11 +167,11 @@ def test_an_evaluation_that_crashes_costs_no_step(finished: RunConfig, monkeypat
     whole, crashed = (elsewhere(finished, name, **settings) for name in ("whole", "crashed"))
     train(whole)
 
-    def crash(self: Run) -> float:
+    def crash(self: Evaluations, *_: object) -> bool:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Run, "validate", crash)
+        patched.setattr(Evaluations, "validate", crash)
         train(crashed)
     assert sorted(p.name for p in (Path(crashed.out) / "checkpoints").iterdir()) == ["step_00000006"]
     train(crashed)
