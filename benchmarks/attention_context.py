@@ -1,4 +1,4 @@
-"""Causal attention, forward and backward, over rows of 1024 to 32,768 tokens: handgrad's kernels beside those of torch.
+"""Causal attention, forward and backward, over rows of 1024 to 32,768 tokens: handgrad's kernels beside torch's.
 
 Every call has the same number of tokens, so the projections around it would cost the same and attention's share shows. All
 read the packed queries, keys and values where a model leaves them; torch's gradients come as three tensors, which a model

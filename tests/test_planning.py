@@ -70,7 +70,7 @@ def found(row: Measured) -> tuple[float, float]:
 
 
 def table() -> list[str]:
-    """How far the forecast by the data sheet is off every measured run, a row per machine and precision."""
+    """The error of the data sheet's forecast for every measured run, a row per machine and precision."""
     lines: dict[str, dict[str, str]] = {}
     for row in ROWS:
         used = ", fitted" if is_fitted(row) else ""
