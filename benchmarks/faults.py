@@ -47,7 +47,7 @@ def tests_of(row: Row, cpu: dict[str, Any], gpu: dict[str, Any]) -> str:
 
 
 def without_guards(found: dict[str, Any]) -> str:
-    """How many rows fail without their guard, and which still pass."""
+    """The number of rows that fail without their guard, and the rows that still pass."""
     outcomes = {number: row["tests"] for number, row in found["rows"].items()}
     others = [number for number, tests in outcomes.items() if tests != "fails"]
     noticed = f"Without its guard the tests of {len(outcomes) - len(others)} rows fail"
