@@ -248,11 +248,7 @@ def measure(case: Case, tokens: int, device: torch.device, dtype: torch.dtype, p
             with deterministic(name.endswith(DETERMINISTIC)):
                 one = make(inputs)
                 runs = [first := run(one), *(run(one) for _ in range(REPEATS - 1))]
-        except (
-            RuntimeError,
-            ImportError,
-            TypeError,
-        ) as error:  # refused by the library, or no library
+        except (RuntimeError, ImportError, TypeError) as error:  # refused by the library, or no library
             rows[name]["failed"] = (str(error).splitlines() or [type(error).__name__])[0][:160]
             continue
         measured = measured or first

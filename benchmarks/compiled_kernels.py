@@ -36,11 +36,7 @@ SAMPLE = {
     ("dq", 256, "plain", "fp16", 86, False),
     ("X X^T", 86),
 }
-CARDS = {
-    "sm_75": "Turing: T4, RTX 20",
-    "sm_80": "Ampere: A100",
-    "sm_86": "Ampere: A10, A6000, RTX 30",
-}
+CARDS = {"sm_75": "Turing: T4, RTX 20", "sm_80": "Ampere: A100", "sm_86": "Ampere: A10, A6000, RTX 30"}
 
 Row = dict[str, Any]
 Job = tuple[Callable[[Any], Row], Any]

@@ -14,15 +14,7 @@ from typing import TextIO, cast
 import handgrad
 from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, parse
 from handgrad.commands.parser import Parser
-from handgrad.errors import (
-    INTERRUPTED,
-    ShownOutput,
-    UsageError,
-    interruptible,
-    print_message,
-    send_to_devnull,
-    user_error,
-)
+from handgrad.errors import INTERRUPTED, ShownOutput, UsageError, interruptible, print_message, send_to_devnull, user_error
 from handgrad.machine import threads
 from handgrad.names import nearest_name
 

@@ -33,10 +33,7 @@ PAGES: dict[str, dict[str, str]] = {
         "than six times": "a constant",
         "by a tenth and five milliseconds": "a constant",
     },
-    "docs/arena.md": {
-        "hold it below 1 %": "a bound that tests hold",
-        "level 3 below 1.6 %": "a bound that tests hold",
-    },
+    "docs/arena.md": {"hold it below 1 %": "a bound that tests hold", "level 3 below 1.6 %": "a bound that tests hold"},
     "docs/data.md": {
         "tiny Shakespeare, 1.1 MB": "the size of a file",
         "0.005 of hub datasets": "a default",
@@ -106,31 +103,19 @@ PAGES: dict[str, dict[str, str]] = {
         "query and head: 6.3 MB": "arithmetic",
         "the thirds of": "arithmetic",
     },
-    "docs/operations/classifier.md": {
-        "the whole logits take 6.6 GB": "arithmetic",
-    },
-    "docs/operations/embedding.md": {
-        "about 256 equal contributions": "arithmetic",
-    },
+    "docs/operations/classifier.md": {"the whole logits take 6.6 GB": "arithmetic"},
+    "docs/operations/embedding.md": {"about 256 equal contributions": "arithmetic"},
     "docs/operations/linear.md": {
         "warms the GPU for 3 s": "a constant of benchmarks/tune.py",
         "for 0.6 s each": "a constant of benchmarks/tune.py",
         "Four times per block": "mathematics",
     },
-    "docs/operations/norm.md": {
-        "that is 0.5 GB, against AdamW's 3.5 GB": "arithmetic: bytes a parameter",
-    },
+    "docs/operations/norm.md": {"that is 0.5 GB, against AdamW's 3.5 GB": "arithmetic: bytes a parameter"},
     "README.md": {"first ten minutes": "a title"},
     "docs/README.md": {"first ten minutes": "a title"},
-    "docs/chat.md": {
-        "An eighth of all": "a default",
-        "most a quarter of it": "a default",
-    },
+    "docs/chat.md": {"An eighth of all": "a default", "most a quarter of it": "a default"},
     "docs/coming_from.md": {"a twentieth of the": "a default"},
-    "docs/finetuning.md": {
-        "most a quarter of the": "a default",
-        "a twentieth of its": "a setting",
-    },
+    "docs/finetuning.md": {"most a quarter of the": "a default", "a twentieth of its": "a setting"},
     "docs/first_ten_minutes.md": {"first ten minutes": "a title"},
     "docs/lora.md": {"nine times as much": "arithmetic of the formula above"},
     "docs/modern.md": {
@@ -142,16 +127,10 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "docs/operations/README.md": {"three times (forward once": "arithmetic"},
     "docs/operations/dropout.md": {"about half a dozen": "arithmetic"},
-    "docs/operations/gelu.md": {
-        "maximum is about 1.13": "mathematics",
-        "about 10. Cancellation": "mathematics",
-    },
+    "docs/operations/gelu.md": {"maximum is about 1.13": "mathematics", "about 10. Cancellation": "mathematics"},
     "docs/operations/layernorm.md": {"so a fifth of the": "arithmetic"},
     "docs/operations/mix.md": {"a hundred times as fast": "a constant"},
-    "docs/operations/recompute.md": {
-        "two ninths (level": "arithmetic",
-        "1: a ninth": "arithmetic",
-    },
+    "docs/operations/recompute.md": {"two ninths (level": "arithmetic", "1: a ninth": "arithmetic"},
     "docs/operations/relu2.md": {"around 0, as": "mathematics"},
     "docs/operations/rmsnorm.md": {"nearly 0,": "mathematics"},
     "docs/sampling.md": {"of a quarter of the": "a default"},

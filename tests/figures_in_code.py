@@ -84,14 +84,8 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "(1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3)": "an equation",
         "(1 + 3 * 0.044715 x^2)": "an equation",
     },
-    "handgrad/reports/drawing.py": {
-        "1.4 times its points": "arithmetic of the page",
-        "to a hundredth of a": "a constant",
-    },
-    "handgrad/reports/plots.py": {
-        "above 99 % of the values": "a constant",
-        "after a fifth of the": "a constant",
-    },
+    "handgrad/reports/drawing.py": {"1.4 times its points": "arithmetic of the page", "to a hundredth of a": "a constant"},
+    "handgrad/reports/plots.py": {"above 99 % of the values": "a constant", "after a fifth of the": "a constant"},
     "handgrad/reports/results.py": {"last 2 % of the steps": "a constant", "600, 8.19k": "an example of the output"},
     "handgrad/tools/network.py": {"'11.0 GB/s'": "an example of the output"},
     "handgrad/tools/plan.py": {"3e-3 -> '<1 s'": "an example of the output"},
@@ -125,9 +119,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "three minutes on two": "a constant",
         "most a quarter of the": "a constant",
     },
-    "handgrad/tools/gradient_checks.py": {
-        "1.5e-10 f'''": "arithmetic",
-        "around 1": "arithmetic",
-    },
+    "handgrad/tools/gradient_checks.py": {"1.5e-10 f'''": "arithmetic", "around 1": "arithmetic"},
     "handgrad/joins/offload.py": {"a third of a": "a constant"},
 }

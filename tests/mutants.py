@@ -165,9 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--module", metavar="PART", default="", help="only modules whose path contains this")
     parser.add_argument(
-        "--record",
-        metavar="FILE",
-        help="write the outcomes as JSON with their provenance; an interrupted run goes on",
+        "--record", metavar="FILE", help="write the outcomes as JSON with their provenance; an interrupted run goes on"
     )
     arguments = parser.parse_args()
     targets = read_table(TABLE.read_text(encoding="utf-8"))

@@ -176,14 +176,8 @@ def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["train", "tinny"], "did you mean tiny?"),
         (["train", "tiny", "--model", "d122"], "did you mean d12?"),
         (["train", "tiny", "--sted", "3"], "did you mean --seed?"),
-        (
-            ["train", "tiny", "--lora"],
-            "--lora needs a value, found none: train only adapters, like rank=16,alpha=32",
-        ),
-        (
-            ["prepare", "text.txt", "--tokenizer"],
-            "--tokenizer needs a value, found none: gpt2, bytes, bpe:SIZE",
-        ),
+        (["train", "tiny", "--lora"], "--lora needs a value, found none: train only adapters, like rank=16,alpha=32"),
+        (["prepare", "text.txt", "--tokenizer"], "--tokenizer needs a value, found none: gpt2, bytes, bpe:SIZE"),
         (["sample", "run", "--top-p"], "--top-p needs a value, found none: only the likeliest"),
         (["train", "tiny", "--steps", "many"], "steps must be a whole number, found 'many'"),
         (["train", "tiny", "--steps", "0"], "steps must be at least 1"),

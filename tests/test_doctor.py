@@ -316,10 +316,7 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
         (True, "checked"),
         (True, "with dropout"),
         (True, "--optimizer muon needs bf16, which compute capability 7.0 lacks: train with adamw"),
-        (
-            True,
-            "--precision fp8 needs compute capability 8.9 (Ada, Hopper or newer), this GPU has 7.0: train in fp16",
-        ),
+        (True, "--precision fp8 needs compute capability 8.9 (Ada, Hopper or newer), this GPU has 7.0: train in fp16"),
     ]
     monkeypatch.setattr(doctor, "check_fp8_kernels", lambda *found: iter([(found == (fp8_ops, CUDA), "checked in fp8")]))
     for capability in ((8, 9), (9, 0), (12, 0)):

@@ -136,13 +136,7 @@ def scales_at_the_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, dic
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"fp8_window": 5},
-        {"fp8_margin": 2},
-        {"fp8_gradients": "e5m2"},
-        {"fp8_count_every": 5},
-        {"fp8_scaling": "current"},
-    ],
+    [{"fp8_window": 5}, {"fp8_margin": 2}, {"fp8_gradients": "e5m2"}, {"fp8_count_every": 5}, {"fp8_scaling": "current"}],
     ids=str,
 )
 def test_other_rules_for_scales_make_them_anew(again: RunConfig, scales_at_the_start: list, change: dict) -> None:

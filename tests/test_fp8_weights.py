@@ -12,15 +12,7 @@ from torch import Tensor
 from handgrad.api.actions import evaluate
 from handgrad.api.model import load
 from handgrad.cli import main
-from handgrad.generation.fp8_weights import (
-    PRODUCTS,
-    buffers_of,
-    fp8_rows,
-    quantized,
-    rounded,
-    row_scales,
-    with_fp8_weights,
-)
+from handgrad.generation.fp8_weights import PRODUCTS, buffers_of, fp8_rows, quantized, rounded, row_scales, with_fp8_weights
 from handgrad.interop.sources import open_weights
 from handgrad.memory.arena import make_plan
 from handgrad.models import parameter_table

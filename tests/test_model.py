@@ -120,12 +120,7 @@ def hugging_face(model: Model) -> "transformers.GPT2LMHeadModel":
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        ModelShape(101, 16, 2, 2, 32),
-        ModelShape(257, 33, 3, 5, 40),
-        ModelShape(50257, 64, 2, 4, 64),
-    ],
+    "shape", [ModelShape(101, 16, 2, 2, 32), ModelShape(257, 33, 3, 5, 40), ModelShape(50257, 64, 2, 4, 64)]
 )
 def test_logits_and_loss_equal_transformers(shape: ModelShape) -> None:
     model = make_model(shape, 2, shape.sequence_length, torch.float32, noise=0.02)

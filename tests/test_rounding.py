@@ -135,10 +135,7 @@ def sigmoid_of_a_gpu(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("operation", "sizes"),
-    [
-        ("swiglu_forward", {"N": 1, "F": 1}),
-        ("value_embedding_forward", {"B": 1, "T": 1, "H": 1, "D": 24, "G": 24}),
-    ],
+    [("swiglu_forward", {"N": 1, "F": 1}), ("value_embedding_forward", {"B": 1, "T": 1, "H": 1, "D": 24, "G": 24})],
 )
 def test_one_sigmoid_may_err_as_a_gpus(operation: str, sizes: dict[str, int]) -> None:
     """In one number, where the reference's own error is chance."""

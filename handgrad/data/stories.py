@@ -119,10 +119,7 @@ GRAMMAR: dict[str, Alternatives] = {
     "advised": one_of("said|called|laughed|sang"),
     "answered": one_of("answered|replied|laughed|sang"),
     # ----------------------------------------------------------------------------------------------- something is lost
-    "lose": (
-        "While {he} {pastime}, the {thing} disappeared.",
-        "{He} {pastime} and forgot where the {thing} was.",
-    ),
+    "lose": ("While {he} {pastime}, the {thing} disappeared.", "{He} {pastime} and forgot where the {thing} was."),
     "pastime": one_of(
         "picked flowers|climbed a tree|watched the sky|ate a sandwich|fed the ducks|chased a cat|drew a map|took a nap"
         "|counted ducks|chased a frog"

@@ -282,11 +282,7 @@ def open_sizes(folder: Path, split: str, state: SplitState, form: TokenForm, cha
 
 
 def write_journal(
-    folder: Path,
-    recipe: Mapping[str, Any],
-    tokenizer: Mapping[str, Any],
-    units_done: int,
-    states: Mapping[str, SplitState],
+    folder: Path, recipe: Mapping[str, Any], tokenizer: Mapping[str, Any], units_done: int, states: Mapping[str, SplitState]
 ) -> None:
     """Records that `units_done` units of `recipe` are on the disk, in the files of `states`. Raises OSError."""
     splits = {split: asdict(state) for split, state in states.items()}

@@ -51,10 +51,7 @@ def levels(top: Path, group: str) -> Iterator[Path]:
 
 # Of version 1 and 2: the limit, the memory in use, the prefix of the counts in memory.stat that include the groups below.
 # https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, https://docs.kernel.org/admin-guide/cgroup-v2.html
-MEMORY_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    2: ("memory.max", "memory.current", ""),
-}
+MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), 2: ("memory.max", "memory.current", "")}
 # Pages of files that the kernel evicts before it kills a process, also those in recent use, as in MemAvailable of
 # /proc/meminfo. Shared memory and locked pages are on other lists (anon, unevictable).
 FILE_CACHE = ("inactive_file", "active_file")

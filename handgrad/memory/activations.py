@@ -79,11 +79,7 @@ class ActivationRow:
 
 
 def activation_rows(
-    tensors: type,
-    dims: Dims,
-    dtypes: Mapping[str, torch.dtype],
-    clock: Clock,
-    prefix: str = "",
+    tensors: type, dims: Dims, dtypes: Mapping[str, torch.dtype], clock: Clock, prefix: str = ""
 ) -> Iterator[ActivationRow]:
     """The rows of a dataclass of activations in the order of its fields."""
     for f in fields(tensors):

@@ -45,14 +45,7 @@ def named_weights(shape: ModelShape, flat: Tensor, table: Table) -> Any:
 
 
 def forward_buffers(
-    shape: ModelShape,
-    batch: int,
-    length: int,
-    dtype: torch.dtype,
-    ops: ModuleType,
-    *,
-    chunk: int = 0,
-    packed: bool = False,
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int = 0, packed: bool = False
 ) -> list[Buffer]:
     """The activations of a forward pass over `batch` samples of `length` tokens; `chunk`: as in `head_chunk_tokens`.
     `packed`: a sample holds several documents, which do not see each other."""

@@ -205,11 +205,7 @@ def schedule_of(config: RunConfig) -> Schedule:
 
 
 def resolve_fp8(
-    config: RunConfig,
-    shape: ModelShape,
-    weights: Table,
-    rows: tuple[ActivationRow, ...],
-    ops: ModuleType,
+    config: RunConfig, shape: ModelShape, weights: Table, rows: tuple[ActivationRow, ...], ops: ModuleType
 ) -> Fp8Design:
     kept = config.fp8_keep_bf16.replace(TUNED, "")
     gemms = tables.fp8_gemms(kept, config.fp8_head_gemms, shape.num_layers, shape.fp8_parts)

@@ -140,11 +140,7 @@ class TrainingState:
 
 
 def make_state(
-    design: Design,
-    views: dict[str, Tensor],
-    weights: dict[str, Any],
-    forms: dict[str, Any],
-    gradients: dict[str, Tensor],
+    design: Design, views: dict[str, Tensor], weights: dict[str, Any], forms: dict[str, Any], gradients: dict[str, Tensor]
 ) -> TrainingState:
     """Names the plan's `views` and draws the initial weights. `weights`: the model's by name; `forms`: tensors that GEMMs
     read in another form than the view or weight of that name; `gradients`: of the parameters by name, where they are not

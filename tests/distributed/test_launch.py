@@ -198,11 +198,7 @@ def test_kubeflow(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None
 
     mount = container["volumeMounts"][0]["mountPath"]
     out = tmp_path / "run"
-    ours = {
-        "gpt2-124m": str(recipe),
-        f"{mount}/fineweb": shards_of(recipe),
-        f"{mount}/runs/gpt2-124m": str(out),
-    }
+    ours = {"gpt2-124m": str(recipe), f"{mount}/fineweb": shards_of(recipe), f"{mount}/runs/gpt2-124m": str(out)}
     command = [ours.get(word, word) for word in (*trainer["command"], *trainer["args"])]
     assert set(ours.values()) <= set(command)
     port = str(free_port())

@@ -10,16 +10,7 @@ if not torch.cuda.is_available():
 from handgrad.machine import devices
 from tests.kernels import modern_checks as checks
 from tests.kernels.decode_checks import check as check_decode
-from tests.kernels.memory_checks import (
-    Draw,
-    both,
-    check_all,
-    copy,
-    kernels,
-    nan,
-    poisoned,
-    zipf_tokens,
-)
+from tests.kernels.memory_checks import Draw, both, check_all, copy, kernels, nan, poisoned, zipf_tokens
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 V, Vp = 50257, 50304

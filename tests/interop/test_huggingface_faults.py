@@ -44,22 +44,13 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "found neither"),
     "no config": (lambda f: (f / "config.json").unlink(), "found a folder without them"),
     "cut config": (lambda f: cut(f / "config.json", 40), "expected JSON in"),
-    "no tokenizer": (
-        lambda f: [(f / n).unlink() for n in ("tokenizer.json", "vocab.json")],
-        "--tokenizer gpt2|bytes|FILE",
-    ),
-    "missing tensor": (
-        lambda f: change_tensors(f, lambda t: t.pop(FC)),
-        f"expected a tensor {FC} of shape (32, 128) in",
-    ),
+    "no tokenizer": (lambda f: [(f / n).unlink() for n in ("tokenizer.json", "vocab.json")], "--tokenizer gpt2|bytes|FILE"),
+    "missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(FC)), f"expected a tensor {FC} of shape (32, 128) in"),
     "wrong shape": (
         lambda f: change_tensors(f, lambda t: t.update({FC: t[FC].t()})),
         f"expected {FC} of shape (32, 128) in",
     ),
-    "padded vocabulary": (
-        lambda f: change_tensors(f, lambda t: t.update({WTE: torch.zeros(384, 32)})),
-        "(257, 32)",
-    ),
+    "padded vocabulary": (lambda f: change_tensors(f, lambda t: t.update({WTE: torch.zeros(384, 32)})), "(257, 32)"),
     "foreign tensor": (lambda f: change_tensors(f, lambda t: t.update({"score.weight": t[FC]})), "'score.weight'"),
     "integers": (lambda f: change_tensors(f, lambda t: t.update({FC: t[FC].to(torch.int8)})), "found I8"),
     "not finite": (lambda f: change_tensors(f, lambda t: t[FC].fill_(math.nan)), "found 4096 that are not"),
@@ -67,10 +58,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change_tensors(f, lambda t: t.update({"lm_head.weight": t[WTE] + 1})),
         "expected lm_head.weight equal to wte.weight",
     ),
-    "other architecture": (
-        lambda f: change_config(f, model_type="mixtral"),
-        'expected model_type "gpt2", ',
-    ),
+    "other architecture": (lambda f: change_config(f, model_type="mixtral"), 'expected model_type "gpt2", '),
     "other activation": (lambda f: change_config(f, activation_function="relu"), "found 'relu'"),
     "other epsilon": (lambda f: change_config(f, layer_norm_epsilon=1e-6), "expected layer_norm_epsilon 1e-05"),
     "other scaling": (lambda f: change_config(f, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),

@@ -17,10 +17,7 @@ from tests.test_commands import refused
 
 
 def test_the_same_from_a_run_and_its_exports(
-    exported: Callable[[str], tuple[Path, Path, ModelShape]],
-    shards: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
+    exported: Callable[[str], tuple[Path, Path, ModelShape]], shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     run, folder, _ = exported("bytes")
     assert main(["export", str(run), "--to", "llmc", str(tmp_path / "c")]) == 0

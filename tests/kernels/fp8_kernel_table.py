@@ -28,11 +28,7 @@ def launches(C: int, form: str) -> dict[str, tuple[triton.JITFunction, dict[str,
     parts = {"BLOCK": quantizing.PARTS_BLOCK}
     return {
         "quantize": (quantizing._quantize, {**tile, **limits}, quantizing.WARPS),
-        "quantize, amax": (
-            quantizing._quantize,
-            {**tile, **limits, "rows": None, "columns": None},
-            quantizing.WARPS,
-        ),
+        "quantize, amax": (quantizing._quantize, {**tile, **limits, "rows": None, "columns": None}, quantizing.WARPS),
         "quantize, rows": (quantizing._quantize, {**tile, **limits, "columns": None}, quantizing.WARPS),
         "transpose": (quantizing._transpose, tile, quantizing.WARPS),
         "count_numbers": (quantizing._count_numbers, {"BLOCK": quantizing.COUNT_BLOCK, **limits}, quantizing.WARPS),
@@ -57,15 +53,7 @@ def compile_one(job: tuple[str, int, str, str, int]) -> dict[str, object]:
     types = {**FIXED_POINTERS, "rows": f"*{form}", "columns": f"*{form}", **NUMBERS, "C": "i32:16"}
     signature = {n: UNALIGNED.get(n) or types.get(n, f"*{dtype}").removesuffix(":16") + ":16" for n in kernel.arg_names}
     made = compile_kernel(kernel, signature | {"PARTS": "i32"}, constants, warps, 3, arch)
-    return {
-        "kernel": name,
-        "C": C,
-        "dtype": dtype,
-        "form": form,
-        "arch": arch,
-        "warps": warps,
-        **made,
-    }
+    return {"kernel": name, "C": C, "dtype": dtype, "form": form, "arch": arch, "warps": warps, **made}
 
 
 def jobs_of_tests() -> list[tuple[str, int, str, str, int]]:

@@ -6,15 +6,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from handgrad.joins.fp8.cuda import (
-    activations,
-    attention,
-    classifier,
-    elementwise,
-    layernorm,
-    quantizing,
-    rotary,
-)
+from handgrad.joins.fp8.cuda import activations, attention, classifier, elementwise, layernorm, quantizing, rotary
 from handgrad.ops.cuda.activations import gelu, gelu_derivative
 
 MODULES = (activations, attention, classifier, elementwise, layernorm, quantizing, rotary)

@@ -54,14 +54,7 @@ def compile_one(job: tuple[str, str, str, int]) -> dict[str, object]:
         config = attention_tile("forward", int(name.split()[-1]), narrow=True, newer=True, grouped=True)
         stages, options = config.stages, {"maxnreg": config.registers} if config.registers else {}
     made = compile_kernel(kernel, signature, constants, warps, stages, arch, **options)
-    return {
-        "kernel": name,
-        "dtype": dtype,
-        "form": form,
-        "arch": arch,
-        "warps": warps,
-        **made,
-    }
+    return {"kernel": name, "dtype": dtype, "form": form, "arch": arch, "warps": warps, **made}
 
 
 def jobs_of_tests() -> list[tuple[str, str, str, int]]:

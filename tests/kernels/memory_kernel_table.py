@@ -62,11 +62,7 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
         "layernorm_forward": (layernorm._forward, forward, warps),
         "layernorm_backward": (layernorm._backward, {**backward, "BELOW": True}, back_warps),
         "layernorm_backward, nothing below": (layernorm._backward, {**backward, "BELOW": False}, back_warps),
-        "column sums": (
-            column_sums._sum_columns,
-            {"ROWS": BIAS_ROWS, "COLUMNS": BIAS_COLUMNS},
-            column_sums.WARPS,
-        ),
+        "column sums": (column_sums._sum_columns, {"ROWS": BIAS_ROWS, "COLUMNS": BIAS_COLUMNS}, column_sums.WARPS),
         "partial sums": (
             column_sums._add_partials,
             {"SLOTS": 3, "ROWS": column_sums.PARTIAL_ROWS, "COLUMNS": column_sums.PARTIAL_COLUMNS},
@@ -159,14 +155,7 @@ def compile_one(job: tuple[str, int, str, int]) -> dict[str, object]:
     name, C, dtype, arch = job
     kernel, constants, warps = launches(C, DTYPES[dtype])[name]
     made = compile_kernel(kernel, signature_of(name, kernel, dtype), constants, warps, 3, arch)
-    return {
-        "kernel": name,
-        "C": C,
-        "dtype": dtype,
-        "arch": arch,
-        "warps": warps,
-        **made,
-    }
+    return {"kernel": name, "C": C, "dtype": dtype, "arch": arch, "warps": warps, **made}
 
 
 def jobs(architectures: tuple[int, ...], dtypes: tuple[str, ...]) -> list[tuple[str, int, str, int]]:

@@ -74,14 +74,7 @@ def compile_one(job: tuple[str, str, str, int]) -> dict[str, object]:
     forms = dict.fromkeys(("rows", "drows", "columns", "dcolumns"), f"*{form}:16")
     signature = {n: (SIZES | UNALIGNED | forms).get(n, f"*{dtype}:16") for n in kernel.arg_names}
     made = compile_kernel(kernel, signature, constants, warps, 3, arch)
-    return {
-        "kernel": name,
-        "dtype": dtype,
-        "form": form,
-        "arch": arch,
-        "warps": warps,
-        **made,
-    }
+    return {"kernel": name, "dtype": dtype, "form": form, "arch": arch, "warps": warps, **made}
 
 
 def jobs_of_tests() -> list[tuple[str, str, str, int]]:

@@ -4,15 +4,7 @@ classifier as they are launched at real sizes, compiled for Hopper without a GPU
 import triton
 
 from handgrad.networks.modern import GATE_CHANNELS
-from handgrad.ops.cuda import (
-    activations,
-    classifier,
-    embedding,
-    mix,
-    rmsnorm,
-    rotary,
-    value_embedding,
-)
+from handgrad.ops.cuda import activations, classifier, embedding, mix, rmsnorm, rotary, value_embedding
 from handgrad.ops.sizes import backward_tile, forward_tile, rmsnorm_backward_tile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import NUMBERS
@@ -122,13 +114,7 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
         constants = {**constants, "OVERLAPS": arch >= 90}
     signature = {n: TYPES.get(n, f"*{dtype}:16") for n in kernel.arg_names}
     made = compile_kernel(kernel, signature, constants, warps, 3, arch)
-    return {
-        "kernel": name,
-        "dtype": dtype,
-        "arch": arch,
-        "warps": warps,
-        **made,
-    }
+    return {"kernel": name, "dtype": dtype, "arch": arch, "warps": warps, **made}
 
 
 def jobs_of_tests() -> list[tuple[str, str, int]]:

@@ -44,12 +44,7 @@ def compile_one(job: tuple[str, int]) -> dict[str, object]:
     types = {argument: TYPES.get(argument, "*bf16:16") for argument in kernel.arg_names}
     limited = {"maxnreg": muon.HOPPER_REGISTERS} if "WHOLE" in constants and arch // 10 == muon.HOPPER else {}
     made = compile_kernel(kernel, types, constants, warps, stages, arch, **limited)
-    return {
-        "kernel": name,
-        "arch": arch,
-        "warps": warps,
-        **made,
-    }
+    return {"kernel": name, "arch": arch, "warps": warps, **made}
 
 
 def jobs_of_tests() -> list[tuple[str, int]]:

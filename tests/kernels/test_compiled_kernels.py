@@ -18,7 +18,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-import handgrad.joins.dropout.cuda
 import handgrad.ops.cuda
 from benchmarks import compiled_kernels
 from handgrad.errors import UsageError
@@ -40,17 +39,17 @@ def is_kernel(function: ast.FunctionDef) -> bool:
 
 def launched() -> set[Any]:
     """The kernels that the operations hand to a launch: named outside of kernels, and not called."""
+    names = [info.name for info in pkgutil.iter_modules(handgrad.ops.cuda.__path__, f"{handgrad.ops.cuda.__name__}.")]
     found = set()
-    for package in (handgrad.ops.cuda, handgrad.joins.dropout.cuda):
-        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            module = importlib.import_module(info.name)
-            functions = [
-                node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.FunctionDef)
-            ]
-            kernels = {function.name for function in functions if is_kernel(function)}
-            for function in (function for function in functions if not is_kernel(function)):
-                names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-                found |= {getattr(module, name) for name in names & kernels}
+    for name in (*names, "handgrad.joins.dropout.cuda"):
+        module = importlib.import_module(name)
+        functions = [
+            node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.FunctionDef)
+        ]
+        kernels = {function.name for function in functions if is_kernel(function)}
+        for function in (function for function in functions if not is_kernel(function)):
+            uses = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+            found |= {getattr(module, use) for use in uses & kernels}
     return found
 
 

@@ -95,12 +95,7 @@ def test_heads_in_parts(draw: Draw, H: int, K: int, position: int, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("T", "starts", "H", "K", "maxT", "D"),
-    [
-        (1, [0], 1, 1, 16, 16),
-        (5, [3, 0, 11], 4, 2, 16, 24),
-        (70, [0, 130], 3, 3, 201, 64),
-        (130, [64], 2, 1, 200, 20),
-    ],
+    [(1, [0], 1, 1, 16, 16), (5, [3, 0, 11], 4, 2, 16, 24), (70, [0, 130], 3, 3, 201, 64), (130, [64], 2, 1, 200, 20)],
 )
 def test_attention_of_new_tokens(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT: int, D: int) -> None:
     check(checks.attention_append(draw, T, starts, H, K, maxT, D))

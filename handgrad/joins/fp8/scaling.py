@@ -311,10 +311,7 @@ def saturation_line(finding: Finding, step: int, policy: str) -> str:
     """The message about a tensor that has clipped numbers for too many steps."""
     part = finding.part
     advice = "a --fp8-head without that product" if part == HEAD else f"--fp8-keep-bf16 {part}"
-    then = {
-        "warn": f"a larger --fp8-margin or {advice} would stop it",
-        "widen": "its scale gets one binade of margin more",
-    }
+    then = {"warn": f"a larger --fp8-margin or {advice} would stop it", "widen": "its scale gets one binade of margin more"}
     return (
         f"step {step}: {finding.name} clipped numbers in {finding.saturated_steps} steps in a row (largest"
         f" {finding.amax:.3g}, its scale admits {finding.limit:.3g}): {then[policy]}"

@@ -190,15 +190,7 @@ class WithAdapters(Overlay):
     # Backward.
 
     def linear_backward(
-        self,
-        dinp: Tensor,
-        dweight_acc: None,
-        dbias_acc: None,
-        dout: Tensor,
-        inp: Tensor,
-        weight: Any,
-        *,
-        scratch: Tensor,
+        self, dinp: Tensor, dweight_acc: None, dbias_acc: None, dout: Tensor, inp: Tensor, weight: Any, *, scratch: Tensor
     ) -> None:
         self.ops.linear_backward(dinp, None, None, dout, inp, without_adapter(weight), scratch=scratch)
         self.add_backward(dinp, dout, inp, weight, scratch)
