@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,12 @@ def test_a_change_of_attentions_scores_reaches_decoding(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_the_term_of_the_loss(softcap: float, ideas: dict[str, str]) -> None:
     """The operation with these lines in the place of its own, with a cap of the logits as well."""
-    source = inspect.getsource(reference.classifier_forward_backward)
+    source = textwrap.dedent(inspect.getsource(reference.classifier_forward_backward))
     old = re.findall(r"^ +losses\[rows\] = .*\n +p = log_p.exp_\(\).*\n", source, re.M)
     assert len(old) == 1
     new = "".join(f"        {line}\n" for line in ideas["classifier_forward_backward"].splitlines())
     names = dict(vars(inspect.getmodule(reference.classifier_forward_backward)))
+    names["capped_blocks"] = names["log_softmax_blocks"]
     exec(source.replace(old[0], new), names)
     logits = torch.randn(7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).mul_(3).requires_grad_()
     targets, V = torch.arange(7), 19

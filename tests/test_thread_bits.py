@@ -20,7 +20,7 @@ from handgrad.joins.dropout import reference as dropout_reference
 from handgrad.joins.fp8 import reference as fp8_reference
 from handgrad.joins.lora import bind as lora
 from handgrad.ops import cases as operation_cases, cpu, reference
-from handgrad.ops.cpu.activations import GRAIN_ELEMENTS, VECTOR_ELEMENTS, whole_vectors
+from handgrad.ops.cpu.linear import GRAIN_ELEMENTS, VECTOR_ELEMENTS, whole_vectors
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.tools.kernel_checks import fp8, operations

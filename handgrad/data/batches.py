@@ -196,7 +196,7 @@ class Batches:
         assert first_sample >= 0 and inputs.shape == targets.shape and inputs.shape[1] == self.sequence_length
         inputs_array, targets_array = inputs.numpy(), targets.numpy()  # the same memory; pinned tensors too
         for row in range(len(inputs_array)):
-            shard, start, length = self._place(first_sample + row)
+            shard, start, length = self.locate(first_sample + row)
             window = self.shards[shard].read(start, length)
             predicted = length - 1
             inputs_array[row, :predicted] = window[:-1]
@@ -226,7 +226,7 @@ class Batches:
         return sum(self._trained_of(sample) for sample in range(first_sample, first_sample + samples))
 
     def _trained_of(self, sample: int) -> int:
-        shard, start, length = self._place(sample)
+        shard, start, length = self.locate(sample)
         trained = self._targets(shard)
         return length - 1 if trained is None else int(trained.count(start + 1, start + length))
 
@@ -242,19 +242,11 @@ class Batches:
 
     def window(self, sample: int) -> np.ndarray:
         """The tokens of a sample, (T + 1,), fewer where a row is padded; a read-only view of its shard."""
-        shard, start, length = self._place(sample)
+        shard, start, length = self.locate(sample)
         return self.shards[shard].tokens[start : start + length]
 
-    def _place(self, sample: int) -> tuple[int, int, int]:
+    def locate(self, sample: int) -> tuple[int, int, int]:
         """(number of a sample's shard, offset of its first token there, number of its tokens)."""
-        shard, start = self.locate(sample)
-        if self.packing != WHOLE:
-            return shard, start, self.sequence_length + 1
-        first, lengths = self._rows[shard]
-        return shard, start, int(lengths[np.searchsorted(first, start)])
-
-    def locate(self, sample: int) -> tuple[int, int]:
-        """(number of a sample's shard, offset of its first token there)."""
         epoch, position = divmod(sample, self.samples_per_epoch)
         if epoch != self._epoch:
             self._enter(epoch)
@@ -263,11 +255,12 @@ class Batches:
         if self.shuffle:
             window = permute(window, self._windows[shard], mix(self.seed, WINDOW_ORDER, epoch, shard))
         if self.packing == WHOLE:
-            return shard, int(self._rows[shard][0][window])
+            first, lengths = self._rows[shard]
+            return shard, int(first[window]), int(lengths[window])
         if self.shuffle:
             slack = self.shards[shard].token_count - 1 - self._windows[shard] * self.sequence_length
             offset = mix(self.seed, OFFSET, epoch, shard) % (slack + 1)
-        return shard, offset + window * self.stride
+        return shard, offset + window * self.stride, self.sequence_length + 1
 
     def context(self, sample: int) -> int:
         """The number of first targets of a sample that it does not score: the sample before it does."""

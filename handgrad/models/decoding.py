@@ -15,7 +15,7 @@ from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
 from handgrad.memory.arena import Clock
-from handgrad.models.passes import Attention, with_projection
+from handgrad.models.passes import Attention
 from handgrad.networks import ModelShape
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
@@ -87,7 +87,7 @@ def prompt_attention(
     """Stores the keys and values of prompts, whose tokens attend to each other, or, with `append`, over the layer's
     cache."""
 
-    def attend() -> None:
+    def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         store_prompts(ops, block, sequences, layer, batch, append=append)
         if append:
             cache = sequences.keys[layer], sequences.values[layer]
@@ -95,8 +95,9 @@ def prompt_attention(
             ops.decode.attention_append(block.atty, *cache, block.qkv, *places, scratch=sequences.scratch)
         else:
             ops.attention_forward(block.atty, block.lse, block.qkv, scratch=sequences.scratch)
+        ops.linear_residual_forward(out, residual, block.atty, weight, bias, scratch=sequences.scratch)
 
-    return with_projection(ops, attend, block.atty, sequences.scratch)
+    return attention
 
 
 def prefill_block(buffers: Block, batch: int, length: int, num_heads: int) -> Block:

@@ -23,7 +23,7 @@ from handgrad.memory.activations import ActivationRow, PassTensors, activation, 
 from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
-from handgrad.models.passes import Attention, Stage, head_backward, training_attention
+from handgrad.models.passes import Attention, Stage, head_backward
 from handgrad.networks import ModelShape
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
@@ -35,23 +35,33 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     # x = wte[token] + wpe[position]
     stages = [Stage("embedding", partial(ops.embedding_forward, x, act.tokens, w.wte, w.wpe))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        attention = training_attention(ops, block, act)
-        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, attention, s)))
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, s)))
         x = block.residual_out
     last_norm = partial(ops.layernorm_forward, act.lnf, act.lnf_mean, act.lnf_rstd, x, w.lnf_weight, w.lnf_bias)
     return [*stages, Stage("lnf", last_norm)]
 
 
 def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Attention, s: Tensor, *, rerun: bool = False
+    ops: ModuleType,
+    w: BlockWeights,
+    act: BlockActivations,
+    x: Tensor,
+    s: Tensor,
+    *,
+    attend: Attention | None = None,
+    rerun: bool = False,
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `attend` reads act.qkv, and in generation the cache. `rerun`: in the
-    backward, which does not read the last product."""
+    """x (N, C) -> act.residual_out (N, C). `attend`: generation's attention, which also reads the cache; without it the
+    tokens of a row attend to each other. `rerun`: in the backward, which does not read the last product."""
     ln1, ln2 = (act.ln1, act.ln1_mean, act.ln1_rstd), (act.ln2, act.ln2_mean, act.ln2_rstd)
     qkv, proj = (w.qkv_weight, w.qkv_bias), (w.proj_weight, w.proj_bias)
     fc, fcproj = (w.fc_weight, w.fc_bias), (w.fcproj_weight, w.fcproj_bias)
     ops.layernorm_linear_forward(act.qkv, *ln1, x, w.ln1_weight, w.ln1_bias, *qkv, scratch=s)  # [q k v] = LN(x) W^T + b
-    attend(act.residual_mid, x, *proj)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T + b
+    if attend is None:
+        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)  # y = softmax(q k^T / sqrt(D)) v
+        ops.linear_residual_forward(act.residual_mid, x, act.atty, *proj, scratch=s)  # a = x + y W^T + b
+    else:
+        attend(act.residual_mid, x, *proj)
     ops.layernorm_linear_gelu_forward(  # h = GELU(LN(a) W^T + b)
         act.gelu, act.fc, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias, *fc, scratch=s
     )
@@ -116,7 +126,7 @@ def block_backward(
     """
     s, ln1, ln2 = whole.scratch, (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
     if recompute == WHOLE_BLOCKS:
-        block_forward(ops, w, act, x, training_attention(ops, act, whole), s, rerun=True)
+        block_forward(ops, w, act, x, s, rerun=True)
     elif recompute:
         if recompute == 2:
             ops.layernorm_forward(act.ln2, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias)
@@ -266,7 +276,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     ops.embedding_decode(x, b.tokens, b.positions, w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks):
-        block_forward(ops, weights, act, x, step_attention(ops, act, b, layer), s)
+        block_forward(ops, weights, act, x, s, attend=step_attention(ops, act, b, layer))
     norm = act.ln1, act.ln1_mean, act.ln1_rstd
     ops.layernorm_linear_forward(b.logits, *norm, x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
 
@@ -287,7 +297,7 @@ def prefill(
     else:
         ops.embedding_forward(x, tokens.view(batch, length), w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks[:-1]):
-        block_forward(ops, weights, act, x, prompt_attention(ops, act, b, layer, batch, append=append), s)
+        block_forward(ops, weights, act, x, s, attend=prompt_attention(ops, act, b, layer, batch, append=append))
     last = w.blocks[-1]  # of which the keys and values alone are read
     norm = act.ln1, act.ln1_mean, act.ln1_rstd, x, last.ln1_weight, last.ln1_bias
     ops.layernorm_linear_forward(act.qkv, *norm, last.qkv_weight, last.qkv_bias, scratch=s)

@@ -24,7 +24,7 @@ from handgrad.memory.activations import ActivationRow, PassTensors, activation, 
 from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
-from handgrad.models.passes import Attention, Launch, Stage, head_backward, training_attention
+from handgrad.models.passes import Attention, Launch, Stage, head_backward
 from handgrad.networks import ModelShape
 from handgrad.networks.network import NEVER
 
@@ -37,8 +37,7 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     stages = [Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         rotated = norm_and_rotate(ops, weights, block, shape, length=block.lse.shape[2])
-        run = partial(block_forward, ops, weights, block, x, rotated, training_attention(ops, block, act), s, epsilon)
-        stages.append(Stage(f"blocks.{layer}", run))
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, rotated, s, epsilon)))
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
     return [*stages, Stage("head", last_norm)]
@@ -50,17 +49,22 @@ def block_forward(
     act: BlockActivations,
     x: Tensor,
     before_attention: Launch,
-    attend: Attention,
     s: Tensor,
     epsilon: float,
     *,
+    attend: Attention | None = None,
     rerun: bool = False,
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `before_attention` changes act.qkv, and `attend` reads it, in generation the
-    cache as well. `rerun`: in the backward, which does not read the last product."""
+    """x (N, C) -> act.residual_out (N, C). `before_attention` changes act.qkv. `attend`: generation's attention, which also
+    reads the cache; without it the tokens of a row attend to each other. `rerun`: in the backward, which does not read the
+    last product."""
     queries_keys_values(ops, w, act, x, s, epsilon)
     before_attention()  # q, k = R(q), R(k)
-    attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
+    if attend is None:
+        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)  # y = softmax(q k^T / sqrt(D)) v
+        ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
+    else:
+        attend(act.residual_mid, x, w.proj_weight, None)
     outs, norm = (act.swiglu, act.hidden), (act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain)
     # [g u] = RMS(a) W^T, h = silu(g) u
     ops.rmsnorm_linear_swiglu_forward(*outs, *norm, w.gate_up_weight, epsilon=epsilon, scratch=s)
@@ -141,7 +145,7 @@ def block_backward(
     s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
     if recompute == WHOLE_BLOCKS:
         rotated = norm_and_rotate(ops, w, act, shape, length=length)
-        block_forward(ops, w, act, x, rotated, training_attention(ops, act, whole), s, epsilon, rerun=True)
+        block_forward(ops, w, act, x, rotated, s, epsilon, rerun=True)
     elif recompute:
         if recompute == 2:
             ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
@@ -322,7 +326,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     ops.token_embedding_decode(x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
         rotated = norm_and_rotate(ops, weights, act, shape, positions=b.positions)
-        block_forward(ops, weights, act, x, rotated, step_attention(ops, act, b, layer), s, epsilon)
+        block_forward(ops, weights, act, x, rotated, s, epsilon, attend=step_attention(ops, act, b, layer))
     norm = act.norm1, act.norm1_rstd, x, w.lnf_gain
     ops.rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
 
@@ -344,7 +348,7 @@ def prefill(
     for layer, weights in enumerate(w.blocks[:-1]):
         rotated = norm_and_rotate(at_places, weights, act, shape, **place)
         attention = prompt_attention(ops, act, b, layer, batch, append=append)
-        block_forward(ops, weights, act, x, rotated, attention, s, epsilon)
+        block_forward(ops, weights, act, x, rotated, s, epsilon, attend=attention)
     last = w.blocks[-1]  # of which the keys and values alone are read
     queries_keys_values(ops, last, act, x, s, epsilon)
     norm_and_rotate(at_places, last, act, shape, **place)()

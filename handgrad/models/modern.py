@@ -26,7 +26,7 @@ from handgrad.memory.activations import ActivationRow, PassTensors, activation, 
 from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
-from handgrad.models.passes import Attention, Launch, Stage, head_backward, no_launch, training_attention
+from handgrad.models.passes import Attention, Launch, Stage, head_backward, no_launch
 from handgrad.networks import ModelShape
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
@@ -41,8 +41,7 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
         if weights.value_embedding is not None:
             stages.append(Stage(f"values.{layer}", no_launch))
         before = before_attention_of(ops, weights, block, act, shape)
-        run = partial(block_forward, ops, weights, block, x, act.first, before, training_attention(ops, block, act), s)
-        stages.append(Stage(f"blocks.{layer}", run))
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, act.first, before, s)))
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
     return [*stages, Stage("head" if shape.has("untied_head") else "", last_norm)]
@@ -68,16 +67,21 @@ def block_forward(
     x: Tensor,
     first: Tensor | None,
     before_attention: Launch,
-    attend: Attention,
     s: Tensor,
     *,
+    attend: Attention | None = None,
     rerun: bool = False,
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `before_attention` changes act.qkv, and `attend`
-    reads it, in generation the cache as well. `rerun`: in the backward, which does not read the last product."""
+    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `before_attention` changes act.qkv. `attend`:
+    generation's attention, which also reads the cache; without it the tokens of a row attend to each other. `rerun`: in the
+    backward, which does not read the last product."""
     x = queries_keys_values(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
     before_attention()  # q, k = R(RMS(q)), R(RMS(k)), v = v + g ve[token]
-    attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
+    if attend is None:
+        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)  # y = softmax(q k^T / sqrt(D)) v
+        ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
+    else:
+        attend(act.residual_mid, x, w.proj_weight, None)
     norm = act.norm2, act.norm2_rstd, act.residual_mid, None
     ops.rmsnorm_linear_relu2_forward(act.hidden, *norm, w.fc_weight, scratch=s)  # h = max(RMS(a) W^T, 0)^2
     if not rerun:
@@ -222,7 +226,7 @@ def block_backward(
     s = whole.scratch
     if recompute == WHOLE_BLOCKS:
         before = before_attention_of(ops, w, act, whole, shape)
-        block_forward(ops, w, act, x, whole.first, before, training_attention(ops, act, whole), s, rerun=True)
+        block_forward(ops, w, act, x, whole.first, before, s, rerun=True)
     elif recompute:
         if recompute == 2:
             ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid)
@@ -444,7 +448,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
     for layer, weights in enumerate(w.blocks):
         before = values_of_step(ops, rotated, weights, act, x, b.tokens)
-        block_forward(ops, weights, act, x, act.first, before, step_attention(ops, act, b, layer), s)
+        block_forward(ops, weights, act, x, act.first, before, s, attend=step_attention(ops, act, b, layer))
         x = act.residual_out
     ops.rmsnorm_linear_forward(b.logits, act.norm1, act.norm1_rstd, x, None, w.head, None, scratch=s)
     if shape.softcap:
@@ -487,7 +491,7 @@ def prefill(
     for layer, weights in enumerate(w.blocks[:-1]):
         before = with_values(ops, rotated, weights, act, tokens)
         attention = prompt_attention(ops, act, b, layer, batch, append=append)
-        block_forward(ops, weights, act, x, act.first, before, attention, s)
+        block_forward(ops, weights, act, x, act.first, before, s, attend=attention)
         x = act.residual_out
     last = w.blocks[-1]  # of which the keys and values alone are read
     queries_keys_values(ops, last, act, x, act.first, s)

@@ -1,9 +1,8 @@
-"""A pass through a model as a list of stages, and the parts of it that all architectures share: attention with its output
-projection, and the loss head, which takes a chunk of tokens at a time."""
+"""A pass through a model as a list of stages, and the part of it that all architectures share: the loss head, which takes a
+chunk of tokens at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +11,8 @@ from torch import Tensor
 from handgrad.networks import ModelShape
 
 Launch = Callable[[], None]
+# Attention with its output projection and the residual sum: out (N, C) = residual + y weight^T + bias.
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, residual, weight, bias)
 
 
 def no_launch() -> None:
@@ -32,26 +33,6 @@ class Stage:
 def run(stages: Iterable[Stage]) -> None:
     for stage in stages:
         stage.run()
-
-
-# Attention with its output projection and the residual sum: out (N, C) = residual + y weight^T + bias.
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, residual, weight, bias)
-
-
-def with_projection(ops: ModuleType, attend: Launch, attended: Tensor, scratch: Tensor) -> Attention:
-    """Returns `attend`, which makes y = attended (N, H D), with the projection and the sum behind it."""
-
-    def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        attend()
-        ops.linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch)
-
-    return attention
-
-
-def training_attention(ops: ModuleType, block: Any, whole: Any) -> Attention:
-    """The tokens of a row attend to each other."""
-    attend = partial(ops.attention_forward, block.atty, block.lse, block.qkv, scratch=whole.scratch)
-    return with_projection(ops, attend, block.atty, whole.scratch)
 
 
 def head_logits(ops: ModuleType, w: Any, act: Any) -> Iterator[tuple[slice, Tensor]]:

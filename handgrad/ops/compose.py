@@ -179,20 +179,6 @@ def with_swiglu(
     return linear_swiglu_forward, swiglu_linear_backward
 
 
-def with_residual(linear_forward: Operation, residual_forward: Operation) -> Operation:
-    """Linear and the residual sum."""
-
-    def linear_residual_forward(
-        out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor | None = None
-    ) -> None:
-        """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C), which may be None; `out` is not
-        `residual`."""
-        linear_forward(out, inp, weight, bias)
-        residual_forward(out, residual, out)
-
-    return linear_residual_forward
-
-
 class Overlay(ModuleType):
     """The operations `ops`, unless a subclass or an attribute replaces them."""
 

@@ -42,22 +42,11 @@ class AdamW:
         self, ops: ModuleType, owned: Iterable[Owned], controls: Tensor, results: Tensor, scratch: Tensor | None
     ) -> None:
         """A call per range; `controls` holds the step and the learning rate, `results` the verdict and the clip factor."""
+        settings = {"beta1": self.beta1, "beta2": self.beta2, "epsilon": self.epsilon, "seed": self.seed}
         for part in owned:
             assert isinstance(part.kind, tuple)
             decays, rate = part.kind
-            ops.adamw_update(
-                part.published,
-                part.weight,
-                part.state["m"],
-                part.state["v"],
-                part.gradient,
-                controls,
-                results,
-                beta1=self.beta1,
-                beta2=self.beta2,
-                epsilon=self.epsilon,
-                weight_decay=self.weight_decay / rate if decays else 0.0,  # which the operation multiplies by rate
-                rate=rate,
-                seed=self.seed,
-                first_element=part.first_element,
-            )
+            weight_decay = self.weight_decay / rate if decays else 0.0  # which the operation multiplies by rate
+            tensors = part.published, part.weight, part.state["m"], part.state["v"], part.gradient, controls, results
+            of_part = {"weight_decay": weight_decay, "rate": rate, "first_element": part.first_element}
+            ops.adamw_update(*tensors, **settings, **of_part)

@@ -133,7 +133,15 @@ class Run:
         steps = range(self.completed, until)
         with StopSignals(keeps_process=keeps_process) as self.signals:
             for step in steps:
-                if self.one_step(step):  # else its result comes with the next step's
+                self.ranks.begin_step(step)
+                self.ranks.set_status("its micro-batches")
+                self.training.stepper.begin(step)
+                if self.completed < step:  # read while the device works on this one's micro-batches
+                    self.read_result(step - 1)
+                self.training.stepper.finish(step)
+                self.sync_with_ranks()
+                if self.pauses_after(step):  # else its result comes with the next step's
+                    self.read_result(step)
                     self.between_steps()
         self.log.display.keep_line()
         if steps and self.completed == self.config.steps:
@@ -149,25 +157,9 @@ class Run:
             self.log.record("end", step=self.completed)
             self.log.sync()
 
-    def one_step(self, step: int) -> bool:
-        """Launches `step`, and reads the result of the one before while the device works on this one's micro-batches.
-
-        Returns True when the run pauses after `step`, to be saved and watched: where something is due, when a signal has
-        come, and always on a CPU, which does not run ahead.
-        """
-        self.ranks.begin_step(step)
-        self.ranks.set_status("its micro-batches")
-        self.training.stepper.begin(step)
-        if self.completed < step:
-            self.read_result(step - 1)
-        self.training.stepper.finish(step)
-        self.sync_with_ranks()
-        if self.pauses_after(step):
-            self.read_result(step)
-            return True
-        return False
-
     def pauses_after(self, step: int) -> bool:
+        """True when the run pauses after `step`, to be saved and watched: where something is due, when a signal has come,
+        and always on a CPU, which does not run ahead."""
         every = (self.config.save_every, self.config.eval_every, self.config.sample_every)
         return (
             self.design.device.type != "cuda"

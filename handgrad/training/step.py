@@ -20,6 +20,7 @@ from handgrad.machine.graphs import Replayed
 from handgrad.memory.rows import BLOCK_ELEMENTS
 from handgrad.models.passes import Stage
 from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
+from handgrad.training.design import Guards
 from handgrad.training.state import OPTIMIZER_SCRATCH, TrainingState
 
 WINDOW = 128  # steps that a loss or a norm is compared with
@@ -117,13 +118,6 @@ class StepSlot:
     trained_tokens: int = 0
     learning_rate: float = 0.0
 
-    def wait(self) -> float:
-        """Waits until the step has ended; returns its length in seconds."""
-        if self.start is not None and self.end is not None:
-            self.end.synchronize()
-            self.elapsed_seconds = self.start.elapsed_time(self.end) / 1e3
-        return self.elapsed_seconds
-
 
 def make_slot(state: TrainingState, program: Program) -> StepSlot:
     on_gpu, dtype = state.design.device.type == "cuda", state.controls.dtype
@@ -136,6 +130,21 @@ def make_slot(state: TrainingState, program: Program) -> StepSlot:
         start=torch.cuda.Event(enable_timing=True) if on_gpu else None,
         end=torch.cuda.Event(enable_timing=True) if on_gpu else None,
     )
+
+
+def skip_reason(
+    code: float, guards: Guards, tokens: int, loss: float, norm: float, loss_z: float | None, norm_z: float | None
+) -> str:
+    """Why a step of so many trained tokens with this verdict makes no update."""
+    if not tokens:
+        return NOTHING_TRAINED
+    reasons = {
+        LOSS_NOT_FINITE: f"loss is {loss}",
+        NORM_NOT_FINITE: f"gradient norm is {norm}",
+        LOSS_OUTLIER: f"loss z-score {loss_z or 0:.1f} > {guards.loss_z:g}",
+        NORM_OUTLIER: f"norm z-score {norm_z or 0:.1f} > {guards.norm_z:g}",
+    }
+    return reasons[int(code)]
 
 
 class SpikeWindow:
@@ -276,20 +285,16 @@ class TrainStep:
     def result(self, step: int) -> StepResult:
         """Waits for `step` and takes its loss and norm into the windows, unless it was skipped."""
         slot, guards = self.slot(step), self.design.guards
-        elapsed_seconds = slot.wait()
+        if slot.start is not None and slot.end is not None:
+            slot.end.synchronize()
+            slot.elapsed_seconds = slot.start.elapsed_time(slot.end) / 1e3
         loss, norm, _, code, loss_scale = slot.results.tolist()
         loss_z, norm_z = self.loss_window.z_score(loss), self.norm_window.z_score(norm)
-        reasons = {
-            LOSS_NOT_FINITE: f"loss is {loss}",
-            NORM_NOT_FINITE: f"gradient norm is {norm}",
-            LOSS_OUTLIER: f"loss z-score {loss_z or 0:.1f} > {guards.loss_z:g}",
-            NORM_OUTLIER: f"norm z-score {norm_z or 0:.1f} > {guards.norm_z:g}",
-        }
         if code == UPDATE:
             self.loss_window.add(loss)
             self.norm_window.add(norm)
-        skipped = reasons.get(int(code)) if slot.trained_tokens else NOTHING_TRAINED
-        numbers = loss, norm, slot.learning_rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds
+        skipped = None if code == UPDATE else skip_reason(code, guards, slot.trained_tokens, loss, norm, loss_z, norm_z)
+        numbers = loss, norm, slot.learning_rate, loss_z, norm_z, skipped, loss_scale, slot.elapsed_seconds
         return StepResult(*numbers, slot.reports, slot.trained_tokens)
 
     def raise_norm_limit(self, norm: float) -> None:

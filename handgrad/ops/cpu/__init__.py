@@ -11,10 +11,15 @@ from typing import Any
 
 from handgrad.ops import Backend, compose, reference
 from handgrad.ops.cpu import decode
-from handgrad.ops.cpu.activations import (
+from handgrad.ops.cpu.attention import attention_backward, attention_forward
+from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward
+from handgrad.ops.cpu.layernorm import layernorm_backward, layernorm_forward
+from handgrad.ops.cpu.linear import (
     gelu_backward,
     gelu_forward,
     gelu_linear_backward,
+    linear_backward,
+    linear_forward,
     linear_gelu_forward,
     linear_relu2_forward,
     linear_residual_forward,
@@ -26,10 +31,6 @@ from handgrad.ops.cpu.activations import (
     swiglu_forward,
     swiglu_linear_backward,
 )
-from handgrad.ops.cpu.attention import attention_backward, attention_forward
-from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward
-from handgrad.ops.cpu.layernorm import layernorm_backward, layernorm_forward
-from handgrad.ops.cpu.linear import linear_backward, linear_forward
 from handgrad.ops.cpu.muon import muon_momentum, muon_polar, muon_update
 from handgrad.ops.cpu.optimizer import adamw_update
 from handgrad.ops.cpu.rmsnorm import rmsnorm_backward, rmsnorm_forward

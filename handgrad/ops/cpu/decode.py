@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from handgrad.ops import compose
-from handgrad.ops.cpu.activations import (
+from handgrad.ops.cpu.layernorm import layernorm_forward  # noqa: F401
+from handgrad.ops.cpu.linear import (
+    linear_forward,
     linear_gelu_forward,  # noqa: F401
     linear_relu2_forward,  # noqa: F401
     linear_residual_forward,
     linear_swiglu_forward,  # noqa: F401
 )
-from handgrad.ops.cpu.layernorm import layernorm_forward  # noqa: F401
-from handgrad.ops.cpu.linear import linear_forward
 from handgrad.ops.cpu.rmsnorm import rmsnorm_forward
 from handgrad.ops.reference import decode as reference
 

@@ -33,21 +33,10 @@ def adamw_update(
     step, learning_rate = (controls[place].item() for place in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
     one = torch.ones((), dtype=torch.float32)
     weight, m, v = (exact(tensor) for tensor in (weight_inout, m_inout, v_inout))
-    torch.ops.aten._fused_adamw_(
-        [weight],
-        [gradient_inout],
-        [m],
-        [v],
-        [],
-        [one * step],
-        lr=learning_rate * rate,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=epsilon,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None if gradient_scale == 1.0 else one / gradient_scale,
-    )
+    tensors = [weight], [gradient_inout], [m], [v], [], [one * step]
+    betas = {"beta1": beta1, "beta2": beta2, "eps": epsilon}
+    rates = {"lr": learning_rate * rate, "weight_decay": weight_decay}
+    scale = None if gradient_scale == 1.0 else one / gradient_scale
+    torch.ops.aten._fused_adamw_(*tensors, **betas, **rates, amsgrad=False, maximize=False, grad_scale=scale)
     keep_moments(m_inout, v_inout, m, v, int(step), seed, first_element)
     publish(published, weight_inout, weight, int(step), seed, first_element)

@@ -93,4 +93,9 @@ def residual_forward(out: Tensor, a: Tensor, b: Tensor) -> None:
     torch.add(a, b, out=out)
 
 
-linear_residual_forward = compose.with_residual(linear_forward, residual_forward)
+def linear_residual_forward(
+    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor | None = None
+) -> None:
+    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C), which may be None; `out` is not `residual`."""
+    linear_forward(out, inp, weight, bias)
+    residual_forward(out, residual, out)

@@ -59,7 +59,7 @@ def verdict(
     limits = controls.tolist()
     tokens = limits[ops.CONTROL_TOKENS]
     loss = functools.reduce(operator.add, sum_of_losses.tolist()) / tokens  # `sum` would compensate its rounding
-    scale, good_steps = loss_scale_inout[1:].tolist()
+    scale = loss_scale_inout[1].item()
     times = scale * (tokens / gradient_tokens)  # the factor that the gradients hold
     norm = math.sqrt(norm_partials.cpu().double().sum().item()) / times
     if not math.isfinite(loss):
@@ -75,14 +75,20 @@ def verdict(
     clip = clip_norm / norm if clip_norm and norm > clip_norm else 1.0
     results.copy_(torch.tensor([loss, norm, clip / times, code, scale], dtype=results.dtype))
     if dynamic_loss_scale:
-        if code == ops.NORM_NOT_FINITE:
-            scale, good_steps = max(scale / 2, ops.SMALLEST_LOSS_SCALE), 0.0
-        elif code == ops.UPDATE:
-            good_steps += 1
-            if good_steps == ops.LOSS_SCALE_GROWTH_STEPS:
-                scale, good_steps = min(scale * 2, ops.LARGEST_LOSS_SCALE), 0.0
-        new = [scale / gradient_tokens, scale, good_steps]
-        loss_scale_inout.copy_(torch.tensor(new, dtype=loss_scale_inout.dtype))
+        change_loss_scale(loss_scale_inout, code, gradient_tokens)
+
+
+def change_loss_scale(loss_scale_inout: Tensor, code: int, gradient_tokens: int) -> None:
+    """`verdict`'s loss_scale_inout for the next step, after a step with the verdict `code`."""
+    scale, good_steps = loss_scale_inout[1:].tolist()
+    if code == ops.NORM_NOT_FINITE:
+        scale, good_steps = max(scale / 2, ops.SMALLEST_LOSS_SCALE), 0.0
+    elif code == ops.UPDATE:
+        good_steps += 1
+        if good_steps == ops.LOSS_SCALE_GROWTH_STEPS:
+            scale, good_steps = min(scale * 2, ops.LARGEST_LOSS_SCALE), 0.0
+    new = [scale / gradient_tokens, scale, good_steps]
+    loss_scale_inout.copy_(torch.tensor(new, dtype=loss_scale_inout.dtype))
 
 
 # AdamW (Loshchilov & Hutter 2019), with the gradient g scaled first:
