@@ -31,8 +31,7 @@ from benchmarks.gpu_step import libraries
 from benchmarks.record import keep_commit, rounded, write_record
 from handgrad.machine import devices
 from handgrad.ops import cpu
-from handgrad.ops.mask import Mask
-from handgrad.ops.reference.attention import split_heads
+from handgrad.ops.reference.attention import Mask, split_heads
 from handgrad.tools.speeds import launch_milliseconds
 
 NONE, ONE, SHORT = DOCUMENTS = "none", "one", "short"

@@ -11,8 +11,9 @@ from benchmarks.fp8_bytes import ROWS
 from handgrad.joins.fp8 import cuda as kernels, reference
 from handgrad.joins.fp8.cuda import activations
 from handgrad.joins.fp8.formats import E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
+from handgrad.joins.fp8.sizes import NONLINEARITY_ELEMENTS, QUADS_TILE, attention_parts, tiles
 from handgrad.models import head_chunk_tokens
-from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS_TILE, attention_parts, backward_tile, cdiv, forward_tile, tiles
+from handgrad.ops.sizes import backward_tile, cdiv, forward_tile
 from handgrad.settings.config import ModelShape
 
 Step = Callable[[], None]

@@ -24,8 +24,8 @@ in h200-fp8-choices
 92 % = layernorm_backward_copy_bandwidth_share.65536x768."three stages"
 68 % = layernorm_backward_copy_bandwidth_share.65536x768."one stage"
 90 % = bias_sums_copy_bandwidth_share.65536x2304."64 columns*"
-76 % = bias_sums_copy_bandwidth_share.65536x2304."128 columns*"
-in h200-fp8-choices
+76 % = bias_sums_copy_bandwidth_share.65536x2304."128 columns*\"""",
+    "handgrad/joins/fp8/sizes.py": """in h200-fp8-choices
 413 us = gelu_backward_microseconds_124M.8x128_4_warps
 511 = gelu_backward_microseconds_124M.32_quads_x_64_columns_8_warps""",
     "handgrad/ops/cpu/attention.py": """in cpu-operation-choices

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from handgrad.joins.fp8 import formats, reference as fp8_reference
 from handgrad.ops import cpu, reference
-from handgrad.ops.mask import Mask
+from handgrad.ops.reference.attention import Mask
 from tests.documents import PACKINGS, document_starts, visible
 from tests.test_operations import close, equal_autograd, randn
 

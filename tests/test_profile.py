@@ -21,7 +21,7 @@ from handgrad.joins import fp8
 from handgrad.joins.fp8 import reference as fp8_reference
 from handgrad.joins.fp8.formats import E4M3
 from handgrad.ops import reference
-from handgrad.ops.mask import Mask
+from handgrad.ops.reference.attention import Mask
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from handgrad.ops.compose import Overlay
-from handgrad.ops.mask import Mask
+from handgrad.ops.reference.attention import Mask
 
 
 def scratch_sizes(ops: ModuleType) -> Any:

@@ -261,44 +261,38 @@ class Pair(NamedTuple):
     inputs: dict[str, str]  # an input of the forward: the argument that holds its gradient afterwards
 
 
-TURNED = {"qkv_inout": "dqkv_inout"}
-GAINS = {"q_gain": "dq_gain_acc", "k_gain": "dk_gain_acc"}
-SCALARS = {"residual_scalar": "dresidual_scalar_acc", "input_scalar": "dinput_scalar_acc"}
-PAIRS = {
-    "embedding_backward": Pair("embedding_forward", {"out": "dout"}, {"wte": "dwte_acc", "wpe": "dwpe_acc"}),
-    "token_embedding_backward": Pair("token_embedding_forward", {"out": "dout"}, {"wte": "dwte_acc"}),
-    "layernorm_backward": Pair(
-        "layernorm_forward", {"out": "dout"}, {"inp": "dresidual_inout", "weight": "dweight_acc", "bias": "dbias_acc"}
-    ),
-    "linear_backward": Pair(
-        "linear_forward", {"out": "dout"}, {"inp": "dinp", "weight": "dweight_acc", "bias": "dbias_acc"}
-    ),
-    "attention_backward": Pair("attention_forward", {"out": "dout"}, {"qkv": "dqkv"}),
-    "gelu_backward": Pair("gelu_forward", {"out": "dhidden_inout"}, {"inp": "dhidden_inout"}),
+# Outputs of the forward, each with the argument of the backward that is its gradient <- inputs, each with the argument that
+# holds its gradient afterwards.
+GRADIENTS = {
+    "embedding_backward": "out:dout <- wte:dwte_acc wpe:dwpe_acc",
+    "token_embedding_backward": "out:dout <- wte:dwte_acc",
+    "layernorm_backward": "out:dout <- inp:dresidual_inout weight:dweight_acc bias:dbias_acc",
+    "linear_backward": "out:dout <- inp:dinp weight:dweight_acc bias:dbias_acc",
+    "attention_backward": "out:dout <- qkv:dqkv",
+    "gelu_backward": "out:dhidden_inout <- inp:dhidden_inout",
     # The loss of training, which may have terms that validation's has not.
-    "classifier_forward_backward": Pair(
-        "classifier_forward_backward", {"losses": "scale"}, {"logits_to_dlogits_inout": "logits_to_dlogits_inout"}
-    ),
-    "rmsnorm_backward": Pair("rmsnorm_forward", {"out": "dout"}, {"inp": "dresidual_inout", "gain": "dgain_acc"}),
-    "mix_rmsnorm_backward": Pair(
-        "mix_rmsnorm_forward",
-        {"mixed": "dstream_inout", "out": "dout"},
-        {"inp": "dstream_inout", "first": "dfirst_inout", **SCALARS},
-    ),
-    "rotary_backward": Pair("rotary_forward", TURNED, TURNED),
-    "qk_norm_backward": Pair("qk_norm_forward", TURNED, TURNED),
-    "qk_norm_rotary_backward": Pair("qk_norm_rotary_forward", TURNED, TURNED),
-    "gained_qk_norm_rotary_backward": Pair(
-        "gained_qk_norm_rotary_forward", {"out": "dqkv_inout"}, {"qkv": "dqkv_inout", **GAINS}
-    ),
-    "value_embedding_backward": Pair(
-        "value_embedding_forward",
-        {"qkv_inout": "dqkv"},
-        {"qkv_inout": "dqkv", "norm": "dnorm_inout", "gate_weight": "dgate_weight_acc", "table": "dvalues"},
-    ),
-    "relu2_backward": Pair("relu2_forward", {"hidden_inout": "dhidden_inout"}, {"hidden_inout": "dhidden_inout"}),
-    "swiglu_backward": Pair("swiglu_forward", {"out": "dout"}, {"hidden": "dhidden"}),
+    "classifier_forward_backward": "losses:scale <- logits_to_dlogits_inout:logits_to_dlogits_inout",
+    "rmsnorm_backward": "out:dout <- inp:dresidual_inout gain:dgain_acc",
+    "mix_rmsnorm_backward": "mixed:dstream_inout out:dout <- inp:dstream_inout first:dfirst_inout"
+    " residual_scalar:dresidual_scalar_acc input_scalar:dinput_scalar_acc",
+    "rotary_backward": "qkv_inout:dqkv_inout <- qkv_inout:dqkv_inout",
+    "qk_norm_backward": "qkv_inout:dqkv_inout <- qkv_inout:dqkv_inout",
+    "qk_norm_rotary_backward": "qkv_inout:dqkv_inout <- qkv_inout:dqkv_inout",
+    "gained_qk_norm_rotary_backward": "out:dqkv_inout <- qkv:dqkv_inout q_gain:dq_gain_acc k_gain:dk_gain_acc",
+    "value_embedding_backward": "qkv_inout:dqkv"
+    " <- qkv_inout:dqkv norm:dnorm_inout gate_weight:dgate_weight_acc table:dvalues",
+    "relu2_backward": "hidden_inout:dhidden_inout <- hidden_inout:dhidden_inout",
+    "swiglu_backward": "out:dout <- hidden:dhidden",
 }
+
+
+def pair_of(backward: str, gradients: str) -> Pair:
+    forward = backward if "forward" in backward else backward.replace("_backward", "_forward")
+    outputs, inputs = (dict(one.split(":") for one in part.split()) for part in gradients.split("<-"))
+    return Pair(forward, outputs, inputs)
+
+
+PAIRS = {backward: pair_of(backward, gradients) for backward, gradients in GRADIENTS.items()}
 
 
 class BothWays(NamedTuple):

@@ -1,4 +1,4 @@
-"""The sizes that the CUDA operations and their memory plan share: tiles, programs, scratch, parts of fp8 statistics.
+"""The sizes that the CUDA operations and their memory plan share: tiles, programs, scratch.
 
 Without torch and Triton, so a run can be planned for a GPU that this machine lacks. The kernels cut their work by the same
 functions. A tile on which no buffer depends stands beside its kernel.
@@ -202,70 +202,3 @@ def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, **_sizes
 def cudnn_scratch_bytes(*, batch: int, length: int, num_heads: int, head_width: int) -> int:
     """The workspace of cuDNN's backward, for a GPU that is not there to ask its library."""
     return 4 * batch * num_heads * length * (CUDNN_SUMS * head_width + 1) + 256
-
-
-# fp8. Each program of a kernel that writes fp8 leaves a part of its tensor's statistics. Tiles are (rows, columns).
-
-QUANTIZE_TILE = 64, 128  # bytes of a column and of a row
-
-# A nonlinearity: elements of a program forward; of SwiGLU a tile, 512 bytes of a row of gates and as many of what they let
-# through.
-NONLINEARITY_ELEMENTS = 8192
-SWIGLU_TILE = 32, 256
-
-# Its backward: a program's tile, in quads of rows. A lane has 8 columns of a quad, whose fp8 numbers are one word of the
-# transposed forms: 32 rows are 32 bytes of a column there, one sector. Small tiles are faster: 413 us at 124M, where 128
-# rows of 64 columns with 8 warps take 511 (benchmarks/results/h200-fp8-choices.json). The gradient of queries and keys
-# before norm and rotation is cut into as many rows.
-ROWS_OF_QUAD, QUADS = 4, 8
-QUADS_TILE = QUADS * ROWS_OF_QUAD, 128
-
-# Programs of the backward of an RMS norm without a gain, which walk the rows with this stride: a tensor's parts are read
-# whole in every micro-step. It is what 132 multiprocessors hold of the smallest programs.
-RMSNORM_PROGRAMS = 4096
-
-
-def tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
-    """Tiles that cover a matrix."""
-    return cdiv(rows, tile[0]) * cdiv(columns, tile[1])
-
-
-def rmsnorm_programs(tokens: int, channels: int) -> int:
-    return min(RMSNORM_PROGRAMS, cdiv(tokens, rmsnorm_backward_tile(channels)[1]))
-
-
-def attention_parts(*kernels: str, batch: int, length: int, num_heads: int, head_width: int) -> int:
-    """Programs of these kernels together, with the smallest 16-bit tiles that any GPU gets."""
-    blocks = 0
-    for kernel in kernels:
-        choices = (attention_tile(kernel, head_width, narrow=True, newer=newer) for newer in (True, False))
-        blocks += cdiv(length, min(rows_of(kernel, tile) for tile in choices))
-    return batch * num_heads * blocks
-
-
-def statistics_parts(
-    *,
-    batch: int,
-    length: int,
-    num_heads: int,
-    head_width: int,
-    channels: int,
-    feed_forward: int,
-    widest: int,
-    padded_vocab_size: int,
-) -> int:
-    """Parts of a tensor's statistics, at most: programs of the kernel with the most of them."""
-    tokens = batch * length
-    heads = {"batch": batch, "length": length, "num_heads": num_heads, "head_width": head_width}
-    quantized = (tokens, widest), (widest, channels), (channels, widest), (padded_vocab_size, channels)
-    return max(
-        *(tiles(*shape, QUANTIZE_TILE) for shape in quantized),
-        cdiv(tokens, forward_tile(channels)[1]),
-        backward_tile(tokens, channels, 2)[0],
-        rmsnorm_programs(tokens, channels),
-        attention_parts("forward", **heads),
-        attention_parts("dq", "dkdv", **heads),
-        cdiv(tokens * feed_forward, NONLINEARITY_ELEMENTS),
-        tiles(tokens, feed_forward, QUADS_TILE),
-        tiles(tokens, feed_forward, SWIGLU_TILE),
-    )

@@ -8,6 +8,7 @@ import torch
 
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
+from handgrad.joins.fp8.sizes import statistics_parts
 from handgrad.machine import gpus
 from handgrad.machine.gpus import GPUS, HOPPER, Gpu
 from handgrad.names import check_choice
@@ -140,7 +141,7 @@ class Sizes:
 
     scratch_bytes = staticmethod(sizes.scratch_bytes)
     muon_scratch_bytes = staticmethod(sizes.muon_scratch_bytes)
-    statistics_parts = staticmethod(sizes.statistics_parts)
+    statistics_parts = staticmethod(statistics_parts)
     decode = sizes
 
     def attention_scratch_bytes(

@@ -15,8 +15,8 @@ if torch.cuda.get_device_capability() < (8, 9):
 from handgrad.joins.fp8 import formats as fp8, reference
 from handgrad.joins.fp8.cuda import quantizing as kernels
 from handgrad.joins.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8.sizes import QUANTIZE_TILE, tiles
 from handgrad.ops import CONTROL_STEP, CONTROLS
-from handgrad.ops.sizes import QUANTIZE_TILE, tiles
 from tests.kernels import fp8_checks as checks, layernorm_fp8_checks
 from tests.kernels.memory_checks import Draw
 

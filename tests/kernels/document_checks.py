@@ -8,7 +8,7 @@ import torch
 from handgrad.joins.dropout import cuda as dropout_kernels, reference as dropout_reference
 from handgrad.joins.dropout.reference import Dropout
 from handgrad.ops import cuda as kernels
-from handgrad.ops.mask import Mask
+from handgrad.ops.reference.attention import Mask
 from tests.documents import document_starts
 from tests.kernels.memory_checks import Case, Draw, Tensors, classifier_inputs, copy, nan, statistics_dtype
 

@@ -15,7 +15,7 @@ from handgrad.joins.fp8 import formats, reference
 from handgrad.joins.fp8.cuda import attention
 from handgrad.joins.fp8.formats import CLIPPED, VANISHED, Quantized
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.mask import Mask
+from handgrad.ops.reference.attention import Mask
 from handgrad.ops.sizes import attention_scratch_bytes, rows_of
 from tests.kernels.fp8_checks import copy, forms_of, make, same, totals
 from tests.kernels.fp8_frames import parts_of

@@ -15,8 +15,8 @@ from handgrad.joins.fp8 import formats, reference
 from handgrad.joins.fp8.cuda import classifier, quantizing as kernels
 from handgrad.joins.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
 from handgrad.joins.fp8.reference import quantizing
+from handgrad.joins.fp8.sizes import QUANTIZE_TILE, tiles
 from handgrad.ops import CONTROL_STEP, CONTROLS
-from handgrad.ops.sizes import QUANTIZE_TILE, tiles
 from tests.kernels.memory_checks import Draw
 
 # Scales at which some numbers of `wide` are too large for a format; in e4m3 some vanish at the same scale.

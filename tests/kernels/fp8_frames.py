@@ -14,7 +14,7 @@ from torch import Tensor
 from handgrad.joins.fp8 import reference
 from handgrad.joins.fp8.formats import CLIPPED, E4M3, VANISHED, Form, Quantized
 from handgrad.joins.fp8.reference.quantizing import write_forms
-from handgrad.ops.sizes import statistics_parts
+from handgrad.joins.fp8.sizes import statistics_parts
 from tests.kernels.fp8_checks import NAN, SCALES, codes, copy, forms_of, make, same, totals
 from tests.kernels.memory_checks import Draw
 

@@ -4,7 +4,8 @@ import triton
 
 from handgrad.joins.fp8 import formats as fp8
 from handgrad.joins.fp8.cuda import classifier, layernorm, quantizing
-from handgrad.ops.sizes import QUANTIZE_TILE, backward_tile, forward_tile
+from handgrad.joins.fp8.sizes import QUANTIZE_TILE
+from handgrad.ops.sizes import backward_tile, forward_tile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, NUMBERS, V, Vp
 

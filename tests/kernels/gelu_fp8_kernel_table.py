@@ -5,7 +5,7 @@ import math
 
 from handgrad.joins.fp8.cuda import activations, elementwise, linear
 from handgrad.joins.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
-from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE
+from handgrad.joins.fp8.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (90, 100)

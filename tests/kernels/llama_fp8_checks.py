@@ -12,7 +12,7 @@ from handgrad.joins.fp8.cuda import activations, attention, rmsnorm, rotary
 from handgrad.joins.fp8.formats import Form
 from handgrad.networks.llama import LlamaShape
 from handgrad.ops.cuda import activations as plain_activations, attention_triton
-from handgrad.ops.mask import Mask
+from handgrad.ops.reference.attention import Mask
 from handgrad.ops.sizes import rows_of
 from tests.kernels import fp8_frames as frames
 from tests.kernels.fp8_checks import SCALES, copy, forms_of, make, same, wide

@@ -2,7 +2,8 @@
 
 from handgrad.joins.fp8.cuda import activations, attention, elementwise, rmsnorm, rotary
 from handgrad.joins.fp8.formats import VANISHES_AT, largest_number
-from handgrad.ops.sizes import QUADS, QUADS_TILE, SWIGLU_TILE, attention_tile, backward_tile, forward_tile
+from handgrad.joins.fp8.sizes import QUADS, QUADS_TILE, SWIGLU_TILE
+from handgrad.ops.sizes import attention_tile, backward_tile, forward_tile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.modern_fp8_kernel_table import SIZES, TYPES, UNALIGNED, Launch
 

@@ -5,7 +5,8 @@ import triton
 
 from handgrad.joins.fp8.cuda import activations, elementwise, mix, rmsnorm, rotary
 from handgrad.joins.fp8.formats import E4M3, E5M2, VANISHES_AT, largest_number
-from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE, backward_tile, forward_tile, rmsnorm_backward_tile
+from handgrad.joins.fp8.sizes import NONLINEARITY_ELEMENTS, QUADS, QUADS_TILE
+from handgrad.ops.sizes import backward_tile, forward_tile, rmsnorm_backward_tile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.modern_kernel_table import SCALARS
 

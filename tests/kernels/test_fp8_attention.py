@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 
 from handgrad.joins.fp8.cuda import attention
 from handgrad.joins.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8.sizes import attention_parts
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.sizes import AttentionTile, attention_parts, attention_tile, rows_of
+from handgrad.ops.sizes import AttentionTile, attention_tile, rows_of
 from tests.documents import document_starts
 from tests.kernels import fp8_attention_checks as checks, fp8_stand_ins
 from tests.kernels.fp8_checks import make

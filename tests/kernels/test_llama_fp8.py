@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 from handgrad.joins.fp8 import cuda
 from handgrad.joins.fp8.cuda import attention
 from handgrad.joins.fp8.formats import E4M3, E5M2
+from handgrad.joins.fp8.sizes import QUADS_TILE, QUANTIZE_TILE, SWIGLU_TILE, tiles
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.sizes import QUADS_TILE, QUANTIZE_TILE, SWIGLU_TILE, AttentionTile, tiles
+from handgrad.ops.sizes import AttentionTile
 from tests.documents import document_starts
 from tests.kernels import fp8_stand_ins, llama_fp8_checks as checks
 from tests.kernels.fp8_checks import make

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from handgrad.ops import cpu
 from handgrad.ops.cuda import attention_triton as kernels
-from handgrad.ops.mask import Mask
+from handgrad.ops.reference.attention import Mask
 from handgrad.ops.sizes import AttentionTile
 from tests.documents import document_starts
 

@@ -44,7 +44,7 @@ def test_rmsnorm_forward(draw: Draw, shape: tuple[int, int], kind: torch.dtype, 
 def test_rmsnorm_backward(
     draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handgrad.ops.sizes.RMSNORM_PROGRAMS", 3)
+    monkeypatch.setattr("handgrad.joins.fp8.sizes.RMSNORM_PROGRAMS", 3)
     checks.rmsnorm_backward(draw, *shape, kind, counting=counting)
 
 

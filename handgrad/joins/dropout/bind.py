@@ -16,7 +16,7 @@ from handgrad.joins.dropout.reference import Dropout
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND
 from handgrad.ops.compose import Overlay
-from handgrad.ops.mask import Mask
+from handgrad.ops.reference.attention import Mask
 from handgrad.training.feed import SAMPLE_NUMBERS
 
 

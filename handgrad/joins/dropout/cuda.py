@@ -15,7 +15,7 @@ from handgrad.ops.cuda.attention_tiles import key_block, load_vector, query_bloc
 from handgrad.ops.cuda.attention_triton import launch_blocks, sums_in
 from handgrad.ops.cuda.hashing import WEYL, mixed
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.mask import CAUSAL, Mask
+from handgrad.ops.reference.attention import CAUSAL, Mask
 from handgrad.ops.sizes import attention_scratch_bytes, forward_tile  # noqa: F401
 
 ROWS, ROW_STRIDE, PAIR = tl.constexpr(reference.ROWS), tl.constexpr(reference.ROW_STRIDE), tl.constexpr(reference.PAIR)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.hashing import BITS32, WEYL, mixed
-from handgrad.ops.mask import CAUSAL, Mask
-from handgrad.ops.reference.attention import attention_scratch_bytes, masked_scores, split_heads  # noqa: F401
+from handgrad.ops.reference.attention import CAUSAL, Mask, attention_scratch_bytes, masked_scores, split_heads  # noqa: F401
 
 # 16 random bits for each number decide: a probability counts in steps of 2^-16.
 BITS = 16

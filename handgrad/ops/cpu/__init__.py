@@ -13,7 +13,6 @@ from handgrad.ops import Backend, compose, reference
 from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.attention import attention_backward, attention_forward
 from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward
-from handgrad.ops.cpu.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cpu.linear import (
     gelu_backward,
     gelu_forward,
@@ -32,8 +31,8 @@ from handgrad.ops.cpu.linear import (
     swiglu_linear_backward,
 )
 from handgrad.ops.cpu.muon import muon_momentum, muon_polar, muon_update
+from handgrad.ops.cpu.norms import layernorm_backward, layernorm_forward, rmsnorm_backward, rmsnorm_forward
 from handgrad.ops.cpu.optimizer import adamw_update
-from handgrad.ops.cpu.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.ops.cpu.rotary import (
     qk_norm_backward,
     qk_norm_forward,

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from handgrad.ops.mask import CAUSAL, Mask
-from handgrad.ops.reference.attention import for_queries, group_sums, split_heads
+from handgrad.ops.reference.attention import CAUSAL, Mask, for_queries, group_sums, split_heads
 
 aten = torch.ops.aten
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from handgrad.ops import compose
-from handgrad.ops.cpu.layernorm import layernorm_forward  # noqa: F401
 from handgrad.ops.cpu.linear import (
     linear_forward,
     linear_gelu_forward,  # noqa: F401
@@ -15,7 +14,7 @@ from handgrad.ops.cpu.linear import (
     linear_residual_forward,
     linear_swiglu_forward,  # noqa: F401
 )
-from handgrad.ops.cpu.rmsnorm import rmsnorm_forward
+from handgrad.ops.cpu.norms import layernorm_forward, rmsnorm_forward  # noqa: F401
 from handgrad.ops.reference import decode as reference
 
 compose.bind_norms_and_gemms(__name__)

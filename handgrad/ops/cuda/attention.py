@@ -16,8 +16,7 @@ from torch import Tensor
 
 from handgrad.ops import sizes
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.mask import CAUSAL, Mask
-from handgrad.ops.reference.attention import split_heads
+from handgrad.ops.reference.attention import CAUSAL, Mask, split_heads
 from handgrad.ops.sizes import CUDNN_HEADS
 
 HOPPER = (9, 0)  # the GPUs on which it was measured against the Triton kernels

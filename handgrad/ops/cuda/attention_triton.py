@@ -33,7 +33,7 @@ from handgrad.ops.cuda.attention_tiles import (
     store_vector,
 )
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.mask import CAUSAL, Mask
+from handgrad.ops.reference.attention import CAUSAL, Mask
 from handgrad.ops.sizes import WIDEST_HEAD, attention_scratch_bytes, rows_of
 
 

@@ -13,7 +13,7 @@ from handgrad.joins.dropout import reference as dropout_reference
 from handgrad.joins.dropout.reference import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cases import CALLS, OPTIMIZING, Arguments, B, C, Draw, F, N, T
-from handgrad.ops.mask import Mask
+from handgrad.ops.reference.attention import Mask
 from handgrad.tools.kernel_checks.checking import attempt, compare
 
 # Line: the arguments by name of the operation that it launches, which its name begins with. `scratch` is added where the

@@ -30,8 +30,8 @@ from handgrad.joins.fp8.cuda.rotary import (
     rotary_backward,
 )
 from handgrad.joins.fp8.formats import on_plain, plain_or_workspace
+from handgrad.joins.fp8.sizes import statistics_parts
 from handgrad.ops import compose, cuda
-from handgrad.ops.sizes import statistics_parts
 
 # Of a technique that is off by default: it reads 16 bits.
 value_embedding_forward = on_plain(cuda.value_embedding_forward)

@@ -22,9 +22,9 @@ from handgrad.joins.fp8.cuda.elementwise import (
 )
 from handgrad.joins.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, quantize, rounded, store_part, target
 from handgrad.joins.fp8.formats import Quantized, plain
+from handgrad.joins.fp8.sizes import NONLINEARITY_ELEMENTS, SWIGLU_TILE, tiles
 from handgrad.ops.cuda.activations import CUBIC, CUBIC3, SATURATED, SLOPE, SLOPE_LN2, gated, relu2, relu2_forward
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.sizes import NONLINEARITY_ELEMENTS, SWIGLU_TILE, tiles
 
 WARPS = 8  # of the forward
 

@@ -22,7 +22,7 @@ from handgrad.ops.cuda.attention_tiles import (
 )
 from handgrad.ops.cuda.attention_triton import blocks, sums_in
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.mask import CAUSAL, Mask
+from handgrad.ops.reference.attention import CAUSAL, Mask
 
 SCALE = tl.constexpr(formats.SCALE)
 

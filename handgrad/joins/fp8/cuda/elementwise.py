@@ -9,8 +9,8 @@ from torch import Tensor
 
 from handgrad.joins.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, rounded, store_part, target
 from handgrad.joins.fp8.formats import Quantized
+from handgrad.joins.fp8.sizes import QUADS, QUADS_TILE, ROWS_OF_QUAD, tiles
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.sizes import QUADS, QUADS_TILE, ROWS_OF_QUAD, tiles
 
 QUAD = tl.constexpr(ROWS_OF_QUAD)
 BACKWARD_WARPS = 4

@@ -9,8 +9,8 @@ from torch import Tensor
 from handgrad import ops
 from handgrad.joins.fp8 import formats
 from handgrad.joins.fp8.formats import Quantized
+from handgrad.joins.fp8.sizes import QUANTIZE_TILE, tiles
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.sizes import QUANTIZE_TILE, tiles
 
 STEP = tl.constexpr(ops.CONTROL_STEP)
 SCALE, INVERSE, COUNTING = tl.constexpr(formats.SCALE), tl.constexpr(formats.INVERSE), tl.constexpr(formats.COUNTING)

@@ -15,13 +15,14 @@ from handgrad.joins.fp8.cuda.quantizing import (
     transpose_rows,
 )
 from handgrad.joins.fp8.formats import Form, plain
+from handgrad.joins.fp8.sizes import rmsnorm_programs
 from handgrad.ops import cuda
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.layernorm import forward_places
 from handgrad.ops.cuda.rmsnorm import backward_rows, normalised
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
-from handgrad.ops.sizes import backward_tile, rmsnorm_backward_tile, rmsnorm_programs
+from handgrad.ops.sizes import backward_tile, rmsnorm_backward_tile
 
 
 def rmsnorm_forward(

@@ -12,6 +12,7 @@ from torch import Tensor
 from handgrad.joins.fp8.cuda.elementwise import QUAD, counted, rounded_and_scaled, widened, word
 from handgrad.joins.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, rounded, store_part, target
 from handgrad.joins.fp8.formats import Form, Quantized
+from handgrad.joins.fp8.sizes import QUADS, QUADS_TILE
 from handgrad.ops import cuda
 from handgrad.ops.cuda import rotary as plain_rotary
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
@@ -26,7 +27,6 @@ from handgrad.ops.cuda.rotary import (
     turned_back,
 )
 from handgrad.ops.reference.rotary import Frequencies
-from handgrad.ops.sizes import QUADS, QUADS_TILE
 
 # A warp holds 16 pairs of every row: its loads are as wide then as 128 registers of a lane admit.
 PAIRS_PER_WARP, MOST_WARPS = 16, 4

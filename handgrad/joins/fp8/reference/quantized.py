@@ -11,7 +11,7 @@ from torch import Tensor
 from handgrad.joins.fp8.formats import Form, Quantized, plain, plain_or_workspace
 from handgrad.joins.fp8.reference.quantizing import quantize, write_forms
 from handgrad.ops import reference
-from handgrad.ops.mask import CAUSAL, Mask
+from handgrad.ops.reference.attention import CAUSAL, Mask
 
 
 def quantizing(operation: Callable[..., None], result: str) -> Callable[..., None]:
