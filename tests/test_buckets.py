@@ -6,14 +6,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from handgrad.joins.parallel.gradient_sync import RING, gradient_ring, moved
 from handgrad.memory.layout import (
-    RING,
     Bucket,
     Layout,
     UpdatePart,
     buckets_of,
-    gradient_ring,
-    moved,
     norm_blocks,
     norm_parts,
     row_ranges,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.modern_twin import ModernTwin, modern_optimizer
-from handgrad.memory.layout import buckets_of, gradient_ring
+from handgrad.joins.parallel.gradient_sync import gradient_ring
+from handgrad.memory.layout import buckets_of
 from handgrad.models import parameter_table
 from handgrad.ops import UPDATE, cpu, reference
 from handgrad.ops.reference.mix import mix_forward

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 
 from handgrad.memory.rows import BLOCK_ELEMENTS, ParameterRow, Table, flat_elements
 
-RING = 3  # blocks whose gradients exist at once with ZeRO 2: at work, in flight, and next
-
 
 @dataclass(frozen=True)
 class Sharding:
@@ -152,29 +150,6 @@ def shard_elements(buckets: Buckets, ranks: int) -> int:
     return max(buckets[-1].local(rank, ranks).stop for rank in range(ranks))
 
 
-def gradient_ring(buckets: Buckets) -> dict[str, slice]:
-    """With ZeRO 2, the range that each bucket's gradients take: `RING` blocks in turn, the others on their own."""
-    places, stop, blocks = {}, 0, block_buckets(buckets)
-    for bucket in buckets:
-        if bucket in blocks[RING:]:
-            places[bucket.name] = places[blocks[blocks.index(bucket) - RING].name]
-            continue
-        places[bucket.name] = slice(stop, stop + bucket.elements)
-        stop += bucket.elements
-    return places
-
-
-def block_buckets(buckets: Buckets) -> list[Bucket]:
-    """The buckets of the blocks, all of one size, in order."""
-    return [bucket for bucket in buckets if bucket.name.startswith("blocks.")]
-
-
-def moved(table: Table, buckets: Buckets, places: dict[str, slice]) -> Table:
-    """The table with its rows where `places` has their buckets."""
-    shifts = {bucket.name: places[bucket.name].start - bucket.start for bucket in buckets}
-    return tuple(replace(row, offset=row.offset + shifts[bucket_of(row, buckets).name]) for row in table)
-
-
 def bucket_of(row: ParameterRow, buckets: Buckets) -> Bucket:
     return next(bucket for bucket in buckets if bucket.start <= row.offset < bucket.stop)
 
@@ -215,11 +190,6 @@ def norm_blocks_per_lane(buckets: Buckets, lanes: int) -> int:
     """The most sums of squares that any lane has. A lane with fewer leaves the rest at zero."""
     shares = [bucket.shares(lanes) for bucket in buckets]
     return max(sum(-(-elements[lane] // BLOCK_ELEMENTS) for elements in shares) for lane in range(lanes))
-
-
-def norm_blocks_of(bucket: Bucket) -> int:
-    """The number of sums of squares of a whole bucket."""
-    return -(-bucket.elements // BLOCK_ELEMENTS)
 
 
 def norm_blocks(buckets: Buckets, lanes: int) -> int:

@@ -14,12 +14,11 @@ from handgrad.joins.fp8 import bind as fp8, with_lora
 from handgrad.joins.fp8.scaling import Scaling
 from handgrad.joins.lora import bind as lora
 from handgrad.joins.offload import host_state
-from handgrad.joins.parallel.gradient_sync import GradientSync
+from handgrad.joins.parallel.gradient_sync import GradientSync, gradient_ring, moved
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.replicas import Replicas
 from handgrad.joins.parallel.step import ParallelStep
 from handgrad.machine import devices
-from handgrad.memory.layout import gradient_ring, moved
 from handgrad.memory.rows import ParameterRow
 from handgrad.training.design import Design
 from handgrad.training.feed import SAMPLE_NUMBERS, BatchFeed, Source

@@ -18,19 +18,40 @@ from torch import Tensor
 
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.memory.arena import Buffer
-from handgrad.memory.layout import (
-    RING,
-    Bucket,
-    Buckets,
-    Sharding,
-    block_buckets,
-    gradient_ring,
-    norm_blocks_of,
-    shard_elements,
-)
-from handgrad.memory.rows import BLOCK_ELEMENTS
+from handgrad.memory.layout import Bucket, Buckets, Sharding, bucket_of, shard_elements
+from handgrad.memory.rows import BLOCK_ELEMENTS, Table
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Program
+
+RING = 3  # blocks whose gradients exist at once with ZeRO 2: at work, in flight, and next
+
+
+def gradient_ring(buckets: Buckets) -> dict[str, slice]:
+    """With ZeRO 2, the range that each bucket's gradients take: `RING` blocks in turn, the others on their own."""
+    places, stop, blocks = {}, 0, block_buckets(buckets)
+    for bucket in buckets:
+        if bucket in blocks[RING:]:
+            places[bucket.name] = places[blocks[blocks.index(bucket) - RING].name]
+            continue
+        places[bucket.name] = slice(stop, stop + bucket.elements)
+        stop += bucket.elements
+    return places
+
+
+def block_buckets(buckets: Buckets) -> list[Bucket]:
+    """The buckets of the blocks, all of one size, in order."""
+    return [bucket for bucket in buckets if bucket.name.startswith("blocks.")]
+
+
+def moved(table: Table, buckets: Buckets, places: dict[str, slice]) -> Table:
+    """The table with its rows where `places` has their buckets."""
+    shifts = {bucket.name: places[bucket.name].start - bucket.start for bucket in buckets}
+    return tuple(replace(row, offset=row.offset + shifts[bucket_of(row, buckets).name]) for row in table)
+
+
+def norm_blocks_of(bucket: Bucket) -> int:
+    """The number of sums of squares of a whole bucket."""
+    return -(-bucket.elements // BLOCK_ELEMENTS)
 
 
 def buffers(rows: dict[str, Buffer], buckets: Buckets, sharding: Sharding) -> dict[str, Buffer]:
