@@ -187,6 +187,7 @@ def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["train", "tiny", "--backend", "kernels", "--device", "cpu"], "or use --backend reference"),
         (["train", "tiny", "--master-weights", "false"], "master_weights false needs precision bf16"),
         (["tune", "d12"], "tune is a script of the repository now: `python -m benchmarks.tune` there"),
+        (["doctor", "--net"], "unknown argument '--net' (`python -m benchmarks.network` in the repository measures"),
         (["bench", "kernels", "--device", "cpu"], "needs a CUDA GPU"),
         (["train", "tiny", "--channels", "65"], "channels must be a multiple of num_heads"),
         (["train", "tiny", "--tokens-per-step", "1000"], "try --tokens-per-step 1024"),

@@ -279,8 +279,8 @@ def profile(parser: Parser) -> None:
 
 
 def doctor(parser: Parser) -> None:
-    parser.switch("--net", "instead: measure the network between processes (under torchrun, srun)")
-    add_timeout_arguments(parser)
+    """No options: it examines everything."""
+    parser.elsewhere = {"net": "`python -m benchmarks.network` in the repository measures the network between processes"}
 
 
 def verify(parser: Parser) -> None:
