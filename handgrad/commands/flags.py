@@ -186,14 +186,6 @@ def train(parser: Parser) -> None:
     parser.number("--ranks", "start N processes on any device, also on a CPU (default: 1)", rule=AT_LEAST_1)
 
 
-def sweep(parser: Parser) -> None:
-    add_run_arguments(parser)
-    parser.usage = "%(prog)s [PRESET|RECIPE] --over KEY=VALUE,... [--SETTING VALUE]..."
-    over = "settings to vary, each with its values; each combination is a run, in OUT/KEY=VALUE,KEY=VALUE"
-    parser.add_argument("--over", nargs="+", action="extend", required=True, metavar="KEY=VALUE,...", help=over)
-    parser.number("--jobs", "runs at once (default: one per GPU, one on a CPU)", rule=AT_LEAST_1)
-
-
 def plan(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.number("--vocab-size", "words (default: as in --data, or GPT-2's)", rule=AT_LEAST_1)
