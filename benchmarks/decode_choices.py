@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+from benchmarks.measuring import launch_milliseconds
 from benchmarks.record import keep_commit, write_record
 from benchmarks.sampling import Handgrad, sizes
 from handgrad.generation.generate import Decoder
@@ -19,7 +20,7 @@ from handgrad.machine.graphs import Replayed
 from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
 from handgrad.ops.cuda import attention_decode, row_gemms
-from handgrad.tools.speeds import copy_bandwidth, launch_milliseconds
+from handgrad.tools.speeds import copy_bandwidth
 
 POSITIONS, REPLAYS = (64, 150, 512, 1000), 100
 CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
