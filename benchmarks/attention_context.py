@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_step import libraries
+from benchmarks.measuring import launch_milliseconds
 from benchmarks.record import keep_commit, rounded, write_record
 from handgrad.machine import devices
 from handgrad.ops import cpu
 from handgrad.ops.reference.attention import Mask, split_heads
-from handgrad.tools.speeds import launch_milliseconds
 
 NONE, ONE, SHORT = DOCUMENTS = "none", "one", "short"
 SHORT_TOKENS = (250, 750)  # of a short document, evenly drawn

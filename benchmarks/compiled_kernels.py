@@ -46,7 +46,7 @@ def jobs(arch: int, dtype: str) -> Iterator[Job]:
     """The compilations for a card, in one dtype of weights and activations."""
     yield from ((memory.compile_one, job) for job in memory.jobs((arch,), (dtype,)))
     yield from ((modern.compile_one, (name, dtype, arch)) for name in modern.launches(2))
-    yield from ((decode.compile_one, (name, dtype, arch)) for name in decode.launches() if decode.runs(name, arch))
+    yield from ((decode.compile_one, (name, dtype, arch)) for name in decode.launches())
     yield from ((attention.compile_one, case) for case in attention.cases_of(arch, (dtype,)))
     if dtype == "bf16":  # in which Muon computes polar factors; a GPU without it is refused
         yield from ((muon.compile_one, (name, arch)) for name in muon.launches())

@@ -1,7 +1,7 @@
 """Milliseconds of a decoding step of one text, by position in the context, under every choice that its kernels have.
 
-A step is a CUDA graph of decode_step and the choice of the token, replayed `REPLAYS` times; random weights, greedy, bf16
-and then fp8. The first row is as shipped, and each other row differs from it in what it says.
+A step is a CUDA graph of decode_step and the choice of the token, replayed `REPLAYS` times; random weights, greedy,
+bf16. The first row is as shipped, and each other row differs from it in what it says.
 
     python -m benchmarks.decode_choices d12 --out h200-decode-step-124m.json       (d48: 1558M; needs a GPU)
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+from benchmarks.measuring import launch_milliseconds
 from benchmarks.record import keep_commit, write_record
 from benchmarks.sampling import Handgrad, sizes
 from handgrad.generation.generate import Decoder
@@ -19,7 +20,7 @@ from handgrad.machine.graphs import Replayed
 from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
 from handgrad.ops.cuda import attention_decode, row_gemms
-from handgrad.tools.speeds import copy_bandwidth, launch_milliseconds
+from handgrad.tools.speeds import copy_bandwidth
 
 POSITIONS, REPLAYS = (64, 150, 512, 1000), 100
 CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
@@ -77,18 +78,14 @@ def main(given: list[str] | None = None) -> None:
     limit = 1e3 * weight_bytes / bandwidth
     print(f"{options.model}, bf16, one text: milliseconds of a step, at positions {POSITIONS}; {devices.describe(device)}")
     print(f"reading the weights at the speed of a copy: {limit:.4f} ms")
-    rows = []
-    for weights, contender in (("bf16", "handgrad"), ("fp8", "handgrad-fp8")):
-        ours = Handgrad(shape, device, "bf16", contender)
-        decoder = ours.decoder_of(1)
-        for choice, settings in list(CHOICES.items())[: options.choices]:
-            with chosen(settings):
-                times = [milliseconds(decoder, position) for position in POSITIONS]
-            shares = f"{limit / times[1]:>8.1%} of the limit at {POSITIONS[1]}"
-            print(f"{weights + ', ' + choice:<44}" + "".join(f"{time:>9.4f}" for time in times) + shares, flush=True)
-            steps = {str(position): round(time, 4) for position, time in zip(POSITIONS, times, strict=True)}
-            rows.append({"weights": weights, "choice": choice, "milliseconds_by_position": steps})
-        ours.forget()
+    rows, decoder = [], Handgrad(shape, device, "bf16").decoder_of(1)
+    for choice, settings in list(CHOICES.items())[: options.choices]:
+        with chosen(settings):
+            times = [milliseconds(decoder, position) for position in POSITIONS]
+        shares = f"{limit / times[1]:>8.1%} of the limit at {POSITIONS[1]}"
+        print(f"{choice:<44}" + "".join(f"{time:>9.4f}" for time in times) + shares, flush=True)
+        steps = {str(position): round(time, 4) for position, time in zip(POSITIONS, times, strict=True)}
+        rows.append({"choice": choice, "milliseconds_by_position": steps})
     if options.out:
         counted = {
             "copy_bytes_per_second": round(bandwidth),

@@ -19,6 +19,7 @@ import torch
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products
 from benchmarks.fp8_kernels import Making, Size, Step
 from benchmarks.gpu_kernels import FLUSH_BYTES, copy_bandwidth, milliseconds
+from benchmarks.measuring import launch_milliseconds
 from benchmarks.record import rounded, write_record
 from handgrad.joins.fp8.cuda import linear
 from handgrad.joins.fp8.formats import COUNTING
@@ -27,7 +28,6 @@ from handgrad.machine.backend import choose_backend
 from handgrad.ops import cuda as kernels
 from handgrad.settings.config import ModelShape
 from handgrad.tools.kernel_checks.checking import relative_error
-from handgrad.tools.speeds import launch_milliseconds
 
 SIZES = (
     Size("124M", ModelShape(50257, 1024, 12, 12, 768), batch=64),

@@ -5,8 +5,7 @@ length; a call's time runs from the prompts' tokens on the host to the texts' to
 compile side by side, in calls that do not count; then each makes `CALLS` calls while the others sleep, and the median
 counts. handgrad makes `WARM_UPS` calls before, in which its graphs are captured.
 
-"handgrad-fp8" rounds its weights to fp8, which differs from "handgrad" where one text is written. `python -m
-benchmarks.decode_choices` times single steps.
+`python -m benchmarks.decode_choices` times single steps.
 
     handgrad bench sampling --model d12
 """
@@ -23,7 +22,6 @@ from benchmarks.contenders import known_names
 from benchmarks.record import free_memory, version, write_record
 from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, say
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.machine import devices
 from handgrad.machine.backend import choose_backend
@@ -37,8 +35,7 @@ from handgrad.tools.speeds import copy_bandwidth
 VOCABULARY, CONTEXT = 50257, 1024
 SHORT_PROMPT, LONG_PROMPT, NEW_TOKENS = 32, 512, 128
 CALLS, WARM_UPS = 3, 2
-OURS = ("handgrad", "handgrad-fp8")
-CONTENDERS = (*OURS, "transformers", "transformers-compiled")
+CONTENDERS = ("handgrad", "transformers", "transformers-compiled")
 
 Call = Callable[[list[list[int]]], list[list[int]]]
 
@@ -50,10 +47,8 @@ def sizes(model: str) -> ModelShape:
 
 def cases(name: str, batches: list[int]) -> list[tuple[int, int]]:
     """(texts at once, tokens of each prompt) that a contender is timed with: a compiled peer takes a minute for each."""
-    prompts = (SHORT_PROMPT, LONG_PROMPT) if name in OURS else (SHORT_PROMPT,)
-    if name in OURS[1:]:
-        batches = [batch for batch in batches if batch == 1]
-    elif name == "transformers-compiled":
+    prompts = (SHORT_PROMPT, LONG_PROMPT) if name == "handgrad" else (SHORT_PROMPT,)
+    if name == "transformers-compiled":
         batches = [batch for batch in batches if batch in (min(batches), max(batches))]
     return [(batch, prompt) for batch in batches for prompt in prompts]
 
@@ -61,15 +56,13 @@ def cases(name: str, batches: list[int]) -> list[tuple[int, int]]:
 class Handgrad:
     """Random weights, and one decoder at a time: for `batch` texts."""
 
-    def __init__(self, shape: ModelShape, device: torch.device, precision: str, name: str):
+    def __init__(self, shape: ModelShape, device: torch.device, precision: str):
         self.shape, self.device, self.dtype = shape, device, devices.DTYPES[precision]
         self.ops = choose_backend("auto", device, precision)
         table = parameter_table(shape)
-        fp8 = fp8_buffers(shape, self.ops, device) if name == "handgrad-fp8" else []
-        views = make_plan([Buffer("parameters", (flat_elements(table),), self.dtype, "parameters"), *fp8]).allocate(device)
+        views = make_plan([Buffer("parameters", (flat_elements(table),), self.dtype, "parameters")]).allocate(device)
         initialize(table, 0, lambda row, values: row.stored(views["parameters"]).copy_(values))
         self.weights = named_weights(shape, views["parameters"], table)
-        self.ops = with_fp8_weights(self.ops, shape, self.weights, views)
         self.decoder: tuple[int, Decoder] | None = None
 
     def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
@@ -122,7 +115,7 @@ def contend(name: str, model: str, batches: list[int], device: torch.device, pre
     with excuses(pipe):
         shape, dtype = sizes(model), devices.dtype_of(device, precision)
         devices.set_arithmetic(device, precision)
-        ours = Handgrad(shape, device, precision, name) if name in OURS else None
+        ours = Handgrad(shape, device, precision) if name == "handgrad" else None
         call = ours or transformers_call(shape, device, dtype, compiled=name == "transformers-compiled")
         for batch, tokens in cases(name, batches):
             assert [len(text) for text in call(random_prompts(shape, batch, tokens))] == [NEW_TOKENS] * batch
@@ -179,7 +172,7 @@ def compare(model: str, batches: list[int], chosen: str, device: torch.device, p
 
 
 def measured(peer: Peer, batch: int, tokens: int, limit: float) -> dict[str, Any]:
-    """A row of the table. `limit`: tokens per second of one text, of weights in the precision asked for, fp8 or not."""
+    """A row of the table. `limit`: tokens per second of one text."""
     answer = peer.ask(f"{batch} {tokens}")
     seconds = statistics.median(answer["seconds_of_calls"])
     row = {"contender": peer.name, "batch": batch, "prompt_tokens": tokens}

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.measuring import launch_milliseconds
 from benchmarks.record import run_main
 from handgrad.commands.arguments import run_config
 from handgrad.commands.flags import add_run_arguments
@@ -40,7 +41,7 @@ from handgrad.run.resolve import with_precision
 from handgrad.settings.config import AT_LEAST_1, RunConfig
 from handgrad.tools.plan import as_it_runs
 from handgrad.tools.profile import set_up
-from handgrad.tools.speeds import gemm_flops, launch_milliseconds, seconds_of
+from handgrad.tools.speeds import gemm_flops, seconds_of
 from handgrad.training.step import TrainStep
 
 HEURISTICS = 16  # algorithms asked for, in all and of each family

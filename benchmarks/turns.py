@@ -19,10 +19,10 @@ from typing import Any, Protocol, TextIO
 import torch
 
 from benchmarks.contenders import More
+from benchmarks.measuring import EnergySampler
 from benchmarks.record import ROOT
 from handgrad.errors import HandgradError
 from handgrad.machine import devices
-from handgrad.machine.power import Sampler
 
 PATIENCE_SECONDS = 30  # before a process that should end is killed
 
@@ -88,7 +88,7 @@ def timed_turn(
 ) -> dict[str, Any]:
     """Makes steps for about `seconds`, from an idle device to an idle device: their number, their exact time, the power."""
     devices.synchronize(device)
-    with Sampler(device) as sampler:
+    with EnergySampler(device) as sampler:
         start = clock()
         losses = run.turn(lambda launched: clock() - start < seconds)
         devices.synchronize(device)

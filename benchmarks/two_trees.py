@@ -133,8 +133,8 @@ def main() -> None:
         old, new = row["means"]
         begun = " and ".join(f"{seconds:.1f}" for seconds in row["seconds_to_step_1"])
         print(f"{case:<10} {old:12.0f} {new:12.0f} tokens/s  {row['ratio']:.4f}   to step 1: {begun} s", flush=True)
-    if parsed.record:
-        write_record(parsed.record, torch.device("cuda"), old_commit=parsed.old_commit, rows=rows)
+        if parsed.record:  # after each case: a lent machine may go before the last
+            write_record(parsed.record, torch.device("cuda"), old_commit=parsed.old_commit, rows=rows)
 
 
 if __name__ == "__main__":

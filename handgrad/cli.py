@@ -18,6 +18,13 @@ from handgrad.errors import INTERRUPTED, ShownOutput, UsageError, interruptible,
 from handgrad.machine import threads
 from handgrad.names import nearest_name
 
+# Commands of earlier versions, and what to do instead.
+REMOVED = {
+    "sweep": "is a loop of the shell now: `for seed in 1 2 3; do handgrad train tiny --data shards/mine --seed $seed --out"
+    " runs/seeds/$seed; done`, then `handgrad report runs/seeds`",
+    "tune": "is a script of the repository now: `python -m benchmarks.tune` there takes the same flags",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
@@ -35,10 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] == "help":
             arguments = [*arguments[1:2], "--help"]
         command = parser.parse(arguments[:1]).command
-        if command == "tune":
-            raise UsageError(
-                "tune is a script of the repository now: `python -m benchmarks.tune` there takes the same flags"
-            )
+        if command in REMOVED:
+            raise UsageError(f"{command} {REMOVED[command]}")
         if command not in COMMANDS:
             near = nearest_name(command, COMMANDS)
             raise UsageError(f"unknown command {command!r}{near}; `handgrad --help` lists all")

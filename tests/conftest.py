@@ -90,7 +90,6 @@ LONGEST = (
     "test_readme.py",
     "test_attention_kernels.py",
     "test_packed_runs.py",
-    "test_sweep.py",
     "test_llama_fp8.py",
     "test_fp8_saturation.py",
     "test_release.py",

@@ -54,7 +54,7 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/evaluation.md": {"GPT-2 124M has 0.2955 by it": "llm.c's publication"},
     "docs/launching.md": {
         "a pod 30 s after its stop": "Kubernetes' default",
-        "slower than 70% of the median": "a threshold of `doctor`",
+        "slower than 70% of the median": "a constant of benchmarks/network.py",
         "up to five times": "a constant",
         "Two minutes before the": "a constant",
     },

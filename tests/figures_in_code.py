@@ -87,7 +87,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "handgrad/reports/drawing.py": {"1.4 times its points": "arithmetic of the page", "to a hundredth of a": "a constant"},
     "handgrad/reports/plots.py": {"above 99 % of the values": "a constant", "after a fifth of the": "a constant"},
     "handgrad/reports/results.py": {"last 2 % of the steps": "a constant", "600, 8.19k": "an example of the output"},
-    "handgrad/tools/network.py": {"'11.0 GB/s'": "an example of the output"},
     "handgrad/tools/plan.py": {"3e-3 -> '<1 s'": "an example of the output"},
     "handgrad/tools/profile.py": {
         "-> '4.1 GFLOP/s'": "an example of the output",
@@ -104,6 +103,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "benchmarks/gpu_faults.py": {"two minutes or so": "a constant"},
     "benchmarks/gpu_kernels.py": {"channels 124.5 million parameters the": "arithmetic"},
     "benchmarks/llama_speed.py": {"is a tenth of it": "arithmetic"},
+    "benchmarks/network.py": {"'11.0 GB/s'": "an example of the output"},
     "benchmarks/polar.py": {"polynomial five times": "a constant"},
     "handgrad/api/model.py": {"of a quarter of the": "a constant"},
     "handgrad/data/pieces.py": {"about 256 Ki characters": "a constant", "modulo 4 GiB": "the format's"},

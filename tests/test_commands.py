@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from handgrad.api.records import metrics
 from handgrad.cli import COMMANDS, main
 from handgrad.data.shards import HEADER_BYTES, header
 from handgrad.settings import recipes
@@ -186,7 +187,9 @@ def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["train", "tiny", "--precision", "tf32", "--device", "cpu"], "use fp32 or bf16"),
         (["train", "tiny", "--backend", "kernels", "--device", "cpu"], "or use --backend reference"),
         (["train", "tiny", "--master-weights", "false"], "master_weights false needs precision bf16"),
+        (["sweep", "tiny", "--over", "seed=1,2,3"], "sweep is a loop of the shell now: `for seed in 1 2 3; do"),
         (["tune", "d12"], "tune is a script of the repository now: `python -m benchmarks.tune` there"),
+        (["doctor", "--net"], "unknown argument '--net' (`python -m benchmarks.network` in the repository measures"),
         (["bench", "kernels", "--device", "cpu"], "needs a CUDA GPU"),
         (["train", "tiny", "--channels", "65"], "channels must be a multiple of num_heads"),
         (["train", "tiny", "--tokens-per-step", "1000"], "try --tokens-per-step 1024"),
@@ -290,6 +293,18 @@ def test_corpus_shorter_than_a_sample_or_a_step(tmp_path: Path, capsys: pytest.C
     line = refused(capsys, 65, "train", *SMALL, "--data", str(tmp_path / "step"), "--out", run)
     assert "--micro-batch 4 --tokens-per-step 128" in line
     assert not Path(run).exists()
+
+
+def test_a_warm_up_as_long_as_the_run(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The schedule never begins, and the run says so."""
+    line = "warm-up    10 steps in a run of 4: the learning rate ends at 1.20e-03 on its way to 3.00e-03; --warmup-steps"
+    train = ["train", *SMALL, "--data", str(shards), "--sample-tokens", "0", "--out"]
+    assert main([*train, str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.count(line) == 1 and line in (tmp_path / "run" / "log.txt").read_text()
+    rates = [record["learning_rate"] for record in metrics(tmp_path / "run", "step")]
+    assert rates[-1] == pytest.approx(1.2e-3)
+    assert main([*train, str(tmp_path / "shorter"), "--warmup-steps", "3"]) == 0
+    assert "warm-up" not in capsys.readouterr().out
 
 
 def test_data_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

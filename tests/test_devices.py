@@ -1,4 +1,4 @@
-"""The device of a run: the memory of freed tensors on a CPU."""
+"""The device of a run: the memory of freed tensors on a CPU, and the number of GPUs."""
 
 import json
 import platform
@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from benchmarks.record import ROOT
+from handgrad.machine import devices
 
 # The page faults of each of five steps whose temporaries take some 50 MB: the logits' chunk of GPT-2's vocabulary, which
 # oneDNN's product does not write in place.
@@ -38,3 +39,10 @@ def page_faults(allocator: str) -> list[int]:
 def test_a_step_takes_the_memory_that_the_last_one_freed() -> None:
     """Without asking the system for it, page by page, as it would otherwise."""
     assert max(page_faults("of handgrad")[3:]) < 1000 < 5000 < min(page_faults("as it comes"))
+
+
+def test_a_gpu_whose_driver_does_not_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for available, count in ((True, 2), (False, 0)):
+        monkeypatch.setattr("torch.cuda.is_available", lambda available=available: available)
+        assert devices.gpu_count() == count

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.measuring import EnergySampler, energy
 from handgrad.machine import power
 
 CUDA = torch.device("cuda", 1)
@@ -124,18 +125,36 @@ def test_a_sampler_sees_what_happens_meanwhile(nvml: Nvml) -> None:
     assert summary is not None and summary["readings"] == len(sampler.readings) >= 6
     assert (summary["watts"]["min"], summary["watts"]["max"]) == (350.0, 650.0)
     assert 350.0 < summary["watts"]["mean"] < 650.0
-    assert summary["joules"] == 1500.0 and summary["energy_from"] == "counter"
     assert 0 < summary["throttle"]["power cap"] < 1 and list(summary["throttle"]) == ["power cap"]
     assert summary["sm_megahertz"] == {"mean": 1455, "min": 1455, "max": 1455}
     assert not sampler.thread.is_alive()
 
 
-def test_energy_without_a_counter_is_the_integral_of_power() -> None:
-    def reading(watts: float | None) -> dict:
-        return {"watts": watts, "sm_megahertz": None, "celsius": None, "throttle": []}
+def reading(watts: float | None) -> power.Reading:
+    return {"watts": watts, "sm_megahertz": None, "celsius": None, "throttle": []}
 
-    readings = [(10.0, reading(100.0)), (11.0, reading(300.0)), (11.5, reading(None)), (13.0, reading(500.0))]
-    summary = power.summarize(readings, None, 12.0)
-    assert summary["joules"] == 1.0 * 200 + 2.0 * 400 and summary["energy_from"] == "watts over time"
-    assert summary["seconds"] == 3.0 and summary["sm_megahertz"] is None
-    assert power.summarize([(0.0, reading(None)), (1.0, reading(None))], None, None)["joules"] is None
+
+READINGS = [(10.0, reading(100.0)), (11.0, reading(300.0)), (11.5, reading(None)), (13.0, reading(500.0))]
+
+
+def test_what_no_reading_has_is_no_mean() -> None:
+    summary = power.summarize(READINGS)
+    assert summary["seconds"] == 3.0 and summary["watts"]["mean"] == 300.0 and summary["sm_megahertz"] is None
+
+
+@pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+def test_energy_is_the_counters_difference(nvml: Nvml) -> None:
+    with EnergySampler(CUDA) as sampler:
+        pass
+    assert sampler.summary is not None and sampler.summary["watts"]["mean"] == 650.0
+    assert sampler.summary["joules"] == 1500.0 and sampler.summary["energy_from"] == "counter"
+    with EnergySampler(torch.device("cpu")) as sampler:
+        pass
+    assert sampler.summary is None
+
+
+@pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
+def test_energy_without_a_counter_is_the_integral_of_power() -> None:
+    expected = {"joules": 1.0 * 200 + 2.0 * 400, "energy_from": "watts over time"}
+    assert energy(READINGS, None, 12.0) == expected
+    assert energy([(0.0, reading(None)), (1.0, reading(None))], None, None)["joules"] is None

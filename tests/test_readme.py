@@ -101,7 +101,7 @@ def test_results_of_the_blocks(folder: Path) -> None:
     """The blocks did what the text around them says. (Runs after them.)"""
     assert "is finished" in (folder / "runs/mine/log.txt").read_text()
     compared = (folder / "compared.html").read_text()
-    assert all(re.search(rf"\b{name}\b", compared) for name in ("mine", "faster")), "both runs by name"
+    assert all(re.search(rf"\b{name}\b", compared) for name in ("mine", "3e-3", "6e-3")), "all runs by name"
     overfit = [json.loads(line) for line in (folder / "runs/overfit/metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in overfit if record["kind"] == "step"]
     assert losses[-1] < 0.25 * losses[0], "one batch is learnt by heart"

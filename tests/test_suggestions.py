@@ -165,6 +165,12 @@ def test_a_conversation_is_another_command_than_sample(capsys: pytest.CaptureFix
         assert "(`handgrad chat MODEL --system TEXT` talks)" in refused(capsys, 64, "sample", "run", *line)
 
 
+@pytest.mark.parametrize("command", ["sample", "chat", "serve", "evaluate"])
+def test_a_removed_flag_says_what_to_do(command: str, capsys: pytest.CaptureFixture) -> None:
+    line = refused(capsys, 64, command, "run", "--fp8-weights")
+    assert "unknown argument '--fp8-weights' (removed: weights are read in --precision; leave it out)" in line
+
+
 def test_the_first_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """The commands that lead to prepared text, or the one that trains on it if there is some."""
     monkeypatch.chdir(tmp_path)

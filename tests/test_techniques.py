@@ -82,12 +82,6 @@ def test_an_older_gpt2_is_as_it_was() -> None:
     assert differences(old, to_dict(RunConfig())) == [] and check(RunConfig(**of_stored(old))) == RunConfig()
 
 
-def test_a_sweep_varies_what_is_left_out(tmp_path: Path) -> None:
-    found = parse("sweep", ["m4", "--over", "without=,rotary,softcap", "--out", str(tmp_path)]).sweep.runs
-    without = [listed(name for name in ON if name != other) for other in ("", "rotary", "softcap")]
-    assert [run.config.techniques for run in found] == without
-
-
 def test_lists_are_put_in_order() -> None:
     config = RunConfig(architecture="modern", techniques="softcap, rotary")
     assert config.techniques == "rotary,softcap" == dataclasses.replace(config, steps=3).techniques

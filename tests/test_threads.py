@@ -170,8 +170,8 @@ for words in lines:
 """
 # Beside the example of every command: runs that choose their settings by data or weights, as soon as they are parsed.
 PARSED_WITH_TORCH = [
-    *(f"{command} --data shards" for command in ("train", "plan", "profile", "sweep --over seed=1,2")),
-    *(f"{command} --init-from weights" for command in ("train", "plan", "sweep --over seed=1,2")),
+    *(f"{command} --data shards" for command in ("train", "plan", "profile")),
+    *(f"{command} --init-from weights" for command in ("train", "plan")),
     "train --init-from weights --data shards --lora rank=8",
 ]
 WITHOUT_TORCH = {*("prepare", "import"), *("report", "watch", "runs", "checkpoints", "recipes"), *("diff", "certificate")}

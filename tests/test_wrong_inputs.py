@@ -282,18 +282,18 @@ def test_a_folder_of_runs_stands_for_its_runs(
     monkeypatch.setattr(pages, "choose_plots", lambda runs: [])
     make_run(tmp_path / "single")
     for name in ("seed=2", "seed=1"):
-        make_run(tmp_path / "sweep" / name)
-    (tmp_path / "sweep" / "sweep.json").write_text("{}")
-    (tmp_path / "sweep" / "starts").mkdir()
-    assert main(["report", str(tmp_path / "sweep")]) == 0
+        make_run(tmp_path / "seeds" / name)
+    (tmp_path / "seeds" / "notes.json").write_text("{}")
+    (tmp_path / "seeds" / "plots").mkdir()
+    assert main(["report", str(tmp_path / "seeds")]) == 0
     shown = capsys.readouterr()
-    assert shown.out == f"{tmp_path}/sweep/report.html\n" and not shown.err
-    assert "<title>seed=1 · seed=2 – handgrad</title>" in (tmp_path / "sweep" / "report.html").read_text()
-    rows = handgrad.compare(tmp_path / "single", tmp_path / "sweep")
+    assert shown.out == f"{tmp_path}/seeds/report.html\n" and not shown.err
+    assert "<title>seed=1 · seed=2 – handgrad</title>" in (tmp_path / "seeds" / "report.html").read_text()
+    rows = handgrad.compare(tmp_path / "single", tmp_path / "seeds")
     assert [row["run"] for row in rows] == ["single", "seed=1", "seed=2"]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sweep" / "report.html").unlink()
-    (tmp_path / "sweep").rename("runs")
+    (tmp_path / "seeds" / "report.html").unlink()
+    (tmp_path / "seeds").rename("runs")
     capsys.readouterr()
     assert main(["report"]) == 0 and capsys.readouterr().out == "runs/report.html\n", "of `runs`, unless others are named"
     assert parse("watch", []).runs == ["runs"]
@@ -313,23 +313,23 @@ def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.
     assert f"; resume it by `handgrad train --config {moved}/config.toml --out {moved}`" in line
 
 
-@pytest.mark.parametrize("command", ["plan", "profile", "sweep"])
+@pytest.mark.parametrize("command", ["plan", "profile"])
 def test_other_commands_than_train_recommend_themselves(
     command: str, finished: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """With a run, shards or a text where a preset stands, or with nothing; what they name works."""
     monkeypatch.chdir(Path(finished.out).parent)
-    recipe, more = f"{finished.out}/config.toml", ["--over", "seed=1"] if command == "sweep" else []
+    recipe = f"{finished.out}/config.toml"
     settings = f"take its settings by `handgrad {command} --config {recipe}`"
-    assert settings in refused(capsys, 64, command, finished.out, *more)
+    assert settings in refused(capsys, 64, command, finished.out)
     shutil.copytree(finished.data, "shards/mine")
     data = f"`handgrad {command} --data shards/mine`"
-    assert data in refused(capsys, 64, command, "shards/mine", *more) and data in refused(capsys, 64, command, *more)
+    assert data in refused(capsys, 64, command, "shards/mine") and data in refused(capsys, 64, command)
     if command == "plan":
         assert settings in refused(capsys, 64, command, "--out", finished.out)
         assert main([command, "--config", recipe]) == main([command, "--data", "shards/mine"]) == 0
     write_text(Path("my.txt"))
-    assert f"then `handgrad {command} --data` with that --out" in refused(capsys, 64, command, "my.txt", *more)
+    assert f"then `handgrad {command} --data` with that --out" in refused(capsys, 64, command, "my.txt")
 
 
 def test_a_run_that_is_not_there_was_not_audited_either(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -20,11 +20,9 @@ from handgrad.evaluation.load import (
     is_taught_to_talk,
     load_model,
     machine,
-    rounded_to_fp8,
     usual_window,
 )
 from handgrad.generation.chat import Talk, listed_ends
-from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import Continuation, SamplingOptions, check_writing, cropped, document, stream_text
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
@@ -54,20 +52,15 @@ class Model:
         ["a text", "another"], [[464], [2068, 7586]], a tensor or array (T) or (B, T)      rows, of any lengths
     """
 
-    def __init__(
-        self, source: Weights, ops: ModuleType, device: torch.device, precision: str, *, fp8_weights: bool = False
-    ):
-        """Copies the weights of `source`, rounded with `fp8_weights`. Raises `DataError` without memory for them."""
+    def __init__(self, source: Weights, ops: ModuleType, device: torch.device, precision: str):
+        """Copies the weights of `source`. Raises `DataError` without memory for them."""
         self.device, self.precision = device, precision
         self.dtype = devices.dtype_of(device, precision)
-        if fp8_weights:
-            source = rounded_to_fp8(source)
-        fp8 = fp8_buffers(source.shape, ops, device) if fp8_weights else []
-        loaded = load_model(source, device, self.dtype, ops, fp8)
+        loaded = load_model(source, device, self.dtype, ops, [])
         self.shape, self.tokenizer, self.ops = loaded.shape, loaded.tokenizer, ops
         self.model, self.table = architecture(self.shape), parameter_table(self.shape)
         self.flat, self.weights = loaded.views["parameters"], loaded.weights
-        self._writing = Writing(loaded, self.dtype, with_fp8_weights(ops, self.shape, self.weights, loaded.views))
+        self._writing = Writing(loaded, self.dtype)
         self.origin = source.origin  # the source of the weights
         self.data = source.config.data  # the shards they were trained on, if known
         self.talks = is_taught_to_talk(source.tokenizer, source.checkpoint)
@@ -327,11 +320,9 @@ def load(
     precision: str = "auto",
     backend: str = "auto",
     tokenizer: str = "",
-    fp8_weights: bool = False,
 ) -> Model:
     """Loads the model at `source`: a run (its newest checkpoint), RUN/best, a checkpoint, a transformers folder, a name on
-    the Hub, a .bin of llm.c. Takes the options of `handgrad sample` and, for imported weights, of `handgrad import`:
-    `fp8_weights` rounds the weights of GEMMs to fp8, which a text written alone then reads on a GPU.
+    the Hub, a .bin of llm.c. Takes the options of `handgrad sample` and, for imported weights, of `handgrad import`.
 
     Raises `DataError` or `UsageError` if there is no model, or a damaged one, or one that does not fit.
     """
@@ -339,4 +330,4 @@ def load(
     for name, (value, known) in choices.items():
         check_choice(name, value, (choice for choice in known if choice != "fp8"))
     found, on = open_weights(os.fspath(source), tokenizer), machine(devices.resolve_device(device), precision, backend)
-    return Model(found, on.ops, on.device, on.precision, fp8_weights=fp8_weights)
+    return Model(found, on.ops, on.device, on.precision)

@@ -13,9 +13,8 @@ from handgrad.commands.parser import Formatter, Parser
 from handgrad.errors import HandgradError
 from handgrad.names import STEPS_OF_AN_EPOCH, is_epochs
 from handgrad.run import settings
-from handgrad.run.settings import Sweep, resolve_sweep
 from handgrad.settings import presets
-from handgrad.settings.config import FIELDS, RunConfig, read_toml
+from handgrad.settings.config import FIELDS, RunConfig
 
 
 def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
@@ -28,9 +27,7 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser.in_steps = epochs_in_steps if parser.left_out else None
     namespace = parser.parse(arguments)
     namespace.arguments = list(arguments)
-    if "over" in namespace:
-        namespace.sweep = sweep_of(namespace)
-    elif "preset" in namespace:
+    if "preset" in namespace:
         namespace.run_config = run_config(namespace, command)
     return namespace
 
@@ -43,15 +40,6 @@ def run_config(parsed: argparse.Namespace, command: str = "train") -> RunConfig:
 def given(namespace: argparse.Namespace) -> dict[str, Any]:
     """The settings that have a flag on the command line."""
     return {name: value for name in (*FIELDS, *flags.TECHNIQUE_CHANGES) if (value := getattr(namespace, name)) is not None}
-
-
-def sweep_of(namespace: argparse.Namespace) -> Sweep:
-    """The runs that the arguments describe (`run.settings`); a recipe may stand for a preset."""
-    start, recipe, chosen = namespace.preset or "", namespace.config or "", given(namespace)
-    if start.endswith(".toml") and not recipe:
-        start, recipe = "", start
-    named = chosen.pop("out", "") or (read_toml(recipe).get("out", "") if recipe else "")
-    return resolve_sweep(namespace.over, start, recipe, namespace.model or "", chosen, named)
 
 
 def epochs_in_steps(namespace: argparse.Namespace, arguments: Sequence[str]) -> str:
@@ -98,7 +86,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "demo": ("trains on stories and writes a report, in about two minutes", flags.demo),
     "prepare": ("turns raw text into a folder of token shards", flags.prepare),
     "train": ("trains the run in --out, or resumes it", flags.train),
-    "sweep": ("trains a run for every combination of values; one report of all", flags.sweep),
     "recipes": ("lists the shipped recipes and launch files, or prints one", flags.recipes),
     "plan": ("predicts memory, speed and cost of a run, here or on other GPUs", flags.plan),
     "sample": ("writes texts with a model, streamed, or one for each prompt", flags.sample),
@@ -131,7 +118,6 @@ COMMAND_GROUPS = {
 EXAMPLES = {
     "prepare": "handgrad prepare my_text.txt --tokenizer bpe:4096 --out shards/mine",
     "train": "handgrad train tiny --data shards/mine --out runs/a --steps 500",
-    "sweep": "handgrad sweep tiny --over learning_rate=3e-3,6e-3 seed=1,2,3 --data shards/mine --out runs/rates",
     "plan": "handgrad plan d12 --gpu h100 --gpus 8 --price 2.50",
     "evaluate": "handgrad evaluate runs/a --data shards/mine",
     "sample": 'handgrad sample runs/a --prompt "Once upon a time" --samples 3',

@@ -11,10 +11,9 @@ from types import FrameType
 from typing import Any
 
 from handgrad.errors import DataError, print_message
-from handgrad.evaluation.load import LoadedModel, Weights, Writing, is_taught_to_talk, load_model, machine, rounded_to_fp8
+from handgrad.evaluation.load import LoadedModel, Weights, Writing, is_taught_to_talk, load_model, machine
 from handgrad.format import human_bytes
 from handgrad.generation.chat import Prompt, Talk
-from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import MAX_TOKENS, Continuation, Decoder, SamplingOptions, check_writing, stream_text
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
@@ -134,17 +133,15 @@ def open_talking_model(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
     `open_weights` and `load_model`."""
     device, _, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
-    if parsed.fp8_weights:
-        weights = rounded_to_fp8(weights)
     talk = Talk(weights.tokenizer)
-    model = load_model(weights, device, dtype, ops, fp8_buffers(weights.shape, ops, device) if parsed.fp8_weights else [])
+    model = load_model(weights, device, dtype, ops, [])
     if not is_taught_to_talk(weights.tokenizer, weights.checkpoint):
         print_message(
             f"{parsed.checkpoint} has no chat template, so this talks in the plain one; a base model continues text and"
             " seldom answers: finetune it on conversations, which `handgrad prepare --chat` takes",
             ends=False,
         )
-    return weights, talk, Writing(model, dtype, with_fp8_weights(ops, model.shape, model.weights, model.views))
+    return weights, talk, Writing(model, dtype)
 
 
 def context_of(writing: Writing, asked: int | None) -> tuple[int, str]:

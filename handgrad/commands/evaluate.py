@@ -23,7 +23,6 @@ from handgrad.evaluation.load import (
     is_taught_to_talk,
     load_model,
     machine,
-    rounded_to_fp8,
     usual_window,
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
@@ -86,8 +85,6 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     on = machine(device, parsed.precision, parsed.backend)
     tasks = ranks.from_rank_0(lambda: read_tasks(parsed), "the tasks")  # before a model is downloaded in vain
     source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
-    if parsed.fp8_weights:
-        source = rounded_to_fp8(source)
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
     requests = ranks.from_rank_0(lambda: make_requests(tasks, source.tokenizer, context), "the requests") if tasks else []
@@ -106,7 +103,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     model = load_model(source, device, on.dtype, on.ops, buffers)
 
     step = "" if source.checkpoint is None else f" (step {source.checkpoint.step})"
-    lines = [f"checkpoint        {parsed.checkpoint}{step}{', weights rounded to fp8' if parsed.fp8_weights else ''}"]
+    lines = [f"checkpoint        {parsed.checkpoint}{step}"]
     for part in parts:
         lines += part.lines(model, part.plan.lay_over({KIND: model.views[MEMORY]}))
     return lines
@@ -225,8 +222,6 @@ class TasksPart:
         if self.parsed.out:
             write_rows(Path(self.parsed.out), results)
             lines.append(f"every example in {self.parsed.out}")
-        if self.parsed.fp8_weights:  # others than the run's own
-            return lines
         records = [task_record(*pair, self.precision, AFTERWARDS) for pair in zip(self.tasks, results, strict=True)]
         if self.source.checkpoint is not None and (message := append_to_run(self.source.checkpoint, records)):
             lines.append(message)

@@ -101,17 +101,13 @@ def add_model_arguments(parser: Parser, *, with_fp8: bool = False) -> None:
     """The model and its computation; `with_fp8`: fp8 is a precision of it, for a run's checkpoint."""
     model = "run (its newest checkpoint), RUN/best, checkpoint, transformers folder, Hub name, .bin of llm.c"
     parser.add_argument("checkpoint", metavar="MODEL", help=model)
+    parser.elsewhere["fp8_weights"] = "removed: weights are read in --precision; leave it out"
     add_strict(parser)
     parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
     precisions = [AUTO, *(precision for precision in PRECISIONS if with_fp8 or precision != "fp8")]
     chosen = "of weights and GEMMs (default: auto: bf16 on a GPU that has it, else fp16; fp32 on a CPU)"
     parser.add_argument("--precision", default=AUTO, choices=precisions, help=chosen + FP8_NOTE * with_fp8)
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")
-
-
-def add_fp8_weights(parser: Parser) -> None:
-    rounds = "round the weights of GEMMs to fp8 (e4m3, a scale per row); one text on a GPU reads 8 bits (default: no)"
-    parser.switch("--fp8-weights", rounds)
 
 
 def add_strict(parser: Parser) -> None:
@@ -132,7 +128,7 @@ def add_sampling_arguments(parser: Parser, text: str) -> None:
 def takes_messages(parser: Parser, way: str) -> None:
     """A command that answers messages, and takes none in its arguments: `way` is theirs."""
     parser.takes_one = way
-    parser.elsewhere = dict.fromkeys(
+    parser.elsewhere |= dict.fromkeys(
         ("prompt", "prompt_file", "in"), f"{way}; `handgrad sample MODEL --prompt TEXT` continues a text"
     )
 
@@ -186,14 +182,6 @@ def train(parser: Parser) -> None:
     parser.number("--ranks", "start N processes on any device, also on a CPU (default: 1)", rule=AT_LEAST_1)
 
 
-def sweep(parser: Parser) -> None:
-    add_run_arguments(parser)
-    parser.usage = "%(prog)s [PRESET|RECIPE] --over KEY=VALUE,... [--SETTING VALUE]..."
-    over = "settings to vary, each with its values; each combination is a run, in OUT/KEY=VALUE,KEY=VALUE"
-    parser.add_argument("--over", nargs="+", action="extend", required=True, metavar="KEY=VALUE,...", help=over)
-    parser.number("--jobs", "runs at once (default: one per GPU, one on a CPU)", rule=AT_LEAST_1)
-
-
 def plan(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.number("--vocab-size", "words (default: as in --data, or GPT-2's)", rule=AT_LEAST_1)
@@ -207,7 +195,6 @@ def plan(parser: Parser) -> None:
 def evaluate(parser: Parser) -> None:
     add_model_arguments(parser, with_fp8=True)
     parser.takes_one = "one MODEL at a time; `handgrad report RUN RUN` compares runs"
-    add_fp8_weights(parser)
     parser.text("--data", "DIR", "prepared shards (default without --tasks: the run's)")
     parser.number("--eval-tokens", "tokens to evaluate (default: the whole split)", rule=NOT_NEGATIVE, default=0)
     stride = "tokens between windows, each of which scores its last ones; 0: windows side by side (default: the run's)"
@@ -279,8 +266,8 @@ def profile(parser: Parser) -> None:
 
 
 def doctor(parser: Parser) -> None:
-    parser.switch("--net", "instead: measure the network between processes (under torchrun, srun)")
-    add_timeout_arguments(parser)
+    """No options: it examines everything."""
+    parser.elsewhere = {"net": "`python -m benchmarks.network` in the repository measures the network between processes"}
 
 
 def verify(parser: Parser) -> None:
@@ -321,9 +308,8 @@ def demo(parser: Parser) -> None:
 
 def sample(parser: Parser) -> None:
     add_model_arguments(parser)
-    add_fp8_weights(parser)
     parser.takes_one = "give a text as --prompt TEXT"
-    parser.elsewhere = dict.fromkeys(("system", "chat"), "`handgrad chat MODEL --system TEXT` talks")
+    parser.elsewhere |= dict.fromkeys(("system", "chat"), "`handgrad chat MODEL --system TEXT` talks")
     parser.text("--prompt", "TEXT", "the beginning (default: a new document)", default=None)
     parser.text("--prompt-file", "FILE", "a file with the beginning; - reads standard input", default=None)
     parser.number("--samples", "number of samples (default: 1)", rule=AT_LEAST_1)
@@ -338,7 +324,6 @@ def sample(parser: Parser) -> None:
 
 def chat(parser: Parser) -> None:
     add_model_arguments(parser)
-    add_fp8_weights(parser)
     takes_messages(parser, "type the message at the prompt, or pipe it: echo TEXT | handgrad chat MODEL")
     parser.text("--system", "TEXT", "the system message, before the conversation")
     parser.number("--max-tokens", "longest answer (default: 512)", default=512)

@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         self.example = ""  # a command line that works, for an error
         self.takes_one = ""  # the remedy for a second argument where one stands for several
         self.in_steps: Callable[[argparse.Namespace, Sequence[str]], str] | None = None  # the answer to --epochs
-        self.elsewhere: dict[str, str] = {}  # a flag of another command, and the way to the same here
+        self.elsewhere: dict[str, str] = {}  # a flag of another command, or a removed one: what to do
         self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
 
     def show_all(self) -> None:
@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def hint(self, name: str, known: list[str]) -> str:
-        """' (the way)' to a flag of another command, else the nearest `known` flag to an unknown one."""
+        """' (the way)' for a flag that is `elsewhere`, else the nearest `known` flag to an unknown one."""
         way = next((self.elsewhere[word] for word in meanings(name) if word in self.elsewhere), "")
         return f" ({way})" if way else nearest_name(name, known)
 

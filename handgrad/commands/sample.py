@@ -16,11 +16,10 @@ import torch
 import handgrad
 from handgrad.commands.chat import sampling_options
 from handgrad.errors import DataError, UsageError, storage_errors
-from handgrad.evaluation.load import LoadedModel, Machine, Weights, load_model, machine, rounded_to_fp8
+from handgrad.evaluation.load import LoadedModel, Machine, Weights, load_model, machine
 from handgrad.files import check_writable
 from handgrad.generation.chat import listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
-from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import (
     Continuation,
     Decoder,
@@ -46,8 +45,6 @@ def run(parsed: Namespace) -> int:
     batch = min(parsed.batch, len(prompts))
     on = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
-    if parsed.fp8_weights:
-        weights = rounded_to_fp8(weights)
     with contextlib.ExitStack() as opened:
         written, write = {}, None
         if parsed.out:
@@ -58,7 +55,7 @@ def run(parsed: Namespace) -> int:
             most_tokens = row.get("max_tokens", parsed.max_tokens)
             texts.append(Continuation(document(weights.tokenizer, row["prompt"]), most_tokens, parsed.seed + number))
         longest = max(len(text.prompt) + text.max_tokens for text in texts)
-        model, decoder = load_decoder(weights, on, options, batch, longest, in_fp8=parsed.fp8_weights and batch == 1)
+        model, decoder = load_decoder(weights, on, options, batch, longest)
         if note := cropped(texts, model.shape.sequence_length):
             print(note, file=sys.stderr)
         started = time.perf_counter()
@@ -85,17 +82,15 @@ def check_flags(parsed: Namespace) -> None:
 
 
 def load_decoder(
-    weights: Weights, on: Machine, options: SamplingOptions, batch: int, longest: int, *, in_fp8: bool
+    weights: Weights, on: Machine, options: SamplingOptions, batch: int, longest: int
 ) -> tuple[LoadedModel, Decoder]:
-    """The model, and the decoder of `batch` texts at once of up to `longest` tokens. `in_fp8`: GEMMs read the rounded
-    weights as fp8 where the device can. Raises `DataError` without memory for them."""
+    """The model, and the decoder of `batch` texts at once of up to `longest` tokens. Raises `DataError` without memory for
+    them."""
     buffers = decode_buffers(with_cache(weights.shape, longest), batch, on.dtype, on.ops)
-    if in_fp8:
-        buffers += fp8_buffers(weights.shape, on.ops, on.device)
     model = load_model(weights, on.device, on.dtype, on.ops, buffers)
     buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
-    ops, ends = with_fp8_weights(on.ops, model.shape, model.weights, model.views), listed_ends(model.tokenizer)
-    return model, Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text, ends=ends)
+    ends = listed_ends(model.tokenizer)
+    return model, Decoder(model.shape, on.ops, model.weights, buf, options, end_of_text=end_of_text, ends=ends)
 
 
 def identity_of(
@@ -105,7 +100,6 @@ def identity_of(
     return {
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "weights": weights.origin["sha256"],
-        "fp8_weights": parsed.fp8_weights,
         **asdict(options),
         "max_tokens": parsed.max_tokens,
         "stop": parsed.stop,

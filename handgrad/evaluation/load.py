@@ -14,7 +14,6 @@ from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.generation.decode import LEAST_CACHE, decode_buffers, decode_tensors, with_cache
-from handgrad.generation.fp8_weights import rounded
 from handgrad.generation.generate import Decoder, SamplingOptions
 from handgrad.machine import devices
 from handgrad.machine.backend import choose_backend
@@ -42,11 +41,6 @@ class Weights:
     origin: dict[str, Any]  # for a manifest: "from" a format, "source" in the user's words, "sha256" by file
     config: RunConfig  # of their run; the sizes alone for imported weights
     checkpoint: Checkpoint | None = None  # that holds them, if it is one of ours
-
-
-def rounded_to_fp8(weights: Weights) -> Weights:
-    """`weights` with the matrices of GEMMs rounded to fp8 (`generation.fp8_weights`)."""
-    return replace(weights, weight=rounded(weights.shape, weights.weight))
 
 
 def usual_window(weights: Weights) -> int:
@@ -207,9 +201,8 @@ class GrowingMemory:
 class Writing:
     """The last decoder of a model's texts, with its recorded graph."""
 
-    def __init__(self, model: LoadedModel, dtype: torch.dtype, ops_of_one: ModuleType):
-        """`ops_of_one`: the operations of a text that is written alone."""
-        self.model, self.dtype, self.ops_of_one = model, dtype, ops_of_one
+    def __init__(self, model: LoadedModel, dtype: torch.dtype):
+        self.model, self.dtype = model, dtype
         self.memory = GrowingMemory(model.device)
         self.size = (0, 0)  # texts at once, tokens of the cache
         self.last: Decoder | None = None
@@ -225,8 +218,8 @@ class Writing:
             return self.last
         else:
             buffers = self.last.buf
-        ops, weights = self.ops_of_one if batch == 1 else self.model.ops, self.model.weights
-        self.last = Decoder(self.model.shape, ops, weights, buffers, options, end_of_text=None, ends=ends)
+        model = self.model
+        self.last = Decoder(model.shape, model.ops, model.weights, buffers, options, end_of_text=None, ends=ends)
         self.size = batch, shape.sequence_length
         return self.last
 

@@ -55,8 +55,8 @@ def prefill(
     starts: Sequence[int] | None = None,
 ) -> None:
     """The keys and values of sequences (each of at most maxT tokens, or none) into their slots, from position 0 on, or from
-    `starts`, before which the slots hold earlier tokens. `launch(B', T)`, or `launch(B', T, append=True)`, runs
-    the architecture's prefill over as many rows of the buffers of prompts.
+    `starts`, before which the slots hold earlier tokens. `launch(B', T, append=...)` runs the architecture's prefill over
+    as many rows of the buffers of prompts; `append`: from `starts` on.
 
     Logits come from the step that reads the token after them. Longest first: sequences of about one length are padded
     together.
@@ -74,6 +74,4 @@ def prefill(
             if append:
                 positions = torch.tensor([start for _, _, start in group]).unsqueeze(1) + torch.arange(length)
                 buf.prompt_positions[: padded.numel()].copy_(positions.clamp_(max=longest - 1).view(-1))
-                launch(len(group), length, append=True)
-            else:
-                launch(len(group), length)
+            launch(len(group), length, append=append)

@@ -113,7 +113,6 @@ class Decoder:
         others that end one. They are exempt from the repetition penalty."""
         self.model, self.shape, self.ops, self.weights, self.buf = architecture(shape), shape, ops, weights, buf
         self.options, self.reuse_cache = options, False
-        self.vocab_size = shape.vocab_size
         self.ends = frozenset(ends) if end_of_text is None else frozenset((end_of_text, *ends))
         self.longest = buf.keys.shape[3]
         self.slots: list[Slot | None] = [None] * buf.tokens.shape[0]
@@ -135,7 +134,7 @@ class Decoder:
             None if o.repetition_penalty == 1 else buf.seen,
             buf.seeds,
             buf.places,
-            vocab_size=self.vocab_size,
+            vocab_size=self.shape.vocab_size,
             **asdict(o),
             scratch=buf.scratch,
         )

@@ -1,4 +1,4 @@
-"""The readings of NVIDIA's driver about a GPU: watts, clock, temperature, throttle reasons, energy.
+"""The readings of NVIDIA's driver about a GPU: watts, clock, temperature, throttle reasons.
 
 They come from NVML through the package `nvidia-ml-py`, which is optional: without it, without a driver or on another device
 there are none, and the callers show none.
@@ -6,7 +6,6 @@ there are none, and the callers show none.
 
 import functools
 import importlib
-import itertools
 import threading
 import time
 from statistics import fmean
@@ -43,10 +42,6 @@ class Sensors(NamedTuple):
         except (self.nvml.NVMLError, AttributeError):  # an older nvidia-ml-py lacks the newer names
             return None
         return value if unit == 1 else value / unit
-
-    def joules(self) -> float | None:
-        """Energy since the driver was loaded: only differences mean something."""
-        return self.ask("nvmlDeviceGetTotalEnergyConsumption", unit=1e3)
 
     def read(self) -> Reading:
         bits = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
@@ -108,7 +103,6 @@ class Sampler:
     def __enter__(self) -> "Sampler":
         if self.sensors is not None:
             self.stopped = threading.Event()
-            self.joules_before = self.sensors.joules()
             self.sample()
             self.thread = threading.Thread(target=self.sample_until_stopped, daemon=True)
             self.thread.start()
@@ -119,7 +113,7 @@ class Sampler:
             self.stopped.set()
             self.thread.join()
             self.sample()
-            self.summary = summarize(self.readings, self.joules_before, self.sensors.joules())
+            self.summary = summarize(self.readings)
 
     def sample_until_stopped(self) -> None:
         while not self.stopped.wait(self.interval_seconds):
@@ -130,20 +124,12 @@ class Sampler:
         self.readings.append((time.perf_counter(), self.sensors.read()))
 
 
-def summarize(
-    readings: list[tuple[float, Reading]], joules_before: float | None, joules_after: float | None
-) -> dict[str, Any]:
-    """Mean, min and max of each quantity (None if unsupported), the share of readings with each throttle reason, and the
-    energy in joules: the difference of the driver's counter, or else watts integrated over time."""
+def summarize(readings: list[tuple[float, Reading]]) -> dict[str, Any]:
+    """Mean, min and max of each quantity (None if unsupported), and the share of readings with each throttle reason."""
     summary: dict[str, Any] = {"readings": len(readings), "seconds": readings[-1][0] - readings[0][0]}
     for name in ("watts", "sm_megahertz", "celsius"):
         values = [values[name] for _, values in readings if values[name] is not None]
         summary[name] = {"mean": fmean(values), "min": min(values), "max": max(values)} if values else None
     words = [word for _, values in readings for word in values["throttle"]]
     summary["throttle"] = {word: words.count(word) / len(readings) for word in REASONS.values() if word in words}
-    if joules_before is not None and joules_after is not None:
-        return summary | {"joules": joules_after - joules_before, "energy_from": "counter"}
-    power = [(seconds, values["watts"]) for seconds, values in readings if values["watts"] is not None]
-    pairs = itertools.pairwise(power)
-    joules = sum((later - start) * (first + second) / 2 for (start, first), (later, second) in pairs)
-    return summary | {"joules": joules if len(power) > 1 else None, "energy_from": "watts over time"}
+    return summary

@@ -36,7 +36,7 @@ def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], obje
 
 
 def runs_in(named: Sequence[Path]) -> list[Path]:
-    """The run folders and main.logs that are named; a folder of runs, such as a sweep's, stands for those in it."""
+    """The run folders and main.logs that are named; a folder of runs stands for those in it."""
     found = []
     for path in named:
         if path.is_dir() and not (path / CONFIG_FILE).exists():

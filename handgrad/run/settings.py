@@ -1,10 +1,8 @@
-"""A run's configuration, or a sweep's, from a preset, a recipe, a model's name and single settings."""
+"""A run's configuration, from a preset, a recipe, a model's name and single settings."""
 
-import itertools
 import re
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from handgrad.names import nearest_name
 from handgrad.networks import NETWORKS
 from handgrad.networks.modern import MODERN, changed, resolve_techniques
 from handgrad.settings import presets, recipes
-from handgrad.settings.config import RunConfig, check, check_value, convert, read_toml, to_dict
+from handgrad.settings.config import RunConfig, check_value, convert, read_toml, to_dict
 from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE
 
 # Other trainers' words for where a run begins, given as weights.
@@ -24,8 +22,6 @@ BEGINNINGS = {
     "scratch": "a run starts from nothing without it",
 }
 WITHOUT, WITH = "without", "with"  # settings that change the list `techniques`: no fields of their own
-DEFAULT_OUT = "runs/sweep"
-SEED = "seed"  # runs that differ in nothing else are repetitions
 
 
 def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], command: str = "train") -> RunConfig:
@@ -160,68 +156,3 @@ def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
         sizes = read_sizes(settings["init_from"]) if begun is None else shape_fields(begun)
     chosen = chosen_finetuning(settings, sizes, begun) if bare and not settings.get("batch_schedule") else {}
     return {**sizes, **chosen, **settings}
-
-
-@dataclass(frozen=True)
-class SweepRun:
-    """One combination of values."""
-
-    name: str  # KEY=VALUE,KEY=VALUE
-    settings: dict[str, Any]  # the values of the keys that are swept
-    config: RunConfig
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.out)
-
-    @property
-    def group(self) -> dict[str, Any]:
-        """The settings that its repetitions share."""
-        return {key: value for key, value in self.settings.items() if key != SEED}
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The runs of all combinations, each in a folder of its own, resolved before any of them starts."""
-
-    folder: Path
-    over: dict[str, list[Any]]
-    runs: list[SweepRun]
-
-
-def resolve_sweep(
-    over: Iterable[str], preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], out: str
-) -> Sweep:
-    """The runs of `over` (like "seed=1,2"); the other arguments as `run_config` takes them. Raises its errors for the first
-    run that does not hold."""
-    values = parse_over(over)
-    folder, runs = Path(out or DEFAULT_OUT), dict[str, SweepRun]()
-    for combination in itertools.product(*values.values()):
-        chosen = dict(zip(values, combination, strict=True))
-        name = ",".join(f"{key}={value_text(value)}" for key, value in chosen.items())
-        if name in runs:
-            raise UsageError(f"--over gives {name} twice; each run needs a folder of its own")
-        config = check(run_config(preset, recipe_file, model, {**settings, **chosen, "out": str(folder / name)}, "sweep"))
-        runs[name] = SweepRun(name, chosen, config)
-    return Sweep(folder, values, list(runs.values()))
-
-
-def parse_over(over: Iterable[str]) -> dict[str, list[Any]]:
-    """["seed=1,2"] -> {"seed": [1, 2]}, the values as the field's type."""
-    values: dict[str, list[Any]] = {}
-    for text in over:
-        key, equals, listed = text.partition("=")
-        name = key.removeprefix("--").replace("-", "_")
-        if not equals:
-            raise UsageError(f"--over takes KEY=VALUE,VALUE,..., found {text!r}; a preset comes before it")
-        if name == "out":
-            raise UsageError("--over cannot vary out: each run has a folder of its own in --out")
-        if name in values:
-            raise UsageError(f"--over names {name} twice; give all its values at once, with commas")
-        values[name] = [value if name in (WITHOUT, WITH) else convert(name, value) for value in listed.split(",")]
-    return values
-
-
-def value_text(value: Any) -> str:
-    """A value in a folder's name."""
-    return str(value).lower() if isinstance(value, bool) else str(value).replace("/", "_")

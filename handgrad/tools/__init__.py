@@ -1,1 +1,1 @@
-"""Tools beside training: plan, doctor, profile, kernel checks, the network between ranks."""
+"""Tools beside training: plan, doctor, profile, kernel checks."""

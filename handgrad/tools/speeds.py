@@ -33,17 +33,6 @@ def seconds_of(device: torch.device, launch: Callable[[], object], seconds: floa
     return (time.perf_counter() - started - first) / count
 
 
-def launch_milliseconds(launch: Callable[[], object], count: int) -> float:
-    """Mean milliseconds of one of `count` launches in a row, by the events of a CUDA GPU."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        launch()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / count
-
-
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read and written, of a copy of 2 GB on the device (64 MB on a CPU)."""
     size, seconds, burst = (2_000_000_000, 0.5, 10) if device.type == "cuda" else (64_000_000, 0.1, 1)

@@ -1,19 +1,21 @@
-"""`doctor --net`: what it measures, and that a slow link is named."""
+"""benchmarks/network.py: what it measures, and that a slow link is named."""
 
 import re
 from itertools import combinations
 
 import pytest
 
-from handgrad.cli import main
-from handgrad.commands import doctor
+from benchmarks import network
+from benchmarks.network import Link, link_lines, round_robin, sent_bytes
+from handgrad.errors import UsageError
 from handgrad.joins.parallel.rendezvous import Timeouts
-from handgrad.tools.network import Link, link_lines, round_robin, sent_bytes
 from tests.distributed.runs import Launcher
 
+pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
 
-def test_doctor_measures_the_network(launcher: Launcher) -> None:
-    started = launcher.run(2, ["doctor", "--net"])
+
+def test_it_measures_the_network(launcher: Launcher) -> None:
+    started = launcher.run(2, ["-m", "benchmarks.network"])
     told = [line.removeprefix("ok    ") for line in started.ranks[0].output.splitlines()]
     assert not started.ranks[1].output
     assert told[0] == "2 ranks on 1 host(s), cpu buffers, gloo"
@@ -31,8 +33,8 @@ def test_doctor_measures_the_network(launcher: Launcher) -> None:
     assert [match.groups() for match in costs if match] == [("124M", "0.25", "0.12"), ("1558M", "3.12", "1.56")]
 
 
-def test_doctor_names_a_slow_link(launcher: Launcher) -> None:
-    started = launcher.start(3, ["doctor", "--net"], "slow-link:1:2")
+def test_it_names_a_slow_link(launcher: Launcher) -> None:
+    started = launcher.start(3, ["-m", "benchmarks.network"], "slow-link:1:2")
     assert started.wait() == [78] * 3, started.errors
     assert started.fired == [False, True, False]
     link = r"FAIL  rank 1 \(host (\S+)\) <-> rank 2 \(host \1\): \S+ GB/s, the median inside a node is \S+ GB/s"
@@ -40,17 +42,15 @@ def test_doctor_names_a_slow_link(launcher: Launcher) -> None:
     assert not started.ranks[1].output and not started.ranks[2].output
 
 
-def test_a_single_process_is_told_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--net"]) == 64
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "torchrun --nproc-per-node=2 -m handgrad doctor --net" in told
+def test_a_single_process_is_told_how_to_start() -> None:
+    with pytest.raises(UsageError, match=r"^expected several .* torchrun --nproc-per-node=2 -m benchmarks\.network$"):
+        network.main([])
 
 
 def test_ranks_wait_as_long_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Timeouts] = []
-    monkeypatch.setattr(doctor, "examine_network", lambda info, device, timeouts: asked.append(timeouts) or iter([]))
-    assert main(["doctor", "--net"]) == 0
-    assert main(["doctor", "--net", "--join-seconds", "7", "--stall-seconds", "900"]) == 0
+    monkeypatch.setattr(network, "examine_network", lambda info, device, timeouts: asked.append(timeouts) or iter([]))
+    assert network.main([]) == network.main(["--join-seconds", "7", "--stall-seconds", "900"]) == 0
     assert asked == [Timeouts(300, 30, 600), Timeouts(7, 30, 900)]
 
 

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 import handgrad.commands.train
+from benchmarks import network
 from handgrad.cli import main
 from handgrad.joins.parallel import heartbeat, rendezvous
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.step import ParallelStep
-from handgrad.tools import network
 from handgrad.training.step import TrainStep
 from tests.distributed import bit_flips, save_faults
 from tests.faults import moments, work
@@ -251,6 +251,8 @@ def run(fault: str, command: list[str]) -> int:
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
         return 0
+    if command[0] == "-m":
+        return importlib.import_module(command[1]).main(command[2:])
     return main(command)
 
 

@@ -11,7 +11,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
-from handgrad.generation.fp8_weights import OLDEST_CAPABILITY, fp8_buffers, tensors_of, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.machine.backend import choose_backend
 from handgrad.machine.graphs import Replayed
@@ -39,12 +38,6 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 def test_row_gemms(draw: Draw, C: int, O: int) -> None:
     check(checks.row_gemms(draw, C, O), terms=4)
     check(checks.swiglu_product(draw, C, O), terms=8)
-
-
-@pytest.mark.skipif(torch.cuda.get_device_capability() < OLDEST_CAPABILITY, reason="converts no e4m3 numbers")
-@pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 50304), (1600, 4800), (6400, 1600)])
-def test_row_gemms_of_fp8_weights(draw: Draw, C: int, O: int) -> None:
-    checks.fp8_products(draw, C, O)
 
 
 @pytest.mark.parametrize("position", [0, 63, 64, 257, 1023])
@@ -193,35 +186,3 @@ def test_a_conversation_goes_on_as_from_a_fresh_cache(network: str) -> None:
         prompt = [*prompt, *texts[0], *range(100 + turn, 120 + turn)]
     begun = [prefill for size, prefill in kept.prefills.items() if size[2]]
     assert len(begun) == 1 and isinstance(begun[0], Replayed) and begun[0].graph
-
-
-@pytest.mark.skipif(torch.cuda.get_device_capability() < OLDEST_CAPABILITY, reason="converts no e4m3 numbers")
-@pytest.mark.parametrize("network", [*ARCHITECTURES, ALL])
-def test_a_step_of_fp8_weights_is_that_of_the_rounded_ones(network: str) -> None:
-    """In bf16: the logits are as close to float64's of the rounded weights as those of the kernels that read bf16."""
-    backend = choose_backend("kernels", torch.device("cuda"))
-    shape, weights, buf = model(backend, torch.bfloat16, 1, network)
-    views = make_plan(fp8_buffers(shape, backend, torch.device("cuda"))).allocate(torch.device("cuda"))
-    reads = with_fp8_weights(backend, shape, weights, views)
-    for weight, rounded in reads.decode.found.items():
-        weight.copy_(rounded.rows.float() * rounded.scales.unsqueeze(1))
-    exact_shape, exact_weights, exact_buf = model(
-        choose_backend("reference", torch.device("cuda")), torch.float64, 1, network
-    )
-    rows = {row.name: row for row in parameter_table(shape)}
-    for name in rows:
-        for target, source in zip(tensors_of(exact_weights, name), tensors_of(weights, name), strict=True):
-            target.copy_(source)
-    found = []
-    for ops, w, b in ((backend, weights, buf), (reads, weights, buf)):
-        b.tokens.fill_(7)
-        b.positions.zero_()
-        architecture(shape).decode_step(ops.decode, w, b, shape)
-        found.append(b.logits[:, : shape.vocab_size].double().clone())
-    exact_buf.tokens.fill_(7)
-    exact_buf.positions.zero_()
-    reference = choose_backend("reference", torch.device("cuda"))
-    architecture(shape).decode_step(reference.decode, exact_weights, exact_buf, exact_shape)
-    exact = exact_buf.logits[:, : shape.vocab_size].double()
-    own, error = ((logits - exact).norm().item() for logits in found)
-    assert torch.isfinite(found[1]).all() and error <= 2 * own, f"{error:.3g}, bf16 kernels {own:.3g}"

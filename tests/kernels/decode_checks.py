@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.generation.fp8_weights import quantized
 from handgrad.ops.cuda import decode as kernels
-from handgrad.ops.cuda.row_gemms import ScaledRows
 from handgrad.ops.reference import decode as reference
 from tests.kernels.memory_checks import Case, Draw, Tensors, close, copy, nan, statistics_dtype
 
@@ -57,19 +55,6 @@ def gained(ops: ModuleType, t: Tensors, O: int) -> Tensors:
     ops.rmsnorm_linear_forward(out["gained"], *norm, t["weight"], None, **options)
     ops.rmsnorm_linear_forward(out["gained with bias"], *norm, t["weight"], t["bias"], **options)
     return out
-
-
-def fp8_products(draw: Draw, C: int, O: int) -> None:
-    """The kernels' products of e4m3 numbers and scales are theirs of the rounded weight: the same numbers in another form,
-    so that only the order of a sum may differ."""
-    inputs, run = row_gemms(draw, C, O)
-    rows, scales = quantized(inputs["weight"])
-    inputs["weight"] = (rows.float() * scales.unsqueeze(1)).to(draw.dtype)
-    exact = run(reference, copy(inputs, torch.float64))
-    own = run(reference, copy(inputs))
-    found = run(kernels, copy(inputs) | {"weight": ScaledRows(rows, scales)})  # type: ignore[dict-item]
-    for name, result in found.items():
-        close(name, result, own[name], exact[name], terms=4)
 
 
 def swiglu_product(draw: Draw, C: int, F: int) -> Case:

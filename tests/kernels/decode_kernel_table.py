@@ -25,7 +25,7 @@ POINTERS = (
 SIGNATURE = dict.fromkeys(POINTERS, "*bf16:16")
 SIGNATURE |= dict.fromkeys(("positions", "tokens", "tokens_out", "seeds"), "*i64:16")
 SIGNATURE |= dict.fromkeys(
-    ("values_out", "largest", "rstd", "scales", "sums", "tops", "totals", "sums_out", "tops_out", "totals_out"), "*fp32:16"
+    ("values_out", "largest", "rstd", "sums", "tops", "totals", "sums_out", "tops_out", "totals_out"), "*fp32:16"
 )
 SIGNATURE |= dict.fromkeys(("ids", "ids_out", "broken", "broken_out"), "*i32:16")
 SIGNATURE |= dict.fromkeys(("places", "chosen", "active", "slots"), "*i64:16")
@@ -38,15 +38,14 @@ SIGNATURE |= dict.fromkeys(("SCALE", "temperature", "penalty", "least", "epsilon
 def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
     """name: (kernel, its constants, warps), as the operations launch them; `turing`: on a GPU before Ampere."""
     found: dict[str, tuple[triton.JITFunction, dict[str, object], int]] = {}
-    everything = ("norm_weight", "norm_bias", "scales", "bias", "residual", "sums", "tops", "totals")
+    everything = ("norm_weight", "norm_bias", "bias", "residual", "sums", "tops", "totals")
 
-    def product(name: str, O: int, K: int, *given: str, itemsize: int = 2, head: int = 0, **constants: object) -> None:
-        scaled = ("scales",) if itemsize == 1 else ()
+    def product(name: str, O: int, K: int, *given: str, head: int = 0, **constants: object) -> None:
         rows, block, warps = row_gemms.gemm_tile(O, K)
         if constants.get("ACTIVATION") == "swiglu":
             rows //= 2
             O //= 2
-        present = (*given, *scaled, *(("sums", "tops", "totals") if head else ()))
+        present = (*given, *(("sums", "tops", "totals") if head else ()))
         plain = {
             "ROWS": rows,
             "BLOCK": block,
@@ -69,14 +68,12 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
         product(f"parts and proj of {name}", C, C, "residual", head=64)
     product("proj of 4096", 4096, 4096, "residual")
     for C in (768, 1600):
-        for itemsize, kind in ((2, ""), (1, " in fp8")):
-            product(f"qkv of {C}{kind}", 3 * C, C, "norm_weight", "norm_bias", "bias", itemsize=itemsize)
-            product(f"proj of {C}{kind}", C, C, "bias", "residual", itemsize=itemsize)
-            product(f"parts and proj of {C}{kind}", C, C, "bias", "residual", itemsize=itemsize, head=64)
-            norm = "norm_weight", "norm_bias", "bias"
-            product(f"fc of {C}{kind}", 4 * C, C, *norm, itemsize=itemsize, ACTIVATION="gelu")
-            product(f"fcproj of {C}{kind}", C, 4 * C, "bias", "residual", itemsize=itemsize)
-            product(f"head of {C}{kind}", 50304, C, "norm_weight", "norm_bias", itemsize=itemsize)
+        product(f"qkv of {C}", 3 * C, C, "norm_weight", "norm_bias", "bias")
+        product(f"proj of {C}", C, C, "bias", "residual")
+        product(f"parts and proj of {C}", C, C, "bias", "residual", head=64)
+        product(f"fc of {C}", 4 * C, C, "norm_weight", "norm_bias", "bias", ACTIVATION="gelu")
+        product(f"fcproj of {C}", C, 4 * C, "bias", "residual")
+        product(f"head of {C}", 50304, C, "norm_weight", "norm_bias")
     for C, H, D in ((768, 12, 64), (768, 6, 128), (1600, 16, 100), (2048, 8, 256)):
         heads, pairs, warps = rotary.tile(2 * H, D, 2, rotary.FORWARD_BYTES_PER_WARP)
         constants = {"C3": 3 * C, "HEADS": 2 * H, "D": D, "BLOCK_H": heads, "BLOCK_P": pairs, "ROTARY": True}
@@ -111,19 +108,12 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
     return found
 
 
-def runs(name: str, arch: int) -> bool:
-    """The conversion from e4m3 is an instruction from compute capability 8.9 on."""
-    return arch >= 89 or "fp8" not in name
-
-
 def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
     name, dtype, arch = job
     kernel, constants, warps = launches(turing=arch < 80)[name]
     signature = SIGNATURE | dict.fromkeys(POINTERS, f"*{dtype}:16")
     if name == "join":
         signature["values"] = "*fp32:16"
-    if "fp8" in name:
-        signature["weight"] = "*fp8e4nv:16"
     overlaps = arch >= 90
     options: dict[str, object] = {"launch_pdl": True} if overlaps else {}
     if kernel is row_gemms._row_gemm:
@@ -145,8 +135,8 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
 
 def tile_bytes(name: str, constants: dict[str, object]) -> int:
     halves = 2 if constants.get("ACTIVATION") == "swiglu" else 1
-    return halves * (1 if "fp8" in name else 2) * int(constants.get("ROWS", 0)) * int(constants.get("BLOCK", 0))
+    return 2 * halves * int(constants.get("ROWS", 0)) * int(constants.get("BLOCK", 0))
 
 
 def jobs_of_tests() -> list[tuple[str, str, int]]:
-    return [(name, "bf16", arch) for name in launches() for arch in ARCHITECTURES if runs(name, arch)]
+    return [(name, "bf16", arch) for name in launches() for arch in ARCHITECTURES]

@@ -33,14 +33,6 @@ def test_row_gemms(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) 
     check(checks.swiglu_product(draw, C, O), terms=8)
 
 
-@pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (1600, 40)])
-def test_row_gemms_of_fp8_weights(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks.fp8_products(draw, C, O)
-    monkeypatch.setattr(row_gemms, "FEWEST_PROGRAMS", 2)
-    monkeypatch.setattr(row_gemms, "MOST_PROGRAMS", 1)
-    checks.fp8_products(draw, C, O)
-
-
 def test_a_row_far_from_zero_keeps_its_variance(draw: Draw) -> None:
     """A mean two thousand deviations away: squares less the mean's square would leave nothing of the variance."""
     C, O = 768, 11

@@ -1,6 +1,5 @@
 """The launches of one text's step, noted and not made: docs/sampling.md models its time by their number."""
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ pytest.importorskip("triton")
 pytest.importorskip("nvmath")
 
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.generation.fp8_weights import buffers_of, with_fp8_weights
 from handgrad.generation.generate import Decoder, SamplingOptions
 from handgrad.memory.arena import Buffer, make_plan
 from handgrad.memory.rows import flat_elements
@@ -23,18 +21,16 @@ LLAMA = "kv_heads=1,head_width=64,qk_norm,qkv_bias"
 STEP = {"_embedding": 1, "_greatest": 1, "_join": 1, "_advance": 1}
 
 
-def launches(shape: ModelShape, *, fp8: bool = False) -> tuple[dict[str, int], list[tuple[int, ...]]]:
+def launches(shape: ModelShape) -> tuple[dict[str, int], list[tuple[int, ...]]]:
     """Kernels by name, and the grids of the products."""
     dtype, ops, table = torch.float32, cuda, parameter_table(shape)
     rows = [Buffer("parameters", (flat_elements(table),), dtype, "parameters"), *decode_buffers(shape, 1, dtype, ops)]
-    views = make_plan([*rows, *(buffers_of(shape) if fp8 else [])]).allocate(torch.device("cpu"))
+    views = make_plan(rows).allocate(torch.device("cpu"))
     weights: Any = named_weights(shape, views["parameters"], table)
-    bound: ModuleType = with_fp8_weights(ops, shape, weights, views)
-    decoder = Decoder(shape, bound, weights, decode_tensors(shape, views), SamplingOptions(0), end_of_text=None)
+    decoder = Decoder(shape, ops, weights, decode_tensors(shape, views), SamplingOptions(0), end_of_text=None)
     with collecting() as noted:
         decoder.launch_step()
     products = [launch for kernel, made in noted.items() if name_of(kernel) == "_row_gemm" for launch in made]
-    assert all((type(arguments[5]) is torch.Tensor) == fp8 for _, arguments, _ in products), "scales"
     return {name_of(kernel): len(made) for kernel, made in noted.items()}, [grid for grid, _, _ in products]
 
 
@@ -42,10 +38,9 @@ def name_of(kernel: Any) -> str:
     return kernel.fn.__name__
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_a_block_of_gpt2_takes_five_kernels(fp8: bool) -> None:
+def test_a_block_of_gpt2_takes_five_kernels() -> None:
     """Four products and attention, and nothing of the block or of the choice runs outside of them."""
-    found, grids = launches(ModelShape(3000, 1024, 3, 12, 768), fp8=fp8)
+    found, grids = launches(ModelShape(3000, 1024, 3, 12, 768))
     assert found == STEP | {"_row_gemm": 4 * 3 + 1, "_attention": 3}
     assert grids[:4] == [(288,), (384,), (384,), (384,)], "qkv, proj, fc, fcproj on 132 multiprocessors"
 

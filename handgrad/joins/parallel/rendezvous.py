@@ -75,7 +75,8 @@ def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
     except (dist.DistError, RuntimeError) as error:
         raise LostRank(
             f"rank {info.rank} cannot reach the other ranks ({' '.join(str(error).split()):.200}); check the network with"
-            " `handgrad doctor --net`, and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on machines with several"
+            " `python -m benchmarks.network` in the repository, and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on"
+            " machines with several interfaces"
         ) from None
     assert isinstance(host_group, dist.ProcessGroup)
     overlapped_group = new_overlapped_group(limit) if cuda else None

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops import compose
 from handgrad.ops.cpu.linear import (
     linear_forward,
@@ -26,9 +27,10 @@ mix_rmsnorm_linear_forward = compose.after_mix(
 def attention_decode(
     out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    q = reference.append_keys_values(keys_inout, values_inout, qkv, positions)
     B, K, _, D = keys_inout.shape
-    q = (q / math.sqrt(D)).view(B, K, -1, D)  # heads of queries that share keys and values are rows of one GEMM
+    reference.store_keys_values_at(keys_inout, values_inout, qkv, torch.arange(B), positions)
+    q = qkv[:, : out.shape[1]].to(accumulation_dtype(qkv.dtype)) / math.sqrt(D)
+    q = q.view(B, K, -1, D)  # heads of queries that share keys and values are rows of one GEMM
     y = out.view(*q.shape)
     for b, position in enumerate(positions.tolist()):
         keys, values = (cache[b, :, : position + 1].to(q.dtype) for cache in (keys_inout, values_inout))

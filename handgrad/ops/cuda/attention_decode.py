@@ -28,8 +28,8 @@ FEW_PROGRAMS = 264
 FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
 
 PART_TILE, PART_WARPS = 4096, 4  # numbers of a part's tile: 64 keys of 64 channels
-# Of a full cache; None: heads are not split. With 256, four parts of 1024 keys, short texts were slower (docs/sampling.md).
-KEYS_PER_PART: int | None = 1024
+# Of a full cache. With 256, four parts of 1024 keys, short texts were slower (docs/sampling.md).
+KEYS_PER_PART = 1024
 MOST_PARTS = 16  # of a head: every program of the GEMM that follows reads them all
 
 # Of several new tokens: queries and keys of a tile, and warps; and the same before Ampere, where larger tiles spill.
@@ -38,7 +38,7 @@ APPEND_TILE, TURING_APPEND_TILE = (64, 32, 4), (16, 16, 8)
 
 def splits(maxT: int, D: int) -> int:
     """Parts of a head: a power of two; 1 where heads are whole, as those are whose width is no power of two."""
-    if KEYS_PER_PART is None or D & (D - 1):
+    if D & (D - 1):
         return 1
     return min(MOST_PARTS, triton.next_power_of_2(triton.cdiv(maxT, KEYS_PER_PART)))
 
@@ -154,9 +154,7 @@ def _attention(
     kv_heads, kv_head = H // GROUP, h // GROUP
     cache = (b * kv_heads + kv_head) * maxT * D
     place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
-    mask = (n < position)[:, None] & inside[None, :]
-    key = tl.load(keys + place, mask=mask, other=0.0)
-    value = tl.load(values + place, mask=mask, other=0.0)
+    key, value = tile_of(keys, values, place, n < position, inside)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -215,9 +213,7 @@ def _attention_append(
     for first in range(0, last + 1, KEYS):
         n = first + tl.arange(0, KEYS)
         place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
-        mask = (n <= last)[:, None] & inside[None, :]
-        key = tl.load(keys + place, mask=mask, other=0.0)
-        value = tl.load(values + place, mask=mask, other=0.0)
+        key, value = tile_of(keys, values, place, n <= last, inside)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * SCALE
         scores = tl.where(n[None, :] <= position[:, None], scores, NOTHING)
         above = tl.maximum(largest, tl.max(scores, 1))

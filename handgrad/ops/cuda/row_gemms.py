@@ -9,7 +9,6 @@ kernel. Every output is one program's sum, in a fixed order.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,17 +40,6 @@ REGISTERS_OF_SEVERAL, REGISTERS = 96, 160
 NOTHING = tl.constexpr(-1e30)  # a score below all scores
 
 
-class ScaledRows(NamedTuple):
-    """A weight (O, K) = rows * scales[:, None], as a GEMM of one row reads it."""
-
-    rows: Tensor  # (O, K) e4m3
-    scales: Tensor  # (O) float32
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.rows.shape
-
-
 class AttentionParts(NamedTuple):
     """Attention of one row in S parts a head (`attention_decode`): sums not yet divided, relative to the largest score."""
 
@@ -60,7 +48,7 @@ class AttentionParts(NamedTuple):
     totals: Tensor  # (H, S) float32, the sum of its weights
 
 
-def takes(x: Tensor, weight: Tensor | ScaledRows) -> bool:
+def takes(x: Tensor, weight: Tensor) -> bool:
     """True for the GEMM of one row that fits a program."""
     return x.shape[0] == 1 and weight.shape[1] <= LONGEST_ROW
 
@@ -95,7 +83,7 @@ def registers(stages: int, *, normed: bool) -> dict[str, int]:
 def row_gemm(
     out: Tensor,
     x: Tensor,
-    weight: Tensor | ScaledRows,
+    weight: Tensor,
     bias: Tensor | None,
     *,
     norm: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -108,7 +96,6 @@ def row_gemm(
     """out (1, O) = f(norm(x) weight^T + bias (O) + residual (1, O)), of one row x (1, K). f is "gelu", "relu2", "swiglu"
     (weight (2 O, K)) or nothing, weight (O, K) otherwise; the norm a layer norm with its weight and bias, an RMS norm with
     its gain or without, or nothing. `parts`: x is their sum instead, which nothing else has made."""
-    rows, scales = weight if isinstance(weight, ScaledRows) else (weight, None)
     O, K = out.shape[1], weight.shape[1]
     *tile, warps = gemm_tile(weight.shape[0], K)
     if activation == "swiglu" and tile[0] > 1:  # a program takes as many rows of the other half
@@ -117,7 +104,7 @@ def row_gemm(
     stages = stages_of(tiles)
     sums, tops, totals = parts or (None, None, None)
     split = (0, 0) if sums is None else (sums.shape[1], sums.shape[2])
-    tensors = out, x, *norm, rows, scales, bias, residual, sums, tops, totals
+    tensors = out, x, *norm, weight, bias, residual, sums, tops, totals
     constants = O, K, epsilon, *tile, *split, activation, rms_norm, stages
     options = overlapping(out, warps) | registers(stages, normed=norm[0] is not None)
     launch(_row_gemm, (programs_of(tiles),), *tensors, *constants, **options)
@@ -132,12 +119,9 @@ def weight_tile(weight, tile, offset, O, K, ROWS: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def product(w, v, scales, row, here):
+def product(w, v):
     """(ROWS) float32: a tile of the weight times the row v."""
-    y = tl.sum(w.to(tl.float32) * v[None, :], 1)
-    if scales is not None:
-        y *= tl.load(scales + row, mask=here, other=0.0)
-    return y
+    return tl.sum(w.to(tl.float32) * v[None, :], 1)
 
 
 @triton.jit
@@ -194,9 +178,7 @@ def prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS: tl.constex
 
 
 @triton.jit
-def store_gemm(
-    out, w, u, v, scales, bias, residual, tile, O, ROWS: tl.constexpr, ACTIVATION: tl.constexpr
-):  # fmt: skip
+def store_gemm(out, w, u, v, bias, residual, tile, O, ROWS: tl.constexpr, ACTIVATION: tl.constexpr):
     row = tile * ROWS + tl.arange(0, ROWS)
     here = row < O
     added = tl.zeros([ROWS], tl.float32)
@@ -206,19 +188,19 @@ def store_gemm(
     # loop's own body: to before the wait for the kernel that writes the residual.
     if residual is not None and tile * ROWS < O:
         added += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
-    y = product(w, v, scales, row, here) + added
+    y = product(w, v) + added
     if ACTIVATION == "gelu":
         y = gelu(y)
     if ACTIVATION == "relu2":
         y = relu2(y)
     if ACTIVATION == "swiglu":
-        y = y * sigmoid(y) * product(u, v, scales, row + O, here)
+        y = y * sigmoid(y) * product(u, v)
     tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def _row_gemm(
-    out, x, norm_weight, norm_bias, weight, scales, bias, residual, sums, tops, totals, O, K, epsilon,
+    out, x, norm_weight, norm_bias, weight, bias, residual, sums, tops, totals, O, K, epsilon,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, ACTIVATION: tl.constexpr,
     RMS_NORM: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +218,7 @@ def _row_gemm(
             u = weight_tile(weight, tile, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
             if tile == first:
                 v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
-            store_gemm(out, w, u, v, scales, bias, residual, tile, O, ROWS, ACTIVATION)
+            store_gemm(out, w, u, v, bias, residual, tile, O, ROWS, ACTIVATION)
     else:
         w = weight_tile(weight, first, 0, O, K, ROWS, BLOCK)
         u = weight_tile(weight, first, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
@@ -244,4 +226,4 @@ def _row_gemm(
         if OVERLAPS:
             gdc_launch_dependents()
         v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
-        store_gemm(out, w, u, v, scales, bias, residual, first, O, ROWS, ACTIVATION)
+        store_gemm(out, w, u, v, bias, residual, first, O, ROWS, ACTIVATION)

@@ -82,15 +82,9 @@ def attention_decode(
 ) -> None:
     """One new token per sequence: appends its key and value to the caches (B, K, maxT, D) at positions (B), and attends to
     0..positions[b]. out (B, H D), qkv (B, (H + 2K) D). It reads nothing after that position."""
-    B, _, maxT, _ = keys_inout.shape
-    q = append_keys_values(keys_inout, values_inout, qkv, positions)
-    later = torch.arange(maxT, device=qkv.device) > positions.unsqueeze(1)  # (B, maxT)
-    H = q.shape[1]
-    keys = for_queries(keys_inout, H, 1).to(q.dtype)
-    weights = torch.softmax(attention.masked_scores(q, keys, later.view(B, 1, 1, maxT)), -1)
-    # Memory that was never written may hold NaN, which a weight of 0 does not remove.
-    values = for_queries(values_inout, H, 1).to(q.dtype).masked_fill(later.view(B, 1, maxT, 1), 0)
-    out.view(*q.shape).copy_(torch.matmul(weights, values))
+    slots = torch.arange(len(positions), device=qkv.device)
+    store_keys_values_at(keys_inout, values_inout, qkv, slots, positions)
+    attention_append(out, keys_inout, values_inout, qkv, slots, positions)
 
 
 def advance(tokens: Tensor, positions_inout: Tensor, places_inout: Tensor, chosen: Tensor, active: Tensor) -> None:
@@ -99,16 +93,6 @@ def advance(tokens: Tensor, positions_inout: Tensor, places_inout: Tensor, chose
     torch.clamp(chosen, min=0, out=tokens)
     positions_inout.add_(active)
     places_inout.add_(1)
-
-
-def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor) -> Tensor:
-    """Appends the new keys and values to the caches; returns q (B, H, 1, D), in float32 or float64."""
-    B, K, _, D = keys_inout.shape
-    q, k, v = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
-    rows = torch.arange(B, device=qkv.device)
-    keys_inout[rows, :, positions] = k[:, :, 0]
-    values_inout[rows, :, positions] = v[:, :, 0]
-    return q.to(accumulation_dtype(qkv.dtype))
 
 
 attention_linear_residual_forward = compose.after_attention(attention_decode, linear_residual_forward)
@@ -153,7 +137,8 @@ def attention_append(
     q = q.to(accumulation_dtype(qkv.dtype))
     later = torch.arange(maxT, device=qkv.device) > positions.view(B, 1, T, 1)
     weights = torch.softmax(attention.masked_scores(q, for_queries(keys[slots], H, 1).to(q.dtype), later), -1)
-    unseen = later.all(2).view(B, 1, maxT, 1)  # by the whole sequence: may be NaN
+    # Memory that was never written may hold NaN, which a weight of 0 does not remove.
+    unseen = later.all(2).view(B, 1, maxT, 1)
     y = torch.matmul(weights, for_queries(values[slots], H, 1).to(q.dtype).masked_fill(unseen, 0))
     out.view(B, T, H, D).copy_(y.transpose(1, 2))
 

@@ -1,22 +1,30 @@
 """Bandwidth between ranks: the collectives of a training step, and every pair of ranks by itself.
 
-All ranks take the same measurements and gather all results, so they reach the same verdict.
+    torchrun --nproc-per-node=8 -m benchmarks.network      (on each node; or: srun python -m benchmarks.network)
+
+It exits with 78 if a link is slower than `SLOW` times the median of its class. All ranks take the same measurements and
+gather all results, so they reach the same verdict.
 """
 
 import math
+import os
 import socket
 import statistics
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from handgrad.errors import UsageError
-from handgrad.joins.parallel.launchers import RankInfo
+from benchmarks.record import run_main
+from handgrad.commands.flags import add_timeout_arguments
+from handgrad.commands.parser import Formatter, Parser
+from handgrad.errors import ConfigError, UsageError
+from handgrad.joins.parallel.launchers import RankInfo, find_rank_info
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.rendezvous import Timeouts, joined
 from handgrad.machine import devices
@@ -49,8 +57,8 @@ def examine_network(info: RankInfo, device: torch.device, timeouts: Timeouts) ->
     """
     if info.size == 1:
         raise UsageError(
-            "--net measures between processes and found one; start several, on each node:"
-            " torchrun --nproc-per-node=2 -m handgrad doctor --net"
+            "expected several processes to measure between, found one; start them on each node:"
+            " torchrun --nproc-per-node=2 -m benchmarks.network"
         )
     if device.type not in LARGE:
         device = torch.device("cpu")
@@ -197,3 +205,22 @@ def human(size: int) -> str:
 def speed(rate: float) -> str:
     """Bytes per second as '11.0 GB/s'; three digits where it is less."""
     return f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e9:.3f} GB/s"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the lines on rank 0; returns the exit code, the same on all ranks."""
+    parser = Parser("python -m benchmarks.network", formatter_class=Formatter)
+    add_timeout_arguments(parser)
+    parsed = parser.parse(sys.argv[1:] if arguments is None else arguments)
+    info = find_rank_info(os.environ)
+    timeouts = Timeouts(parsed.join_seconds, parsed.silence_seconds, parsed.stall_seconds)
+    healthy = True
+    for ok, line in examine_network(info, devices.resolve_device("auto", info.local_rank), timeouts):
+        healthy = healthy and ok
+        if info.rank == 0:
+            print(f"{'ok  ' if ok else 'FAIL'}  {line}", flush=True)
+    return 0 if healthy else ConfigError.exit_code
+
+
+if __name__ == "__main__":
+    run_main(main)
