@@ -128,7 +128,6 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/operations/layernorm.md": {"so a fifth of the": "arithmetic"},
     "docs/operations/mix.md": {"a hundred times as fast": "a constant"},
     "docs/operations/recompute.md": {"two ninths (level": "arithmetic", "1: a ninth": "arithmetic"},
-    "docs/operations/relu2.md": {"around 0, as": "mathematics"},
     "docs/operations/rmsnorm.md": {"nearly 0,": "mathematics"},
     "docs/sampling.md": {"of a quarter of the": "a default"},
     "docs/training.md": {
