@@ -37,12 +37,12 @@ COMMANDS = (
     ("Let it write", 'handgrad sample runs/demo --prompt "Once upon a time" --max-tokens 80 --seed 1', 12, 4),
     ("A text of your own: here 300 kB of the reference that comes with Python", TEXT, 0, 0),
     ("", "handgrad prepare my_text.txt --out shards/mine", 8, 8),
-    ("", NEXT, 6, 12),
+    ("", NEXT, 6, 2),
     ("", "handgrad sample runs/a --prompt \"The statement\" --max-tokens 150 --seed 1", 24, 4),
     ("Look at the runs", "handgrad report runs/demo runs/a --out both.html", 8, 8),
     ("", "handgrad runs", 8, 8),
     ("", "handgrad watch runs", 4, 4),
-    ("Plan a larger one", "handgrad plan d12", 10, 20),
+    ("Plan a larger one", "handgrad plan d12", 10, 2),
 )  # fmt: skip
 CLIPPED = 150  # characters of a line
 
@@ -120,11 +120,12 @@ def transcript(record: dict[str, Any]) -> list[str]:
     """The lines of the page between its markers."""
     load = f"mean load of the fifteen minutes before its end: {record['load']:.1f}, these commands among it"
     lines = [BEGIN, f"Recorded on {record['machine']} ({load}).", ""]
-    for entry in record["commands"]:
+    for entry, (*_, first, last) in zip(record["commands"], COMMANDS, strict=True):  # a record may have more lines
         if entry["title"]:
             lines += [f"## {entry['title']}", ""]
+        output = shortened(entry["output"], first, last)
         seconds = [f"({entry['seconds']:.1f} s)"] if entry["seconds"] >= 0.05 else []
-        lines += ["```console", f"$ {entry['command']}", *map(clipped, entry["output"]), *seconds, "```", ""]
+        lines += ["```console", f"$ {entry['command']}", *map(clipped, output), *seconds, "```", ""]
     return [*lines, END]
 
 
