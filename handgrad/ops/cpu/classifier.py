@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from handgrad.ops.cpu.linear import by_whole_vectors
-from handgrad.ops.reference.classifier import Block, classifiers
+from handgrad.ops.reference import classifier as reference
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 17  # rows of logits worked on at a time: three temporaries of 512 KiB stay in cache
 
 
 def capped_blocks(
     dtype: torch.dtype, logits_inout: Tensor, targets: Tensor, vocab_size: int, softcap: float
-) -> Iterator[Block]:
+) -> Iterator[reference.Block]:
     """As `log_softmax_blocks` of the reference. In the padded columns, which it masks, tanh is -1 and the slope 0."""
     N, Vp = logits_inout.shape
     logits_inout[:, vocab_size:] = -math.inf
@@ -37,4 +38,5 @@ def capped_tanh(logits: Tensor, softcap: float) -> Tensor:
     return tanh.mul_(2).sub_(1)
 
 
-classifier_forward, classifier_forward_backward = classifiers(capped_blocks)
+classifier_forward = partial(reference.classifier_forward, capped_blocks=capped_blocks)
+classifier_forward_backward = partial(reference.classifier_forward_backward, capped_blocks=capped_blocks)
