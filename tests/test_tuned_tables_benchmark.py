@@ -15,7 +15,6 @@ from benchmarks.record import continued, write_record
 from handgrad.errors import DataError, UsageError
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
-from handgrad.tools import speeds
 
 pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
 
@@ -74,32 +73,6 @@ def test_a_record_goes_on_where_its_figures_compare(tmp_path: Path, monkeypatch:
     path.write_text("[]")
     with pytest.raises(DataError, match="is no record of a benchmark"):
         continued(path, CPU, {})
-
-
-def test_the_line_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a record nothing is said but that; of this GPU, or else of another, which is named."""
-    monkeypatch.setattr(speeds, "WITHOUT_TABLE", ())
-    nothing = speeds.lost_without_table("NVIDIA H100 80GB HBM3")
-    assert nothing == "the speed lost on this GPU is not measured"
-    rows = (
-        speeds.WithoutTable("H200", "d12", "bf16", 0.031, "h200-tuned-tables"),
-        speeds.WithoutTable("H200", "d48", "fp8", 0.008, "h200-tuned-tables"),
-        speeds.WithoutTable("H100", "d12", "bf16", 0.02, "h100-tuned-tables"),
-    )
-    monkeypatch.setattr(speeds, "WITHOUT_TABLE", rows)
-    assert speeds.lost_without_table("NVIDIA H100 80GB HBM3") == "a step loses 2.0% (d12 bf16) of its speed without one"
-    assert speeds.lost_without_table("NVIDIA A100") == (
-        "the speed lost on this GPU is not measured; on H200 a step loses 3.1% (d12 bf16), 0.8% (d48 fp8) of its speed"
-        " without one; on H100 a step loses 2.0% (d12 bf16) of its speed without one"
-    )
-
-
-def test_the_lost_speeds_are_the_records() -> None:
-    """Those that `doctor` quotes, word by word."""
-    records = Path(tuned_tables.__file__).parent / "results"
-    for row in speeds.WITHOUT_TABLE:
-        figures = json.loads((records / f"{row.source}.json").read_text())["figures"]
-        assert figures[f"{row.model}-{row.precision}"]["speed_lost_without_the_table"] == row.lost
 
 
 def test_a_begun_run_is_tuned_as_it_goes_on(

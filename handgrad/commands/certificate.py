@@ -1,4 +1,4 @@
-"""handgrad certificate: a small file that names the data of a run by their hashes, and a page for people."""
+"""handgrad certificate: a small file that names the data of a run by their hashes."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from handgrad.errors import UsageError, storage_errors
 from handgrad.files import write_durably
 from handgrad.storage.run_files import METRICS_FILE
-from handgrad.tools.certificate import certificate_text, evaluations, make_certificate, page, signed
+from handgrad.tools.certificate import certificate_text, evaluations, make_certificate, signed
 from handgrad.tools.record import open_record
 
 NAME = "certificate.json"
@@ -23,6 +23,5 @@ def run(parsed: Namespace) -> int:
     out = Path(parsed.out or folder / NAME)
     with storage_errors(f"writing {out}"):
         write_durably(out, certificate_text(certificate))
-        write_durably(out.with_suffix(".md"), page(certificate))
-    print(f"certificate {out}, for people {out.with_suffix('.md')}")
+    print(f"certificate {out}")
     return 0

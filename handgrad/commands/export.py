@@ -3,25 +3,18 @@
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad.errors import UsageError
-from handgrad.files import check_free
 from handgrad.interop.adapters import read_config
-from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft, make_repository, push
+from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft
 from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
 from handgrad.names import check_choice
 from handgrad.storage import checkpoint
 
 
 def run(parsed: Namespace) -> int:
-    if parsed.push and parsed.to != "hf":
-        raise UsageError("--push uploads to the Hub and needs --to hf")
     dtype = parsed.dtype or ("f16" if parsed.to == "gguf" else "fp32")
     check_choice(f"--dtype of --to {parsed.to}", dtype, GGUF_TYPES if parsed.to == "gguf" else EXPORT_DTYPES)
     source = checkpoint.find(parsed.checkpoint, strict=parsed.strict)
-    path, read_back, address = Path(parsed.folder), "every number is the same bits", ""
-    if parsed.push:
-        check_free(path)
-        address = make_repository(parsed.push)
+    path, read_back = Path(parsed.folder), "every number is the same bits"
     if parsed.to == "peft":
         done = export_peft(source, path, EXPORT_DTYPES[dtype])
         read_back += f"; the adapters of {read_config(path)[1]}"
@@ -37,7 +30,4 @@ def run(parsed: Namespace) -> int:
     print(f"read back  {read_back}")
     if dtype != "fp32" and parsed.to != "peft":
         print(f"rounding   to {dtype} moves a logit by {done.rounding:.2g} at most")
-    if parsed.push:
-        push(done.folder, parsed.push)
-        print(f"pushed     {address}")
     return 0

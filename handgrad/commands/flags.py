@@ -219,7 +219,7 @@ def export(parser: Parser) -> None:
     parser.add_argument("--to", required=True, choices=("hf", "peft", "llmc", "gguf"), help=formats)
     types = "of the weights: fp32 or bf16 (default: fp32); for gguf f16, bf16 or q8_0 (default: f16)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "f16", "q8_0"), metavar="NAME", help=types)
-    parser.text("--push", "NAME", "hf: then upload DIR to the Hub as OWNER/NAME, private if new")
+    parser.elsewhere["push"] = "`hf upload OWNER/NAME DIR --private` uploads the folder to the Hub"
     add_strict(parser)
 
 

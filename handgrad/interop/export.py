@@ -13,7 +13,6 @@ llm.c           model.bin               the weights
 
 import functools
 import json
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from handgrad.data.chat_template import CHAT_TEMPLATE_FILE, plain_template, template_text
-from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import GENERATION_FILE, vocabulary_files
 from handgrad.data.tokenizer import Tokenizer, tokenizer_files
 from handgrad.errors import DataError, StorageError, UsageError
@@ -207,30 +205,3 @@ def logits(model: LoadedModel) -> Tensor:
         architecture(model.shape).decode_step(model.ops.decode, model.weights, buffers, model.shape)
         rows.append(buffers.logits[0, : model.shape.vocab_size].clone())
     return torch.stack(rows)
-
-
-def make_repository(name: str) -> str:
-    """The model `name` on the Hub, private if it is new; returns its address. Raises `StorageError` if the Hub refuses."""
-    import huggingface_hub
-
-    try:
-        return str(huggingface_hub.HfApi().create_repo(name, repo_type="model", private=True, exist_ok=True))
-    except hub_failures() as error:
-        raise StorageError(
-            f"{name} cannot be pushed to: {error!s:.200}; check the name, the connection and `hf auth login`, or leave"
-            " out --push"
-        ) from None
-
-
-def push(folder: Path, name: str) -> None:
-    """Uploads an exported folder to the Hub as model `name`. Raises `StorageError` if the Hub refuses; the folder stays."""
-    import huggingface_hub
-
-    try:
-        files = {"folder_path": folder, "commit_message": "Exported by handgrad"}
-        huggingface_hub.HfApi().upload_folder(repo_id=name, repo_type="model", **files)
-    except hub_failures() as error:
-        raise StorageError(
-            f"pushing {folder} to {name} failed: {error!s:.200}; the folder itself is complete:"
-            f" `hf upload {name} {shlex.quote(str(folder))}` sends it"
-        ) from None

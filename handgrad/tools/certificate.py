@@ -8,7 +8,6 @@ from typing import Any
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.joins.audit.chain import BEGIN, CHECKPOINT, STEP, Line, canonical, checked_line, faults
 from handgrad.parsing import as_record, parse_json, readable_records
-from handgrad.settings.config import RunConfig, to_dict
 
 KIND, FORMAT = "handgrad certificate", 1
 REMEDY = "`pip install cryptography`, or leave --key out"
@@ -96,33 +95,6 @@ def fingerprint(certificate: Line) -> str:
 
 def certificate_text(certificate: Line) -> str:
     return json.dumps(certificate, indent=1) + "\n"
-
-
-def page(certificate: Line) -> str:
-    """The certificate for people, in Markdown."""
-    begins = [line for line in certificate["links"] if line["kind"] == BEGIN]
-    steps = [line for line in certificate["links"] if line["kind"] == STEP]
-    seals = [line for line in certificate["links"] if line["kind"] == CHECKPOINT]
-    facts, config = begins[-1], to_dict(RunConfig()) | begins[-1]["config"]
-    rows = {
-        "model": f"{config['architecture']}: {config['num_layers']} layers, {config['num_heads']} heads,"
-        f" {config['channels']} channels, context {config['sequence_length']}",
-        "steps": f"{steps[-1]['step'] if steps else 0} of {config['steps']}, {config['tokens_per_step']} tokens each",
-        "data": f"`{facts['identity']['data']}`",
-        "tokenizer": f"`{facts['identity']['tokenizer']}`",
-        "precision": config["precision"],
-        **facts["versions"],
-        "first link": f"`{begins[0]['link']}`",
-        "last link": f"`{(steps or begins)[-1]['link']}`",
-        "signed by": f"`{fingerprint(certificate)}`" if "signature" in certificate else "no key",
-    }
-    lines = ["# Certificate of a training run", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())]
-    lines += ["", "| checkpoint | SHA-256 of its manifest |", "|---|---|"]
-    lines += [f"| step {line['step']} | `{line['manifest']}` |" for line in seals]
-    if certificate["evaluation"]:
-        lines += ["", "| step | evaluation | |", "|---|---|---|"]
-        lines += [f"| {line['step']} | {line['name']} | {line['value']} |" for line in certificate["evaluation"]]
-    return "\n".join([*lines, "", "`handgrad verify` replays what this file says, with the checkpoints beside it.", ""])
 
 
 def evaluations(metrics: Path) -> list[Line]:

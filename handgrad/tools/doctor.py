@@ -24,7 +24,7 @@ from handgrad.settings.config import RunConfig
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import CASES, Cases, check_dropout_kernels, check_kernels
 from handgrad.tools.profile import MadeUpTokens
-from handgrad.tools.speeds import gemm_flops, lost_without_table
+from handgrad.tools.speeds import gemm_flops
 
 PACKAGES = (
     *("torch", "numpy", "tiktoken", "tokenizers", "safetensors"),
@@ -102,7 +102,7 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
         yield False, str(error)
         return
     yield True, f"GEMMs by {used['products']}; attention by {used['attention']}"
-    yield True, kernels.tuning(lost_without_table(torch.cuda.get_device_name(device)))
+    yield True, kernels.tuning()
     dtype = devices.dtype_of(device, half_precision(device))
     devices.set_arithmetic(device, half_precision(device))
     yield from check_kernels(kernels, device, dtype, cases_on(capability))

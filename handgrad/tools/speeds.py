@@ -104,35 +104,6 @@ ROWS = (
 )
 
 
-class WithoutTable(NamedTuple):
-    """The share of a step's speed that a GPU loses where the heuristic's first algorithms stand in for its table's."""
-
-    gpu: str  # in the name that torch has for it
-    model: str
-    precision: str
-    lost: float
-    source: str  # a record of `benchmarks.tuned_tables`
-
-
-WITHOUT_TABLE = (
-    WithoutTable("H200", "d12", "bf16", 0.0049432, "h200-tuned-tables"),
-    WithoutTable("H200", "d12", "fp8", 0.012641, "h200-tuned-tables"),
-    WithoutTable("H200", "d48", "bf16", 0.01573, "h200-tuned-tables"),
-)
-
-
-def lost_without_table(name: str) -> str:
-    """The speed that a GPU of this name loses without a table, for `doctor`; of other GPUs where it is not measured."""
-    rows: dict[str, list[str]] = {}
-    for row in WITHOUT_TABLE:
-        rows.setdefault(row.gpu, []).append(f"{row.lost:.1%} ({row.model} {row.precision})")
-    here = next((found for gpu, found in rows.items() if gpu in name), None)
-    if here:
-        return f"a step loses {', '.join(here)} of its speed without one"
-    elsewhere = [f"on {gpu} a step loses {', '.join(found)} of its speed without one" for gpu, found in rows.items()]
-    return "; ".join(["the speed lost on this GPU is not measured", *elsewhere])
-
-
 def measured_speed(gpu: str, config: RunConfig, vocab_size: int, ranks: int) -> Measured | None:
     """The measured speed of this very run: model, vocabulary, context, precision, micro-batch, and the settings that cost
     time."""

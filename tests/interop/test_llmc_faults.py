@@ -116,7 +116,7 @@ def test_wrong_tokenizers(files: Path, capsys: pytest.CaptureFixture) -> None:
 def test_wrong_arguments(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run, out = str(tmp_path / "run"), str(tmp_path / "x")
     capsys.readouterr()
-    assert "needs --to hf" in refused(capsys, 64, "export", run, "--to", "llmc", out, "--push", "me/mine")
+    assert "`hf upload OWNER/NAME DIR" in refused(capsys, 64, "export", run, "--to", "hf", out, "--push", "me/mine")
     assert "found no such file" in refused(capsys, 65, "import", "no/model.bin", "--out", out)
     assert "already exists" in refused(capsys, 64, "import", str(files / "model.bin"), "--out", str(files))
     assert "already exists" in refused(capsys, 64, "export", run, "--to", "llmc", str(files))

@@ -58,7 +58,7 @@ def test_doctor_says_which_table_a_gpu_has(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cublaslt.torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     assert cublaslt.tuning() == (
         "GEMM algorithms from cuBLASLt's heuristic: no table nvidia-h100-cublaslt-130100.json (shipped:"
-        " nvidia-h200-cublaslt-130100.json); the speed lost on this GPU is not measured; `python -m benchmarks.tune MODEL`,"
+        " nvidia-h200-cublaslt-130100.json); `python -m benchmarks.tune MODEL`,"
         " in the repository, measures each GEMM and writes the table"
     )
     cublaslt.user_table().parent.mkdir(parents=True)

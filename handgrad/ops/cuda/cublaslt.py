@@ -284,15 +284,15 @@ def describe() -> str:
     return f"cuBLASLt {lt.get_version()}, {len(rows)} algorithms {whose} ({digest})"
 
 
-def tuning(lost: str = "the speed lost on this GPU is not measured") -> str:
-    """Names the table of algorithms for this GPU and library, or the heuristic, with the speed `lost` by it."""
+def tuning() -> str:
+    """Names the table of algorithms for this GPU and library, or the heuristic."""
     tables = {"tuned here": user_table(), "shipped": shipped_table()}
     found = [f"{path.name} ({whose})" for whose, path in tables.items() if path.exists()]
     if found:
         return f"GEMM algorithms from {' over '.join(found)}"
     shipped = ", ".join(sorted(path.name for path in shipped_table().parent.glob("*.json")))
     return (
-        f"GEMM algorithms from cuBLASLt's heuristic: no table {table_name()} (shipped: {shipped}); {lost};"
+        f"GEMM algorithms from cuBLASLt's heuristic: no table {table_name()} (shipped: {shipped});"
         " `python -m benchmarks.tune MODEL`, in the repository, measures each GEMM and writes the table"
     )
 
