@@ -118,7 +118,7 @@ def theirs(folder: Path, data: Path) -> dict[str, Any]:
 
     return lm_eval.simple_evaluate(
         model="hf",
-        model_args=f"pretrained={folder},dtype=float32",
+        model_args=f"pretrained={folder},dtype=float32,add_bos_token=False",
         tasks=[f"local_{name}" for name in TASKS],
         task_manager=TaskManager(include_path=str(data), include_defaults=False),
         device="cpu",
