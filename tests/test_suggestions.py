@@ -53,8 +53,15 @@ def test_words_of_other_trainers(word: str, meant: str, tmp_path: Path, capsys: 
         handgrad.train("tiny", **{word: 8})
 
 
-@pytest.mark.parametrize("word", ["--epochs", "--num_train_epochs"])
-@pytest.mark.parametrize("start", [["tiny", "--packing", "stream"], ["tiny", "--packing", "whole"], []])
+@pytest.mark.parametrize(
+    ("start", "word"),
+    [
+        (["tiny", "--packing", "stream"], "--epochs"),
+        (["tiny", "--packing", "stream"], "--num_train_epochs"),
+        (["tiny", "--packing", "whole"], "--epochs"),
+        ([], "--epochs"),
+    ],
+)
 def test_epochs_are_told_in_steps(
     start: list[str], word: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
