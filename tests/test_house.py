@@ -156,6 +156,14 @@ def test_the_package_keeps_its_budget() -> None:
         assert len([*(PACKAGE / folder).glob("*.py")]) <= most, folder
 
 
+MOST_WORDS = 65_000  # of all chapters, their code included
+
+
+def test_the_docs_keep_their_budget() -> None:
+    words = sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md"))
+    assert words <= MOST_WORDS, f"the chapters have {words} words: say a thing once, or cut one"
+
+
 # A block of text right below a block of Python is what that prints.
 PYTHON = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
