@@ -9,15 +9,15 @@ import torch
 from handgrad.errors import UsageError
 
 REQUIRED = {"triton": "triton", "nvmath": "nvmath-python"}  # module: package on the index
-# The modules of operations for precisions that have their own. (In TF32 the reference asks torch's own switch.)
+# Precisions with a module of operations of their own. (For TF32 the reference follows torch's switch.)
 KERNELS = {"fp8": "handgrad.joins.fp8.cuda", "tf32": "handgrad.ops.cuda.tf32"}
 REFERENCE = {"fp8": "handgrad.joins.fp8.reference"}
 OLDEST_CAPABILITY = (7, 5)  # Turing: the oldest GPU that Triton compiles for
 
 
 def choose_backend(name: str, device: torch.device, precision: str = "") -> ModuleType:
-    """The operations of `kernels` or `reference` for a precision (fp8, tf32 or any other); "auto" takes the kernels on a
-    CUDA GPU, torch's own on a CPU and the reference elsewhere. fp8 on a CPU is the reference's.
+    """The module of operations for a backend, `kernels` or `reference`, and a precision (fp8, tf32 or any other). "auto"
+    takes the kernels on a CUDA GPU, the CPU operations on a CPU (the reference for fp8) and the reference elsewhere.
 
     Raises `UsageError` with the reason and the alternative when the kernels cannot run: a run never turns slow silently.
     """
@@ -40,12 +40,12 @@ def choose_backend(name: str, device: torch.device, precision: str = "") -> Modu
 
 
 def plain_backend(name: str, device: torch.device, precision: str) -> ModuleType:
-    """The operations without fp8: a run in fp8 gets bf16's."""
+    """The module of operations without fp8: an fp8 run gets the bf16 operations."""
     return choose_backend(name, device, "bf16" if precision == "fp8" else precision)
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """The reason why the kernels cannot run on this device, with its remedy; "" if they can."""
+    """Why the kernels cannot run on this device, with the remedy; "" if they can."""
     if device.type != "cuda":
         return f"expected a CUDA GPU, found device {device.type}"
     for module, package in REQUIRED.items():

@@ -11,7 +11,7 @@ from handgrad.errors import UsageError
 from handgrad.machine import gpus, processor
 from handgrad.machine.gpus import GPUS
 
-# Of weights and activations; in fp8 they stay bf16, and GEMMs read fp8 copies.
+# Dtypes of weights and activations. In fp8 they stay bf16, and GEMMs read fp8 copies.
 DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -20,14 +20,14 @@ DTYPES = {
     "fp8": torch.bfloat16,
 }
 
-# Dense bf16 peak in FLOP/s, by the data sheets, for GPUs whose torch name contains the key (the longest match counts).
-# MFU is printed only for these; every other device gets GFLOP/s.
+# Dense bf16 peak in FLOP/s from the data sheets, for GPUs whose torch name contains the key (the longest match counts).
+# handgrad prints MFU only for these; every other device gets GFLOP/s.
 PEAK_BF16_FLOPS = {gpu.torch_name: gpu.flops("bf16") for gpu in GPUS.values() if gpu.torch_name}
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The torch device for `--device`: of several GPUs the one of this local rank, made the current one. Raises
-    `UsageError` for a device that the machine lacks."""
+    """The torch device for `--device`. With several GPUs it picks the one of this local rank and makes it current.
+    Raises `UsageError` for a device that the machine lacks."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -51,7 +51,7 @@ def gpu_count() -> int:
 
 
 def auto_precision(device: torch.device) -> tuple[str, str]:
-    """The precision that "auto" takes on the device, and the reason in a few words."""
+    """The precision that "auto" picks on the device, and the reason in a few words."""
     if device.type != "cuda":
         return "fp32", f"on a {'CPU' if device.type == 'cpu' else 'GPU of this kind'}"
     precision = gpus.auto_precision(torch.cuda.get_device_capability(device))
@@ -59,12 +59,12 @@ def auto_precision(device: torch.device) -> tuple[str, str]:
 
 
 def resolve_precision(name: str, device: torch.device) -> str:
-    """The precision of a name, which may be "auto"."""
+    """The precision for a name; resolves "auto"."""
     return auto_precision(device)[0] if name == "auto" else name
 
 
 def precision_note(device: torch.device, precision: str) -> str:
-    """The place of a precision beside the choice of "auto": '(auto, on a CPU)', '(auto would take bf16, ...)'."""
+    """A note that compares a precision with the choice of "auto": '(auto, on a CPU)', '(auto would take bf16, ...)'."""
     choice, reason = auto_precision(device)
     if precision == choice:
         bf16 = device.type == "cpu" and processor.multiplies_bf16()
@@ -83,14 +83,14 @@ def dtype_of(device: torch.device, precision: str) -> torch.dtype:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Float32, or float64 for float64: of statistics, gradient accumulators, master weights, and formulas that round once,
-    at their end."""
+    """Accumulator dtype for a tensor dtype: float32, or float64 for float64. Statistics, gradient accumulators, master
+    weights, and formulas that round once at the end use it."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def set_arithmetic(device: torch.device, precision: str) -> None:
-    """Sets torch's switches for GEMMs (TF32, 16-bit reductions, float32 on a CPU). They hold for the whole process, so the
-    code that launches operations sets them, and code that only plans does not."""
+    """Sets torch's switches for GEMMs (TF32, 16-bit reductions, float32 on a CPU). They hold for the whole process, so
+    only code that launches operations calls this; code that only plans does not."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -110,16 +110,16 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU, makes glibc keep the memory of freed tensors for the next ones: by itself it returns large ones to the
-    system, which then zeroes the next one's pages (https://man7.org/linux/man-pages/man3/mallopt.3.html). Other C libraries
-    are left as they are."""
+    """On a CPU, makes glibc keep the memory of freed tensors for the next ones. By default glibc returns large blocks to
+    the kernel, which must zero the pages of the next tensor (https://man7.org/linux/man-pages/man3/mallopt.3.html). Other C
+    libraries stay as they are."""
     if device.type == "cpu" and sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has finished its work, as a clock needs it."""
+    """Waits until the device has finished its work, so that a clock measures all of it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -127,7 +127,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """CPU tensors like these to fill: they themselves on a CPU, pinned ones for a CUDA device."""
+    """CPU buffers to fill, shaped like these tensors: pinned for a CUDA device; on a CPU, the tensors themselves."""
     kind = next(iter(tensors.values())).device.type
     if kind == "cpu":
         return tensors
@@ -154,7 +154,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of the device in bytes, or None where it is unknown; of a CPU, within this process's limits."""
+    """Free memory of the device in bytes, None if unknown. On a CPU it respects the limits on this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""GPUs by their data sheets: memory, arithmetic, bandwidth, power. The machine need not have them."""
+"""GPU data sheets: memory, arithmetic, bandwidth, power. The machine need not have these GPUs."""
 
 import re
 from typing import NamedTuple
@@ -12,18 +12,18 @@ HOPPER = (9, 0)
 
 
 class Gpu(NamedTuple):
-    """A GPU of the table below. Its rates are for dense GEMMs, never for sparse ones, with float32 accumulators."""
+    """A GPU of the table below. Its rates are for dense GEMMs with float32 accumulators, never for sparse ones."""
 
     title: str
     capability: Capability
     memory_gib: float  # as torch reports it
-    half_teraflops: float  # bf16 or, where there is no bf16, fp16
+    half_teraflops: float  # bf16, or fp16 on a GPU without bf16
     fp8_teraflops: float  # 0: none
     fp32_teraflops: float  # of the plain units, without TF32
     terabytes_per_second: float
     watts: int  # of the board
     link_gigabytes_per_second: float  # to its neighbours, one way: NVLink, or PCIe
-    torch_name: str = ""  # words of the name that torch has for it; MFU is printed for GPUs with such a name alone
+    torch_name: str = ""  # words of the GPU's name in torch; handgrad prints MFU only for GPUs that have them
 
     @property
     def memory_bytes(self) -> int:
@@ -40,9 +40,9 @@ class Gpu(NamedTuple):
         return 1e12 * rates.get(precision, self.half_teraflops)
 
 
-# The data sheets: https://www.nvidia.com/en-us/data-center/{dgx-b200,h200,h100,a100,l40s,l4,tesla-t4}/, whose peaks with
-# sparsity, from Ada on, are halved here. GeForce and A6000: the white papers of GA102, AD102 and GB202, the rows with FP32
-# accumulate.
+# Data sheets: https://www.nvidia.com/en-us/data-center/{dgx-b200,h200,h100,a100,l40s,l4,tesla-t4}/. From Ada on they give
+# peaks with sparsity; the table has half of them. GeForce and A6000: the white papers of GA102, AD102 and GB202, rows with
+# FP32 accumulate.
 GPUS = {
     "b200": Gpu("B200", (10, 0), 178.3, 2250, 4500, 75, 8.0, 1000, 900),
     "h200": Gpu("H200", HOPPER, 139.8, 989.4, 1978.9, 67, 4.8, 700, 450, "H200"),
@@ -61,13 +61,13 @@ GPUS = {
 
 
 def short_name(name: str) -> str:
-    """The key of a name as people write it, RTX 4090, NVIDIA H100-SXM5, A100-80GB, or torch, with the kind of memory."""
+    """The table key for a GPU name, as people write it (RTX 4090, NVIDIA H100-SXM5, A100-80GB) or as torch reports it."""
     short = re.sub(r"nvidia|geforce|rtx|tesla|[ _-]*80 ?gb|[ _-]*sxm[0-9]?|[ _-]*hbm[0-9]e?", "", name.lower())
     return "-".join(re.split(r"[ _-]+", short.strip(" _-")))
 
 
 def auto_precision(capability: Capability) -> str:
-    """The precision that "auto" takes on a GPU."""
+    """The precision that "auto" picks on a GPU."""
     return "bf16" if capability >= BF16_CAPABILITY else "fp16"
 
 

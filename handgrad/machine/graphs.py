@@ -1,5 +1,5 @@
-"""Launches that are captured as CUDA graphs: run once eagerly, which loads and compiles their kernels, then captured, then
-replayed. They must not allocate, nor read memory that the host changes.
+"""Launches captured as CUDA graphs. The first call runs them eagerly, which loads and compiles their kernels; the next
+captures them; later calls replay the graph. Launches must not allocate, nor read memory that the host changes.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import torch
 
 
 class Replayed:
-    """A sequence of launches in one graph."""
+    """A sequence of launches that one CUDA graph replays."""
 
     def __init__(self, launches: Sequence[Callable[[], object]]):
         self.launches = launches
@@ -18,7 +18,7 @@ class Replayed:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __iter__(self) -> Iterator[Callable[[], object]]:
-        """The launches, and from the second time on the replay of their graph: a loop over them adds no frame to a call."""
+        """Yields the launches, from the second time on the graph's replay: looping over them adds no stack frame."""
         if self.graph is None and not self.launched:
             self.launched = True
             return iter(self.launches)
@@ -29,7 +29,7 @@ class Replayed:
             launch()
 
     def capture(self) -> torch.cuda.CUDAGraph:
-        """The graph, made unless there is one, of launches that have run eagerly."""
+        """The graph of the launches, captured on the first call. They must have run eagerly before."""
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             # Other threads (a sampler of the GPU's power, say) may call the driver during the capture.
@@ -40,7 +40,7 @@ class Replayed:
 
 
 def capture(launches: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of launches that have run eagerly before. (`torch.cuda.graph` would collect garbage before each.)"""
+    """Captures launches that have run eagerly before. (`torch.cuda.graph` would collect garbage before each capture.)"""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream), no_collection():
         graph.capture_begin(capture_error_mode="thread_local")
@@ -52,8 +52,8 @@ def capture(launches: Sequence[Callable[[], object]], stream: torch.cuda.Stream)
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Keeps the garbage collector from running: it may free another graph, its events and its pinned memory, and a call of
-    the driver that a capture does not allow invalidates the capture."""
+    """Keeps the garbage collector from running. It may free another graph, its events and its pinned memory, and those
+    driver calls would invalidate a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""The readings of NVIDIA's driver about a GPU: watts, clock, temperature, throttle reasons.
+"""GPU sensor readings from NVIDIA's driver: watts, clock, temperature, throttle reasons.
 
-They come from NVML through the package `nvidia-ml-py`, which is optional: without it, without a driver or on another device
-there are none, and the callers show none.
+They come from NVML through the optional package `nvidia-ml-py`. Without the package, without a driver or on another device
+there are no readings, and callers show none.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# NVML's "clocks event reasons": bit, and the word for it (nvml.h, nvmlClocksEventReason*).
+# NVML's "clocks event reasons": bit to word (nvml.h, nvmlClocksEventReason*).
 REASONS = {
     0x1: "idle",
     0x2: "application clocks",
@@ -30,13 +30,13 @@ Reading = dict[str, Any]  # watts, sm_megahertz, celsius (each None if unsupport
 
 
 class Sensors(NamedTuple):
-    """The library and its handle of one GPU."""
+    """The NVML library and its handle for one GPU."""
 
     nvml: ModuleType
     handle: Any
 
     def ask(self, name: str, *arguments: int, unit: float = 1) -> Any:
-        """The answer of the NVML function `name` in units of `unit`, or None if this GPU or driver does not support it."""
+        """Calls the NVML function `name`; the result in units of `unit`, or None if this GPU or driver lacks it."""
         try:
             value = getattr(self.nvml, name)(self.handle, *arguments)
         except (self.nvml.NVMLError, AttributeError):  # an older nvidia-ml-py lacks the newer names
@@ -48,7 +48,7 @@ class Sensors(NamedTuple):
         if bits is None:
             bits = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         return {
-            # Of the board; on Ampere and later the driver's mean over the last second.
+            # Board power; on Ampere and later the driver averages it over the last second.
             "watts": self.ask("nvmlDeviceGetPowerUsage", unit=1e3),
             "sm_megahertz": self.ask("nvmlDeviceGetClockInfo", self.nvml.NVML_CLOCK_SM),
             "celsius": self.ask("nvmlDeviceGetTemperature", self.nvml.NVML_TEMPERATURE_GPU),
@@ -60,8 +60,8 @@ class Sensors(NamedTuple):
 def sensors(device: torch.device) -> Sensors | None:
     """The sensors of a torch device, or None.
 
-    NVML counts all GPUs of the machine and torch those in CUDA_VISIBLE_DEVICES, so this matches them by UUID, or by PCI
-    address if NVML does not know the UUID.
+    NVML numbers all GPUs of the machine, torch only the GPUs in CUDA_VISIBLE_DEVICES, so this matches them by UUID, or by
+    PCI address if NVML does not know the UUID.
     """
     if device.type != "cuda":
         return None

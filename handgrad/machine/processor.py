@@ -1,4 +1,4 @@
-"""The CPU as the system describes it, and limits on this process: its control groups' and a shell's `ulimit`."""
+"""The CPU as the system describes it, and the limits on this process from control groups and `ulimit`."""
 
 import contextlib
 import platform
@@ -21,17 +21,17 @@ def name() -> str:
 
 
 def is_intel() -> bool:
-    """True for Intel's CPUs on Linux, the systems for which torch's wheels carry MKL."""
+    """True for Intel CPUs on Linux, where torch's wheels carry MKL."""
     return value(CPU_INFO, "vendor_id") == "GenuineIntel"
 
 
 def multiplies_bf16() -> bool:
-    """True for a CPU with instructions for GEMMs in bf16: AVX-512 BF16 or AMX on Linux; elsewhere nothing says so."""
+    """True for a CPU with bf16 GEMM instructions, AVX-512 BF16 or AMX. Only Linux reports them; False elsewhere."""
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(value(CPU_INFO, "flags").split())
 
 
 def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
-    """(folder, version) of every control group that limits this process by a controller, those above it included."""
+    """(folder, version) of every control group whose controller limits this process, parent groups included."""
     groups = root / "proc/self/cgroup"
     lines = groups.read_text().splitlines() if groups.exists() else []
     for _, controllers, group in (line.split(":", 2) for line in lines):
@@ -43,26 +43,26 @@ def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pat
 
 
 def levels(top: Path, group: str) -> Iterator[Path]:
-    """The folders of a control group and of those above it. A container may see its own at the top."""
+    """The folders of a control group and its parents. A container may see its own group at the top."""
     inner = top / group.lstrip("/")
     yield inner
     yield from (folder for folder in inner.parents if folder.is_relative_to(top))
 
 
-# Of version 1 and 2: the limit, the memory in use, the prefix of the counts in memory.stat that include the groups below.
+# By cgroup version, 1 or 2: limit, memory in use, and the prefix of memory.stat counts that include child groups.
 # https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, https://docs.kernel.org/admin-guide/cgroup-v2.html
 MEMORY_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), 2: ("memory.max", "memory.current", "")}
-# Pages of files that the kernel evicts before it kills a process, also those in recent use, as in MemAvailable of
-# /proc/meminfo. Shared memory and locked pages are on other lists (anon, unevictable).
+# File pages that the kernel evicts before it kills a process, recently used ones included, as MemAvailable in /proc/meminfo
+# counts them. Shared memory and locked pages are on other lists (anon, unevictable).
 FILE_CACHE = ("inactive_file", "active_file")
-# Pages among them that must be written to disk first; version 1's names are without "file_".
+# File pages that the kernel must write to disk first; version 1 names them without "file_".
 UNWRITTEN = ("dirty", "writeback", "file_dirty", "file_writeback")
-# Limits of `ulimit -v` and `-d`, and the use that counts, in /proc/self/status.
+# Limits of `ulimit -v` and `-d`, each with the usage in /proc/self/status that counts against it.
 ADDRESS_LIMITS = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
 
 
 def memory_left(root: Path = Path("/")) -> list[int]:
-    """Bytes that each limit on this process leaves it, 0 or more; none without a limit."""
+    """Bytes left under each limit on this process, 0 or more; an empty list without limits."""
     left = []
     for folder, version in group_folders("memory", root):
         limit_file, use_file, prefix = MEMORY_FILES[version]
@@ -78,7 +78,7 @@ def memory_left(root: Path = Path("/")) -> list[int]:
 
 
 def evictable(stat: dict[str, int], prefix: str) -> int:
-    """Bytes of the cache of files that a control group gives up when it reaches its limit, of its memory.stat."""
+    """Bytes of file cache that a control group drops when it reaches its limit, from its memory.stat."""
     cached, unwritten = (sum(stat.get(prefix + name, 0) for name in names) for names in (FILE_CACHE, UNWRITTEN))
     return max(0, cached - unwritten)
 

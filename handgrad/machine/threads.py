@@ -1,9 +1,9 @@
-"""The threads of a CPU: their number under a quota, how long one that waits spins before it sleeps, and sums that do not
-depend on their number.
+"""CPU threads: their number under a quota, how long a waiting thread spins before it sleeps, and sums that do not depend
+on the number of threads.
 
-Environment variables decide, which an OpenMP runtime reads once, when torch loads it; variables that are set stay. By
-default libgomp's threads spin for milliseconds at the end of every operation. Beside other work they spin away the time in
-which the thread that they wait for could run.
+Environment variables control them. An OpenMP runtime reads them once, when torch loads it; variables that the user has set
+stay. By default libgomp's threads spin for milliseconds at the end of every operation. On a busy machine they take the core
+from the thread that they wait for.
 """
 
 import math
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from handgrad.machine import processor
 
-# Turns of libgomp's loop: longer than the waits on an idle machine, shorter than a time slice. On Intel CPUs AMD's
-# number is too small for the waits of the demo's step, and the larger one costs nothing beside other work. On AMD's it does
-# (benchmarks/results/cpu-intel-busy.json, cpu-busy.json).
+# Iterations of libgomp's spin loop: longer than the waits on an idle machine, shorter than a time slice. On Intel CPUs
+# AMD's count is too small for the waits in a step of the demo, and the larger count costs nothing on a busy machine. On AMD
+# CPUs it does (benchmarks/results/cpu-intel-busy.json, cpu-busy.json).
 TURNS, TURNS_ON_INTEL = "1000", "10000"
-# On an Intel CPU float32 products go to MKL (ops/cpu/linear.py). With this its sums do not depend on the number of threads:
+# On an Intel CPU float32 GEMMs go to MKL (ops/cpu/linear.py). This makes its sums independent of the number of threads:
 # https://www.intel.com/content/www/us/en/docs/onemkl/developer-reference-fortran/2023-2/named-constants-for-cnr-control.html
 REPRODUCIBLE = {"MKL_CBWR": "AUTO,STRICT"}
-# The variables of users that settle a question; the first is also the one that handgrad sets for the number.
+# If the user has set one of these, handgrad leaves that choice alone. It sets the number of threads with the first.
 NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 POLICY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
@@ -29,8 +29,8 @@ chosen: dict[str, str] = {}  # the variables that this process set
 
 
 def choose() -> None:
-    """Sets the variables that the user has not set, unless torch is loaded and has read them. MKL reads its own when it is
-    first called."""
+    """Sets the variables that the user has not set, unless torch is loaded and has read them. MKL reads its variable on
+    its first call."""
     intel = processor.is_intel()
     if intel:
         chosen.update({name: value for name, value in REPRODUCIBLE.items() if name not in os.environ})
@@ -45,12 +45,12 @@ def environment_before() -> dict[str, str]:
 
 
 def waiting(*, intel: bool) -> dict[str, str]:
-    """The variables for threads that wait. Other runtimes count milliseconds: at 0, a thread sleeps at once."""
+    """The variables for waiting threads. Other runtimes count milliseconds: at 0 a thread sleeps at once."""
     return {"GOMP_SPINCOUNT": TURNS_ON_INTEL if intel else TURNS, "KMP_BLOCKTIME": "0"}
 
 
 def choice(environment: Mapping[str, str], cores: int, quota: float | None, *, intel: bool) -> dict[str, str]:
-    """The variables to set. The number of threads is left to torch, a thread per core, unless a quota gives less."""
+    """The variables to set. torch picks the number of threads, one per core, unless a quota allows fewer."""
     number = {}
     if quota is not None and math.ceil(quota) < cores and not any(name in environment for name in NUMBER):
         number = {NUMBER[0]: str(max(1, math.ceil(quota)))}
@@ -66,10 +66,10 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def quota(root: Path = Path("/")) -> float | None:
-    """CPUs that this process's control groups leave it, the least of all levels; None without a limit.
+    """CPU quota of this process's control groups in CPUs, the smallest of all levels; None without a limit.
 
     Files: https://docs.kernel.org/admin-guide/cgroup-v2.html (`cpu.max`: quota and period) and
-    https://docs.kernel.org/scheduler/sched-bwc.html (version 1: a file each).
+    https://docs.kernel.org/scheduler/sched-bwc.html (version 1: one file each).
     """
     limits = []
     for folder, version in processor.group_folders("cpu", root):
@@ -82,7 +82,7 @@ def quota(root: Path = Path("/")) -> float | None:
 
 
 def describe(threads: int) -> str:
-    """'2 threads on 2 cores, no CPU quota; GOMP_SPINCOUNT=1000 ...', with the reasons."""
+    """'2 threads on 2 cores, no CPU quota; GOMP_SPINCOUNT=1000 ...', with who set each."""
     limit = quota()
     number = next((name for name in NUMBER if name in os.environ), "")
     by = f" by {source(number)}" if number else ""

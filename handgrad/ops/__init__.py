@@ -1,28 +1,28 @@
-"""The contract of an operation. A backend is a module of functions that keep it; `reference` is the specification.
+"""The contract of an operation. A backend is a module of functions that meet it; `reference` is the specification.
 
 - Outputs first, then inputs, then keyword-only scalars. Shapes come from the tensors.
-- An operation fills the buffers that it is given. A kernel's workspace is `scratch`, a uint8 buffer of at least
-  `scratch_bytes(...)` whose contents mean nothing between operations. The operations of a CPU take none: they allocate
-  temporaries inside a call, and keep the cosines of a length.
-- An operation adds a parameter's gradient into `*_acc`, overwrites an activation's, `d*`, and changes `*_inout` in place.
-  No buffer's name denies its contents.
-- `x_forward` and `x_backward` stand side by side, headed by their equation. A fused operation is the composition of two
-  that stand in `reference` already, and is tested against that composition.
+- An operation fills buffers that the caller passes. A kernel's workspace is `scratch`, a uint8 buffer of at least
+  `scratch_bytes(...)`; its contents mean nothing between operations. CPU operations take no scratch: they allocate
+  temporaries inside a call, and cache the cosines per sequence length.
+- An operation adds parameter gradients into `*_acc`, overwrites activation gradients `d*`, and changes `*_inout` in place.
+  A buffer's name always tells its contents.
+- `x_forward` and `x_backward` stand side by side under their equation. A fused operation is a composition of two that
+  `reference` already has, and the tests compare it with that composition.
 - Parameters and activations share one dtype (float32, bfloat16, float16; float64 in tests). Statistics (`mean`, `rstd`,
-  `lse`, `losses`) and gradient accumulators are float32, or float64 where the activations are.
-- Two buffers on the device hold the numbers that change from step to step: `controls` the host's (learning rate, step
-  number, limits, tokens), `results` the step's own (loss, norm, verdict). So a step can be replayed without the host.
+  `lse`, `losses`) and gradient accumulators are float32, or float64 with float64 activations.
+- Two device buffers hold the numbers that change every step: the host writes `controls` (learning rate, step number,
+  limits, tokens), the step writes `results` (loss, norm, verdict). So a step can be replayed without the host.
 
 One alphabet for the whole repository:
 
     B batch     T position      N = B T tokens      C channels      F feed-forward width
     H heads     D head width    V vocabulary        Vp padded vocabulary        L layers
-    K heads of keys and values, where they are fewer than the queries' heads
+    K heads of keys and values, if fewer than the query heads
 """
 
 from dataclasses import dataclass
 
-# The operations of every backend, with the same arguments in each. `reference` specifies them.
+# Every backend has these operations, with the same arguments. `reference` specifies them.
 OPERATIONS = (
     *("embedding_forward", "embedding_backward", "token_embedding_forward", "token_embedding_backward"),
     *("layernorm_forward", "layernorm_backward"),
@@ -35,12 +35,12 @@ OPERATIONS = (
     *("relu2_forward", "relu2_backward", "linear_relu2_forward", "relu2_linear_backward"),
     *("attention_forward", "attention_backward"),
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
-    *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # also the ends of GEMMs
+    *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # also GEMM epilogues
     *("classifier_forward", "classifier_forward_backward", "softcap_forward"),
     *("loss_sum", "squared_norms", "verdict", "adamw_update"),
     *("muon_momentum", "muon_polar", "muon_update"),
     *("tree_sum", "checksum", "digest"),  # over lanes and ranks
-    *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row; generation has kernels for both at once
+    *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # norm, then GEMM; generation fuses them in one kernel
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "rmsnorm_linear_swiglu_forward"),
     *("mix_rmsnorm_linear_forward", "store_keys_values"),
 )
@@ -55,33 +55,34 @@ DECODE_OPERATIONS = (
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "rmsnorm_linear_swiglu_forward"),
 )
 
-# Set-up calls these of every backend.
+# Every backend also has these functions, which set-up calls.
 SET_UP = ("versions", "check_sizes", "scratch_bytes", "attention_scratch_bytes", "muon_scratch_bytes", "compile_ahead")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend for those who choose by it: `BACKEND` in its module."""
+    """What a backend can do, for callers that must choose: `BACKEND` in its module."""
 
     name: str  # reference, cpu or cuda
-    capturable: bool = False  # every operation of a step can be recorded in a CUDA graph
-    tf32: bool = False  # GEMMs of float32 numbers round them to TF32
+    capturable: bool = False  # a CUDA graph can capture every operation of a step
+    tf32: bool = False  # float32 GEMMs round their operands to TF32
 
 
-# Places in `controls` (float64): the host's decisions for a step.
+# Indices into `controls` (float64): the host's decisions for a step.
 CONTROL_STEP, CONTROL_LEARNING_RATE, CONTROL_LOSS_LIMIT, CONTROL_NORM_LIMIT, CONTROL_TOKENS = range(5)
 CONTROLS = 5
 
-# Places in `results` (float64): the findings of a step. `scale` multiplies the gradient in the update.
+# Indices into `results` (float64): what a step computed. `scale` multiplies the gradient in the update.
 RESULT_LOSS, RESULT_NORM, RESULT_SCALE, RESULT_VERDICT, RESULT_LOSS_SCALE = range(5)
 RESULTS = 5
 
-# Independent sums of a digest, and the places that share a key of their row.
+# Independent sums of a digest, and elements per row; the elements of a row share its key.
 DIGEST_SUMS, DIGEST_COLUMNS = 2, 4096
 
-# Verdicts: an update is made only at UPDATE.
+# Verdicts. Only UPDATE lets the optimizer change the weights.
 UPDATE, LOSS_NOT_FINITE, NORM_NOT_FINITE, LOSS_OUTLIER, NORM_OUTLIER = range(5)
 
-# Dynamic loss scaling (Micikevicius et al. 2018): halved when a gradient overflows, doubled after so many good steps.
+# Dynamic loss scaling (Micikevicius et al. 2018) halves the scale when a gradient overflows, doubles it after this many
+# good steps.
 LOSS_SCALE_GROWTH_STEPS = 2000
 LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE = 2.0**24, 1.0

@@ -1,8 +1,8 @@
-"""One case per operation: its arguments by name, and how each is drawn at any size, dtype and device. Gradient checks,
-kernel checks and the tests of the backends draw their calls from this table; `ops.rounding` tells how exact they must be.
+"""One test case per operation: its arguments by name, and how to draw each at any size, dtype and device. Gradient checks,
+kernel checks and backend tests draw their calls from this table; `ops.rounding` gives the allowed errors.
 
-Capital names are sizes, in the alphabet of `ops`. Here also: P = (H + 2K) D, the columns of packed queries, keys, values;
-R = H + K, the heads that are normalized and rotated; G, the channels that a gate reads; M, the rows of the position table.
+Capital names are sizes, in the alphabet of `ops`. Also: P = (H + 2K) D, the columns of packed queries, keys, values;
+R = H + K, the heads that norm and rotation change; G, the channels that a gate reads; M, the rows of the position table.
 """
 
 import math
@@ -20,13 +20,13 @@ from handgrad.ops import CONTROLS, RESULTS, UPDATE, reference
 Arguments = dict[str, Any]
 Sizes = dict[str, int]
 
-SENTINEL = 3.25  # in accumulators before: adding to them must keep it
+SENTINEL = 3.25  # accumulators start from it, so a kernel that overwrites instead of adding shows
 B, T, V, Vp = 2, 96, 300, 384
 N, C, H, F = B * T, 128, 2, 512
 SIZES = {"B": B, "T": T, "C": C, "H": H, "F": F, "V": V, "Vp": Vp, "G": 32}
 
-# What an operation writes <- what it reads, in the order of its arguments | its settings. name[dimensions], then
-#   *4   larger by that factor      +   doubled and raised      ^2   squares of numbers, every other of which is 0
+# Outputs <- inputs, in argument order | settings. Each tensor is name[dimensions], then optionally how to change the draw:
+#   *4   scaled by that factor      +   doubled and shifted     ^2   squared, with negative numbers (about half) set to 0
 CALLS = {
     "embedding_forward": "out[N C] <- tokens[B T] wte[Vp C] wpe[M C]",
     "embedding_backward": "dwte_acc[Vp C] dwpe_acc[M C] <- dout[N C] tokens[B T] sorted_positions[N]",
@@ -77,7 +77,7 @@ CALLS = {
     "softcap_forward": "logits_inout[N V]*4 <- | softcap",
 }
 TENSOR = re.compile(r"(\w+)\[([^]]+)\](\*\d+|\+|\^2)?")
-WIDE = {"mean", "rstd", "lse", "losses", "gate", "scale"}  # in the dtype of sums
+WIDE = {"mean", "rstd", "lse", "losses", "gate", "scale"}  # tensors in the accumulator dtype
 SETTINGS = {
     "num_heads": lambda sizes: sizes["H"],
     "length": lambda sizes: sizes["T"],
@@ -90,7 +90,7 @@ SETTINGS = {
 
 
 def complete(stated: Sizes) -> Sizes:
-    """All sizes from the stated ones: N without T is a row of N positions, C is H D where D is stated."""
+    """Completes the stated sizes. N without T means one row of N positions; a stated D sets C = H D."""
     s = SIZES | ({"B": 1, "T": stated["N"]} if "N" in stated and "T" not in stated else {}) | stated
     s["D"] = s.get("D", s["C"] // s["H"])
     s["C"] = s["H"] * s["D"] if "D" in stated else s["C"]
@@ -105,7 +105,7 @@ def length(dimension: str, sizes: Sizes) -> int:
 
 
 class Draw:
-    """Random arguments, the same on every device."""
+    """Draws random arguments, the same on every device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu"):
         self.dtype, self.device, self.generator = dtype, torch.device(device), torch.Generator().manual_seed(0)
@@ -128,8 +128,8 @@ class Draw:
         return torch.full(shape, math.nan, dtype=dtype or self.dtype, device=self.device)
 
     def arguments(self, operation: str, **changes: Any) -> Arguments:
-        """The arguments of a call but its scratch: outputs full of NaN, accumulators of a sentinel. `changes`: sizes, which
-        are capitals, and arguments that are not to be drawn."""
+        """The arguments of a call, without scratch. Outputs start as NaN, accumulators as a sentinel. `changes` sets sizes
+        (capital names) and replaces drawn arguments."""
         sizes = complete({name: value for name, value in changes.items() if name[0].isupper()})
         changes = {name: value for name, value in changes.items() if not name[0].isupper()}
         if operation not in CALLS:
@@ -144,7 +144,7 @@ class Draw:
                 )
         if arguments.get("sorted_positions") is not None and "sorted_positions" not in changes:
             arguments["sorted_positions"] = torch.sort(arguments["tokens"].view(-1), stable=True).indices.int()
-        if operation == "attention_backward":  # whose output and log-sums belong to the queries, keys and values
+        if operation == "attention_backward":  # it needs the output and log-sums of these queries, keys and values
             forward = {name: value for name, value in (arguments | changes).items() if name not in ("dqkv", "dout")}
             reference.attention_forward(**forward)
         if changes.get("untrained"):
@@ -169,7 +169,7 @@ class Draw:
             return x.fill_(0.37)
         if name.endswith("_scalar"):
             return x * 0.1 + (1.0 if name == "residual_scalar" else 0.3)
-        if name.endswith("weight") and len(shape) == 2:  # so that a GEMM keeps the size of its input
+        if name.endswith("weight") and len(shape) == 2:  # keeps a GEMM's output as large as its input
             x *= shape[1] ** -0.5
         if change == "+":
             x = x * 2 + 0.5
@@ -178,11 +178,11 @@ class Draw:
         elif change:
             x *= float(change[1:])
         if name.startswith("logits"):
-            x[:, sizes["V"] :] = math.nan  # the padded vocabulary is not read
+            x[:, sizes["V"] :] = math.nan  # no operation may read the padded vocabulary
         return x
 
 
-# The optimizer's operations and sums, each with numbers of its own.
+# Operations of the optimizer and sums, each with its own draw.
 
 CLIPPED = (1.0, 1.0, 0.25, float(UPDATE), 1.0)  # results of a step
 MOMENTUM_GROWS = 150.0, 0.02  # step and learning rate
@@ -215,7 +215,7 @@ def muon_momentum(d: Draw, s: Sizes) -> Arguments:
 
 
 def muon_update(d: Draw, s: Sizes) -> Arguments:
-    """A factor some of whose rows are smaller than the rest."""
+    """A polar factor whose rows differ in size."""
     rows, columns = s["C"], s["F"]
     factor = d(rows, columns, scale=columns**-0.5) * torch.linspace(0.1, 1, rows, device=d.device, dtype=d.dtype)[:, None]
     state = {"weight_inout": d.float32(rows, columns), "moments_inout": d.float32(rows).square()}
@@ -254,15 +254,15 @@ OPTIMIZING = {
 
 
 class Pair(NamedTuple):
-    """A backward and the forward that it belongs to."""
+    """The forward of a backward, and which backward arguments are the gradients of its outputs and inputs."""
 
     forward: str
-    outputs: dict[str, str]  # an output of the forward: the argument of the backward that is its gradient
-    inputs: dict[str, str]  # an input of the forward: the argument that holds its gradient afterwards
+    outputs: dict[str, str]  # forward output: the backward argument that is its gradient
+    inputs: dict[str, str]  # forward input: the backward argument that receives its gradient
 
 
-# Outputs of the forward, each with the argument of the backward that is its gradient <- inputs, each with the argument that
-# holds its gradient afterwards.
+# forward output:backward argument that is its gradient <- forward input:backward argument that receives its gradient,
+# for each output and input that has one.
 GRADIENTS = {
     "embedding_backward": "out:dout <- wte:dwte_acc wpe:dwpe_acc",
     "token_embedding_backward": "out:dout <- wte:dwte_acc",
@@ -270,7 +270,7 @@ GRADIENTS = {
     "linear_backward": "out:dout <- inp:dinp weight:dweight_acc bias:dbias_acc",
     "attention_backward": "out:dout <- qkv:dqkv",
     "gelu_backward": "out:dhidden_inout <- inp:dhidden_inout",
-    # The loss of training, which may have terms that validation's has not.
+    # The training loss, which may have terms that the validation loss lacks.
     "classifier_forward_backward": "losses:scale <- logits_to_dlogits_inout:logits_to_dlogits_inout",
     "rmsnorm_backward": "out:dout <- inp:dresidual_inout gain:dgain_acc",
     "mix_rmsnorm_backward": "mixed:dstream_inout out:dout <- inp:dstream_inout first:dfirst_inout"
@@ -296,18 +296,18 @@ PAIRS = {backward: pair_of(backward, gradients) for backward, gradients in GRADI
 
 
 class BothWays(NamedTuple):
-    """A forward and its backward on the same numbers."""
+    """The arguments and gradients of a forward and its backward on the same numbers."""
 
-    before: Arguments  # of the forward
+    before: Arguments  # forward arguments before the call
     after: Arguments
     backward_before: Arguments
     backward_after: Arguments
     of_outputs: dict[str, Tensor]  # the gradient of each output that has one
-    of_inputs: dict[str, Tensor]  # the gradient of each input; what an accumulator or a stream held before is taken off
+    of_inputs: dict[str, Tensor]  # the gradient of each input, less what its accumulator or stream held before
 
 
 def both_ways(ops: ModuleType, backward: str, d: Draw, **changes: Any) -> BothWays:
-    """`changes` as `Draw.arguments` takes it; neither operation gets an argument that only the other one has."""
+    """Runs a forward, then its backward. `changes` as in `Draw.arguments`; each operation gets only arguments it has."""
     pair = PAIRS[backward]
     own, other = (set(re.findall(r"\w+(?=\[)|epsilon", CALLS[operation])) for operation in (pair.forward, backward))
     before = d.arguments(pair.forward, **{name: value for name, value in changes.items() if name not in other - own})
@@ -327,7 +327,7 @@ def both_ways(ops: ModuleType, backward: str, d: Draw, **changes: Any) -> BothWa
         gradient = arguments[name]
         if gradient is not None and name not in pair.outputs.values() and name.startswith("d"):
             gradient = gradient - start[name] if name.endswith(("_acc", "_inout")) else gradient
-        if name == "dvalues":  # of the rows that were looked up
+        if name == "dvalues":  # gradients of looked-up rows
             gradient = torch.zeros_like(before[of]).index_add_(0, before["tokens"].view(-1), gradient)
         gradients[of] = gradient
     of_outputs = {output: start[name] for output, name in pair.outputs.items()}
@@ -341,7 +341,7 @@ def call(function: Callable[..., None], operation: str, arguments: Arguments) ->
 
 
 def copies(arguments: Arguments, dtype: torch.dtype | None = None) -> Arguments:
-    """Copies of the tensors, of another dtype where they are of floating point; other values stay."""
+    """Copies of the tensors; `dtype` converts floating-point ones. Other values stay."""
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Operations that are two others in a row, for backends without a kernel for both at once; a backend with some replaced."""
+"""Operations composed of two others, for backends without a fused kernel; and a backend with some operations replaced."""
 
 import sys
 from collections.abc import Callable
@@ -11,7 +11,7 @@ Operation = Callable[..., None]
 
 
 def bind_norms_and_gemms(backend: str) -> None:
-    """Adds to the module `backend` its operations that are a norm and the GEMM after it."""
+    """Adds the operations "norm, then GEMM" to the module `backend`."""
     ops = sys.modules[backend]
     layernorm, rmsnorm = ops.layernorm_forward, ops.rmsnorm_forward
     vars(ops).update(
@@ -24,8 +24,8 @@ def bind_norms_and_gemms(backend: str) -> None:
 
 
 def after_layernorm(layernorm_forward: Operation, gemm: Operation) -> Operation:
-    """Returns the operation (*outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias): `gemm` of LN(x), x (N, C),
-    with weight (O, C) and bias (O), into `outs`. ln (N, C) receives LN(x), mean and rstd (N) its statistics."""
+    """Returns the operation (*outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias). It runs `gemm` on LN(x), x (N,
+    C), with weight (O, C) and bias (O), into `outs`. ln (N, C) receives LN(x), mean and rstd (N) its statistics."""
 
     def both(*tensors: Tensor | None, scratch: Tensor | None = None) -> None:
         *outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias = tensors
@@ -36,9 +36,9 @@ def after_layernorm(layernorm_forward: Operation, gemm: Operation) -> Operation:
 
 
 def after_rmsnorm(rmsnorm_forward: Operation, gemm: Operation, outs: int) -> Operation:
-    """Returns the operation (*outs, norm, rstd, x, gain, *weights): `gemm` of RMSnorm(x), x (N, C), with its gain (C) or
-    None, and the weights that the GEMM takes. `outs`: the number of its outputs. norm (N, C) receives RMSnorm(x), rstd (N)
-    its statistic; `epsilon` as `rmsnorm_forward` takes it."""
+    """Returns the operation (*outs, norm, rstd, x, gain, *weights). It runs `gemm` on RMSnorm(x), x (N, C), gain (C) or
+    None, with the weights that the GEMM takes. `outs`: number of GEMM outputs. norm (N, C) receives RMSnorm(x), rstd (N)
+    its statistic; `epsilon` as in `rmsnorm_forward`."""
 
     def both(*tensors: Tensor | None, scratch: Tensor | None = None, **epsilon: float) -> None:
         norm, rstd, x, gain = tensors[outs : outs + 4]
@@ -49,8 +49,8 @@ def after_rmsnorm(rmsnorm_forward: Operation, gemm: Operation, outs: int) -> Ope
 
 
 def after_mix_rmsnorm(mix_rmsnorm_forward: Operation, gemm: Operation) -> Operation:
-    """Returns the operation (out, mixed, norm, rstd, x, first, residual_scalar, input_scalar, weight): `gemm` of the RMS
-    norm of a mixture of streams with weight (O, C), into out (N, O), and the operands of `mix_rmsnorm_forward`."""
+    """Returns the operation (out, mixed, norm, rstd, x, first, residual_scalar, input_scalar, weight): `mix_rmsnorm_forward`
+    on its operands, then `gemm` of the norm with weight (O, C) into out (N, O)."""
 
     def both(out: Tensor, *tensors: Tensor | None, scratch: Tensor | None = None) -> None:
         *mixture, weight = tensors
@@ -61,7 +61,7 @@ def after_mix_rmsnorm(mix_rmsnorm_forward: Operation, gemm: Operation) -> Operat
 
 
 def after_mix(mix_forward: Operation, rmsnorm_linear_forward: Operation) -> Operation:
-    """Returns the operation of `after_mix_rmsnorm`, from the mixture alone and a GEMM that begins with the norm."""
+    """Returns the operation of `after_mix_rmsnorm`, built from `mix_forward` and a GEMM that computes the norm itself."""
 
     def both(out: Tensor, *tensors: Tensor | None, scratch: Tensor | None = None) -> None:
         mixed, norm, rstd, *mixture, weight = tensors
@@ -73,7 +73,7 @@ def after_mix(mix_forward: Operation, rmsnorm_linear_forward: Operation) -> Oper
 
 def after_attention(attention_decode: Operation, linear_residual_forward: Operation) -> Operation:
     """Returns the operation (out, attended, keys, values, residual, qkv, positions, weight, bias): attention of one token
-    per sequence, then the GEMM of its result y (B, H D) with weight (C, H D), onto residual (B, C), into out (B, C).
+    per sequence, then out (B, C) = residual (B, C) + the GEMM of its result y (B, H D) with weight (C, H D).
     attended (B, H D) may receive y."""
 
     def both(
@@ -95,13 +95,14 @@ def after_attention(attention_decode: Operation, linear_residual_forward: Operat
     return both
 
 
-# A GEMM and what follows it, in the reference and on a CPU: (its forward, the backward of the GEMM that reads the result).
+# A GEMM with its activation, for the reference and the CPU: returns the fused forward, and the backward of the next GEMM
+# fused with the activation's.
 
 
 def with_gelu(
     linear_forward: Operation, linear_backward: Operation, gelu_forward: Operation, gelu_backward: Operation
 ) -> tuple[Operation, Operation]:
-    """Linear and GELU: h = x W^T + b, y = GELU(h). The backward of the GEMM that reads y (its weight Wp, output gradient
+    """Linear and GELU: h = x W^T + b, y = GELU(h). Backward of the next GEMM, which reads y (weight Wp, output gradient
     dz): dh = GELU'(h) (dz Wp),  dWp = dz^T y."""
 
     def linear_gelu_forward(
@@ -122,7 +123,7 @@ def with_gelu(
         scratch: Tensor | None = None,
     ) -> None:
         """`linear_backward` of a GEMM whose input (N, F) is GELU(hidden): dhidden is the gradient before the GELU. The
-        GEMM's bias gradient comes from the layer norm's backward above it."""
+        layer norm's backward above computes the GEMM's bias gradient."""
         linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
         gelu_backward(dhidden, hidden)
 
@@ -172,7 +173,7 @@ def with_swiglu(
         *,
         scratch: Tensor | None = None,
     ) -> None:
-        """`linear_backward` of a GEMM whose input (N, F) is the SwiGLU of hidden (N, 2F), and on through it to dhidden."""
+        """`linear_backward` of a GEMM whose input (N, F) is the SwiGLU of hidden (N, 2F), then SwiGLU's backward."""
         linear_backward(dinp, dweight_acc, None, dout, inp, weight)
         swiglu_backward(dhidden, dinp, hidden)
 
@@ -180,7 +181,7 @@ def with_swiglu(
 
 
 class Overlay(ModuleType):
-    """The operations `ops`, unless a subclass or an attribute replaces them."""
+    """The backend `ops`, with the operations that a subclass or an attribute replaces."""
 
     def __init__(self, ops: Any):
         super().__init__(ops.__name__)

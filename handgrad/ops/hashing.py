@@ -1,7 +1,7 @@
-"""Random numbers without a generator: a number's own place is hashed, so it does not matter who draws it, or when.
+"""Random numbers without a generator: each is a hash of its index, so it does not matter who draws it, or when.
 
-The hash is the finaliser of MurmurHash3 (Appleby 2011), of 32 bits; it maps no two numbers to one. Places in a row are
-multiplied by Weyl's constant, 2^32 over the golden ratio, and a key is added, before they are hashed.
+The hash is the 32-bit finaliser of MurmurHash3 (Appleby 2011), a bijection. It takes an index times Weyl's constant, 2^32
+over the golden ratio, plus a key.
 """
 
 from typing import TypeVar
@@ -10,13 +10,13 @@ from torch import Tensor
 
 BITS32 = 0xFFFFFFFF
 WEYL = 0x9E3779B1
-FIRST_MOMENT, SECOND_MOMENT = 0x6D6D6D6D, 0x76767676  # "m", "v": XORed into the seed, for random bits of their own
+FIRST_MOMENT, SECOND_MOMENT = 0x6D6D6D6D, 0x76767676  # "m", "v": XORed into the seed, so each gets its own random bits
 
 Number = TypeVar("Number", int, Tensor)
 
 
 def mixed(x: Number) -> Number:
-    """The hash of 32-bit numbers; a tensor holds them in int64."""
+    """Hashes 32-bit numbers; a tensor holds them in int64."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & BITS32
     x = x ^ (x >> 13)

@@ -1,7 +1,7 @@
-"""The allowed error of an operation's results, with its derivation, for `handgrad doctor` and the tests of kernels.
+"""The allowed error of an operation's results, with its derivation, for `handgrad doctor` and the kernel tests.
 
-A result may err by twice what the reference errs by in the same dtype, and by a floor, since the reference's own error is
-small by chance where numbers are few, or where it takes no shortcut of a GPU. Errors and floors are norms.
+A result may err by twice the reference's error in the same dtype, plus a floor. The floor is needed because the reference's
+error may be small by chance on few numbers, or because it takes no GPU shortcut. Errors and floors are norms.
 """
 
 import math
@@ -12,23 +12,23 @@ from torch import Tensor
 from handgrad.ops.cases import Arguments
 
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-TANH = 2.0**-11  # relative error of a GPU's tanh instruction, which takes 16-bit logits (`ops.cuda.classifier.capped`)
+TANH = 2.0**-11  # relative error of the GPU's tanh instruction, used for 16-bit logits (`ops.cuda.classifier.capped`)
 
-# A GPU's exponential and its quotient err by 2^-22, 4 roundings of float32, and not at random: in s = 1 / (1 + e), where
+# The GPU's exponential and division err by 2^-22, 4 roundings of float32, and not at random: in s = 1 / (1 + e), where
 # the exponential counts at most once, they add up to 8. Its argument, the sum and two products are rounded: 64 + 4.
 SIGMOID = 68.0
-# A scalar's gradient in float32: 8 roundings in a product, and at most 136 additions in a program's turns and two trees. In
-# 16 bits the rounding of each product to the streams' dtype counts alone.
+# A scalar's gradient in float32: 8 roundings in a product, and at most 136 additions in a program's loop and two trees. In
+# 16 bits only the rounding of each product to the streams' dtype counts.
 MIXTURE_SUM = 144.0
 SCALARS = {"dresidual_scalar_acc": "inp", "dinput_scalar_acc": "first"}
 
 
 def roundings(name: str, arguments: Arguments, dtype: torch.dtype) -> float:
-    """Roundings of random sign in a result: together as large as the root of their number.
+    """The number of roundings in a result. Their signs are random, so together they grow with the root of the number.
 
-    A sum over tokens has one for each term, a mean two (sum, quotient) and 1 / rms four (mean, variance, root, reciprocal),
-    squared here, and every other result the one of its dtype. In float32 the steps before it count as well: a norm's output
-    has the errors of its 1 / rms and two products, the gradient through a norm of heads eight of products and sums.
+    A sum over tokens has one per term; a mean has two (sum, quotient) and 1 / rms four (mean, variance, root, reciprocal),
+    squared here; any other result has one, of its dtype. In float32 the steps before it count as well: a norm's output has
+    the errors of its 1 / rms and two products, the gradient through a QK norm has eight, of products and sums.
     """
     dout = next((arguments[key] for key in ("dout", "dqkv_inout", "dqkv") if arguments.get(key) is not None), None)
     if name in ("dgate_weight_acc", "dnorm_inout"):  # from gates' gradients, each a sum over a head's channels
@@ -48,7 +48,7 @@ def roundings(name: str, arguments: Arguments, dtype: torch.dtype) -> float:
 
 
 def floor(name: str, arguments: Arguments, exact: Arguments, dtype: torch.dtype) -> float:
-    """The floor of a result in `dtype`. `arguments` as they were before the call, `exact` the results in float64."""
+    """The error floor of a result in `dtype`. `arguments`: their values before the call; `exact`: results in float64."""
     if name in SCALARS:
         return of_a_scalar(name, arguments, exact)
     least = root_of(roundings(name, arguments, dtype), dtype, exact[name])
@@ -56,7 +56,7 @@ def floor(name: str, arguments: Arguments, exact: Arguments, dtype: torch.dtype)
 
 
 def of_a_scalar(name: str, arguments: Arguments, exact: Arguments) -> float:
-    """The floor of the gradient of a mixture's scalar, which is one number: from the size of its N C products."""
+    """The floor for the gradient of a mixture's scalar, a single number: from the norm of its N C products."""
     scalar, streams = arguments["residual_scalar"], arguments["inp"].dtype
     dmixed = exact["dstream_inout"] / (1 if scalar is None else scalar.double())
     products = dmixed * arguments[SCALARS[name]].double()
@@ -64,9 +64,9 @@ def of_a_scalar(name: str, arguments: Arguments, exact: Arguments) -> float:
 
 
 def of_a_cap(name: str, arguments: Arguments, exact: Tensor, dtype: torch.dtype) -> float:
-    """The floor of what comes from capped logits z = c tanh(x / c). Of float32 logits, two roundings, of 1 - e and 1 + e,
-    are relative to the cap: z and the losses are off by as much, and a probability relatively. Of 16-bit logits the tanh is
-    off by `TANH` of itself, and a loss is a difference of two z."""
+    """The floor for results of capped logits z = c tanh(x / c). With float32 logits two roundings, of 1 - e and 1 + e, are
+    relative to the cap: z and the losses have that absolute error, probabilities that relative error. With 16-bit logits
+    the tanh has the relative error `TANH`, and a loss is a difference of two z."""
     cap, logits = arguments["softcap"], next(tensor for key, tensor in arguments.items() if key.startswith("logits"))
     if logits.dtype == torch.float32:
         size = norm(exact) if "dlogits" in name else math.sqrt(exact.isfinite().sum().item())
@@ -80,12 +80,12 @@ def root_of(roundings: float, dtype: torch.dtype, exact: Tensor) -> float:
 
 
 def norm(tensor: Tensor) -> float:
-    """The norm of the numbers that are finite."""
+    """The norm of the finite elements."""
     return tensor.double()[tensor.isfinite()].norm().item()
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """The norm of the difference; infinite where one is finite and the other is not."""
+    """The norm of the difference; infinite if one tensor is finite at an element and the other is not."""
     exact, finite = exact.double(), exact.isfinite()
     if not (torch.equal(found.isfinite(), finite) and torch.equal(found.double()[~finite], exact[~finite])):
         return math.inf  # a NaN here would get lost in the largest of several errors
@@ -93,5 +93,5 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def allowed(own: Tensor, exact: Tensor, floor: float) -> float:
-    """The error that a kernel may have; `own` is the reference's result in the kernel's dtype."""
+    """The allowed error of a kernel; `own` is the reference's result in the kernel's dtype."""
     return 2 * error(own, exact) + floor
