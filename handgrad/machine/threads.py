@@ -15,8 +15,8 @@ from pathlib import Path
 from handgrad.machine import processor
 
 # Iterations of libgomp's spin loop: longer than the waits on an idle machine, shorter than a time slice. On Intel CPUs
-# AMD's count is too small for the waits in a step of the demo, and the larger count costs nothing on a busy machine. On AMD
-# CPUs it does (benchmarks/results/cpu-intel-busy.json, cpu-busy.json).
+# AMD's count is too small for the waits in a step of the demo, and the larger count costs nothing on a busy machine; on
+# AMD CPUs it does (benchmarks/results/cpu-intel-busy.json, cpu-busy.json).
 TURNS, TURNS_ON_INTEL = "1000", "10000"
 # On an Intel CPU float32 GEMMs go to MKL (ops/cpu/linear.py). This makes its sums independent of the number of threads:
 # https://www.intel.com/content/www/us/en/docs/onemkl/developer-reference-fortran/2023-2/named-constants-for-cnr-control.html

@@ -9,7 +9,7 @@
 - `x_forward` and `x_backward` stand side by side under their equation. A fused operation is a composition of two that
   `reference` already has, and the tests compare it with that composition.
 - Parameters and activations share one dtype (float32, bfloat16, float16; float64 in tests). Statistics (`mean`, `rstd`,
-  `lse`, `losses`) and gradient accumulators are float32, or float64 with float64 activations.
+  `lse`, `losses`) and gradient accumulators are float32, or float64 if the activations are.
 - Two device buffers hold the numbers that change every step: the host writes `controls` (learning rate, step number,
   limits, tokens), the step writes `results` (loss, norm, verdict). So a step can be replayed without the host.
 
@@ -61,7 +61,7 @@ SET_UP = ("versions", "check_sizes", "scratch_bytes", "attention_scratch_bytes",
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend can do, for callers that must choose: `BACKEND` in its module."""
+    """The capabilities of a backend, for callers that must choose: `BACKEND` in its module."""
 
     name: str  # reference, cpu or cuda
     capturable: bool = False  # a CUDA graph can capture every operation of a step
@@ -82,7 +82,6 @@ DIGEST_SUMS, DIGEST_COLUMNS = 2, 4096
 # Verdicts. Only UPDATE lets the optimizer change the weights.
 UPDATE, LOSS_NOT_FINITE, NORM_NOT_FINITE, LOSS_OUTLIER, NORM_OUTLIER = range(5)
 
-# Dynamic loss scaling (Micikevicius et al. 2018) halves the scale when a gradient overflows, doubles it after this many
-# good steps.
+# Dynamic loss scaling (Micikevicius et al. 2018): a gradient overflow halves the scale, this many good steps double it.
 LOSS_SCALE_GROWTH_STEPS = 2000
 LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE = 2.0**24, 1.0

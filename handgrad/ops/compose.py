@@ -24,8 +24,8 @@ def bind_norms_and_gemms(backend: str) -> None:
 
 
 def after_layernorm(layernorm_forward: Operation, gemm: Operation) -> Operation:
-    """Returns the operation (*outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias). It runs `gemm` on LN(x), x (N,
-    C), with weight (O, C) and bias (O), into `outs`. ln (N, C) receives LN(x), mean and rstd (N) its statistics."""
+    """Returns the operation (*outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias): `gemm` on LN(x), x (N, C),
+    with weight (O, C) and bias (O), into `outs`. ln (N, C) receives LN(x), mean and rstd (N) its statistics."""
 
     def both(*tensors: Tensor | None, scratch: Tensor | None = None) -> None:
         *outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias = tensors
@@ -49,8 +49,8 @@ def after_rmsnorm(rmsnorm_forward: Operation, gemm: Operation, outs: int) -> Ope
 
 
 def after_mix_rmsnorm(mix_rmsnorm_forward: Operation, gemm: Operation) -> Operation:
-    """Returns the operation (out, mixed, norm, rstd, x, first, residual_scalar, input_scalar, weight): `mix_rmsnorm_forward`
-    on its operands, then `gemm` of the norm with weight (O, C) into out (N, O)."""
+    """Returns the operation (out, mixed, norm, rstd, x, first, residual_scalar, input_scalar, weight): it runs
+    `mix_rmsnorm_forward`, then `gemm` on the norm with weight (O, C), into out (N, O)."""
 
     def both(out: Tensor, *tensors: Tensor | None, scratch: Tensor | None = None) -> None:
         *mixture, weight = tensors
@@ -95,8 +95,7 @@ def after_attention(attention_decode: Operation, linear_residual_forward: Operat
     return both
 
 
-# A GEMM with its activation, for the reference and the CPU: returns the fused forward, and the backward of the next GEMM
-# fused with the activation's.
+# GEMM and activation, for the reference and the CPU: (its forward, the next GEMM's backward with the activation's).
 
 
 def with_gelu(

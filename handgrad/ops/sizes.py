@@ -1,48 +1,48 @@
 """The sizes that the CUDA operations and their memory plan share: tiles, programs, scratch.
 
-Without torch and Triton, so a run can be planned for a GPU that this machine lacks. The kernels cut their work by the same
-functions. A tile on which no buffer depends stands beside its kernel.
+This file imports neither torch nor Triton, so a run can be planned for a GPU that this machine lacks. The kernels divide
+their work by the same functions. A tile that affects no buffer size stays in its kernel's file.
 """
 
 from typing import NamedTuple
 
-WORKSPACE_BYTES = 32 << 20  # of cuBLASLt: what NVIDIA recommends for Hopper
+WORKSPACE_BYTES = 32 << 20  # cuBLASLt's workspace, as NVIDIA recommends for Hopper
 
 
 def cdiv(size: int, tile: int) -> int:
-    """Tiles that cover `size`."""
+    """The number of tiles that cover `size`."""
     return -(-size // tile)
 
 
 def power_of_two(size: int) -> int:
-    """The smallest one from `size` on."""
+    """The smallest power of two >= `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def scratch_bytes(*, tokens: int, channels: int, widest: int) -> int:
-    """The largest need of any operation but attention's backward: the workspace of cuBLASLt, or a Triton kernel's rows of
-    float32 partial sums."""
+    """Bytes of scratch for any operation except attention's backward: the larger of cuBLASLt's workspace and a Triton
+    kernel's rows of float32 partial sums."""
     norm = NORM_PROGRAMS * 3 * channels
     bias = row_split(tokens) * widest
     embedding = chunks_of(tokens) * 2 * channels
     return max(WORKSPACE_BYTES, 4 * max(norm, bias, embedding))
 
 
-# Norms. Forward: a warp holds whole rows, 64 elements per lane, so that no reduction leaves it; two short rows at a time
-# halve the number of programs, whose launches would otherwise be the limit.
+# Norms. Forward: a warp holds whole rows, 64 elements per lane, so no reduction crosses warps. Two short rows at a time
+# halve the number of programs; otherwise starting programs would be the limit.
 NORM_ELEMENTS_PER_WARP = 2048
 
-# Backward: a fixed number of programs of four warps that all fit on 132 multiprocessors at once, and whose rows of partial
-# sums are little beside 65,536 rows. Two rows at a time share the reductions' barriers. The three inputs of the next rows
-# are on their way while these are summed (three stages of asynchronous copies): 92 % of the copy bandwidth where one stage
-# reaches 68 %. In float32 the stages would not fit the shared memory of every GPU.
-NORM_PROGRAMS = 512  # half of it where a row is padded to more than 1024 channels
+# Backward: a fixed number of programs of four warps. All fit on 132 multiprocessors at once, and their rows of partial
+# sums are small next to 65,536 rows. Two rows at a time share the reductions' barriers. Three stages of asynchronous copies
+# load the three inputs of the next rows while these are summed: 92 % of the copy bandwidth where one stage reaches 68 %. In
+# float32 the stages would not fit the shared memory of every GPU.
+NORM_PROGRAMS = 512  # half as many if a row is padded to more than 1024 channels
 NORM_ROWS = 2
 NORM_WARPS = 4
 NORM_STAGES = 3
 
-# An RMS norm without a gain. No parameter has a gradient there, so no sum crosses rows: in both directions a program takes
-# rows of its own. The backward holds three rows where the forward holds one, so a warp takes half as many elements.
+# An RMS norm without a gain has no parameter gradient, so no sum crosses rows: each program handles its own rows, forward
+# and backward. The backward holds three rows where the forward holds one, so a warp takes half as many elements.
 RMSNORM_ELEMENTS_PER_WARP = 1024
 
 
@@ -53,8 +53,8 @@ def forward_tile(channels: int, elements_per_warp: int = NORM_ELEMENTS_PER_WARP)
 
 
 def backward_tile(tokens: int, channels: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """(programs, padded channels, rows, warps, stages) of the backward. No more warps than 16-byte loads cover of a row:
-    the sums over rows then stay in a lane."""
+    """(programs, padded channels, rows, warps, stages) of the backward. At most as many warps as 16-byte loads of a row
+    keep busy: sums over rows then stay in a lane."""
     block = power_of_two(channels)
     programs = NORM_PROGRAMS if block <= 1024 else cdiv(NORM_PROGRAMS, 2)
     rows = NORM_ROWS if block <= 2048 else 1
@@ -68,15 +68,15 @@ def rmsnorm_backward_tile(channels: int) -> tuple[int, int, int]:
     return forward_tile(channels, RMSNORM_ELEMENTS_PER_WARP)
 
 
-# Heads. Programs walk the rows with this stride: the frequencies of the angles, each a power in float64, are made once for
-# all rows of a program. It is what 132 multiprocessors hold of the smallest programs.
+# Heads. Programs walk the rows with this stride and compute the frequencies, each a power in float64, once for all their
+# rows. 132 multiprocessors hold this many of the smallest programs.
 ROTARY_PROGRAMS = 4096
-QK_GAIN_PROGRAMS = 512  # of the backward of a norm with gains, each a row of partial sums
+QK_GAIN_PROGRAMS = 512  # programs of a gained norm's backward; each writes a row of partial sums
 
 # A bias gradient. 8 lanes read 128 bytes of a bf16 row; 64 rows at once keep four 16-byte loads per lane in flight.
 # Narrow strips and few programs along the rows (90 % of the copy bandwidth at 65,536 rows) beat wide and many (76 %).
 BIAS_ROWS, BIAS_COLUMNS = 64, 64
-LARGEST_SPLIT = 64  # programs along the rows: their float32 partial sums are 1/512 of 65,536 rows of bf16
+LARGEST_SPLIT = 64  # most programs along the rows: their float32 partial sums are 1/512 of 65,536 rows of bf16
 
 
 def row_split(rows: int) -> int:
@@ -84,43 +84,43 @@ def row_split(rows: int) -> int:
     return min(LARGEST_SPLIT, cdiv(rows, BIAS_ROWS))
 
 
-CHUNK = 32  # sorted positions of the embedding's backward that a program walks
+CHUNK = 32  # sorted positions per program of the embedding's backward
 
 
 def chunks_of(tokens: int) -> int:
     return cdiv(tokens, CHUNK)
 
 
-CHOICES = 1024  # logits of a program that chooses tokens
+CHOICES = 1024  # logits per program in the choice of tokens
 
 
 def choosing_scratch_bytes(*, batch: int, vocab_size: int) -> int:
-    """Four numbers of every part of the logits."""
+    """Bytes of scratch to choose tokens: four numbers per part of the logits."""
     return 16 * batch * cdiv(vocab_size, CHOICES)
 
 
 # Muon.
-SUM_ELEMENTS = 65536  # of a matrix, whose squares a program sums
-MOMENT_ROWS = 4  # of a program that makes the moments
-ALIGN_BYTES = 512  # of the scratch behind a batch
+SUM_ELEMENTS = 65536  # matrix elements per program of the sum of squares
+MOMENT_ROWS = 4  # rows per program of the moments
+ALIGN_BYTES = 512  # alignment of each part of the scratch
 
 
 def muon_scratch_bytes(*, matrices: int, rows: int, columns: int) -> int:
-    """For `muon_polar` in 16 bits; `muon_update` needs less, except for tiny matrices."""
+    """Bytes of scratch for `muon_polar` in 16 bits, or `muon_update`, which needs more only for tiny matrices."""
     return max(sum(polar_bytes(matrices, rows, columns, 2)), 4 * (rows + cdiv(rows, MOMENT_ROWS)))
 
 
 def polar_bytes(matrices: int, rows: int, columns: int, itemsize: int) -> tuple[int, ...]:
-    """Bytes of the partial sums of squares, of the other X, of A and of B. Each begins where any batch's would begin: how a
-    kernel sums may depend on the alignment."""
+    """Bytes of the partial sums of squares, the second X, A and B. Padding gives each the same alignment in any batch: a
+    kernel's summation order may depend on the alignment."""
     elements, square = rows * columns, min(rows, columns) ** 2
     sizes = 4 * cdiv(elements, SUM_ELEMENTS), *(itemsize * n for n in (elements, square, square))
     return tuple(cdiv(matrices * size, ALIGN_BYTES) * ALIGN_BYTES for size in sizes)
 
 
 class AttentionTile(NamedTuple):
-    """The cut of one kernel: queries and keys per tile, warps per program, depth of the load pipeline (3 loads one tile
-    ahead of the products), and a cap on the registers of a thread where it lets one more program run beside."""
+    """Launch parameters of a kernel: queries and keys per tile, warps per program, depth of the load pipeline (3 loads one
+    tile ahead of the products), and a cap on registers per thread if it lets one more program fit a multiprocessor."""
 
     queries: int
     keys: int
@@ -129,9 +129,9 @@ class AttentionTile(NamedTuple):
     registers: int | None = None
 
 
-# Fixed: choosing at run time would change the order of the sums, and so the bits. The key is (kernel, head width up to). Of
-# 16-bit inputs on a data-centre GPU, with the shared memory and the tensor cores of Hopper or Blackwell; on the others,
-# within the 99 KB of shared memory of sm_86, sm_89 and sm_120; and of float32 on any.
+# Fixed: a choice at run time would change the order of the sums, and so the bits. Key: (kernel, largest head width). Tiles:
+# for 16-bit inputs on a data-centre GPU, with the shared memory and the tensor cores of Hopper or Blackwell; for 16-bit
+# inputs elsewhere, within the 99 KB of shared memory of sm_86, sm_89 and sm_120; for float32 on any GPU.
 AttentionTiles = dict[tuple[str, int], tuple[AttentionTile, AttentionTile, AttentionTile]]
 ATTENTION_TILES: AttentionTiles = {
     ("forward", 64): (AttentionTile(64, 64, 4, 3, 128), AttentionTile(128, 64, 8, 2), AttentionTile(32, 32, 8, 2)),
@@ -142,23 +142,23 @@ ATTENTION_TILES: AttentionTiles = {
     ("dq", 256): (AttentionTile(128, 32, 8, 2), AttentionTile(32, 32, 4, 2), AttentionTile(32, 16, 8, 2)),
     ("dkdv", 64): (AttentionTile(64, 64, 4, 3), AttentionTile(32, 64, 8, 2), AttentionTile(32, 32, 8, 2)),
     ("dkdv", 128): (AttentionTile(64, 64, 8, 3), AttentionTile(32, 32, 4, 2), AttentionTile(16, 16, 4, 2)),
-    # Sums of 64 keys and 256 channels, two of them, spill: so 32 keys, too few rows for Hopper's own instructions (wgmma).
+    # Two accumulators of 64 keys by 256 channels spill: so 32 keys, too few rows for Hopper's own instructions (wgmma).
     ("dkdv", 256): (AttentionTile(64, 32, 8, 2), AttentionTile(32, 32, 8, 2), AttentionTile(16, 16, 8, 2)),
 }
-# Where queries' heads share keys, of 16-bit inputs on a data-centre GPU: with one stage or half of the queries less
-# nothing spills.
+# If query heads share keys, for 16-bit inputs on a data-centre GPU: one stage less, or half of the queries, prevents
+# spills.
 GROUPED_TILES = {("dkdv", 128): AttentionTile(64, 64, 8, 2), ("dkdv", 256): AttentionTile(32, 32, 8, 2)}
 WIDEST_HEAD = max(width for _, width in ATTENTION_TILES)
-# With documents in a row. The tiles are the same, so that one document has the plain kernels' bits; without a cap on the
-# registers the tensor-core instructions overlap, and eight warps do not spill.
+# With documents in a row. The tiles are the same, so a row of one document gets the plain kernels' bits. Without a register
+# cap the tensor-core instructions overlap, and eight warps do not spill.
 DOCUMENT_TILES: AttentionTiles = {
     ("dq", 64): (AttentionTile(64, 64, 4, 2), AttentionTile(64, 64, 4, 2), AttentionTile(32, 32, 8, 2)),
     ("dkdv", 128): (AttentionTile(64, 64, 8, 3), AttentionTile(32, 32, 4, 2), AttentionTile(16, 16, 8, 2)),
 }
 
-# Before Ampere, of 16-bit inputs and of float32. Triton has no tensor-core instructions there
-# (https://github.com/triton-lang/triton/pull/5066): a product is unrolled into multiply-adds, so that larger tiles spill;
-# and shared memory ends at 64 KB, where float32 heads of 256 channels do not fit.
+# Before Ampere, for 16-bit inputs and float32. Triton has no tensor-core instructions there
+# (https://github.com/triton-lang/triton/pull/5066) and unrolls a product into multiply-adds, so larger tiles spill.
+# Shared memory ends at 64 KB; float32 heads of 256 channels do not fit.
 TURING_TILES: dict[tuple[str, int], AttentionTile] = {
     ("forward", 64): AttentionTile(32, 32, 8, 1),
     ("forward", 128): AttentionTile(16, 16, 4, 1),
@@ -168,17 +168,17 @@ TURING_TILES: dict[tuple[str, int], AttentionTile] = {
     ("dkdv", 128): AttentionTile(16, 16, 8, 1),
 }
 
-# Heads that cuDNN takes on Hopper, where it was measured against the Triton kernels: up to 64 channels these are faster
+# Head widths that go to cuDNN on Hopper, the GPU where both were measured: up to 64 channels the Triton kernels are faster
 # (docs/operations/attention.md).
 CUDNN_HEADS = range(72, 129, 8)
-CUDNN_SUMS = 8  # float32 partial sums of dq in its deterministic backward: as seen with heads of 64, only the library knows
+CUDNN_SUMS = 8  # float32 partial sums of dq in its deterministic backward: seen with heads of 64, documented nowhere
 
 
 def attention_tile(
     kernel: str, D: int, *, narrow: bool, newer: bool, turing: bool = False, grouped: bool = False, documents: bool = False
 ) -> AttentionTile:
-    """`narrow`: inputs of 16 bits; `newer`: on a data-centre GPU; `turing`: on one before Ampere; `grouped`: heads of
-    queries share keys; `documents`: in a row."""
+    """The tile of a kernel for heads of width D. `narrow`: 16-bit inputs; `newer`: data-centre GPU; `turing`: GPU before
+    Ampere; `grouped`: query heads share keys; `documents`: a row holds several."""
     key = kernel, min(width for name, width in ATTENTION_TILES if name == kernel and width >= D)
     if turing:
         return TURING_TILES[key]
@@ -189,16 +189,16 @@ def attention_tile(
 
 
 def rows_of(kernel: str, tile: AttentionTile) -> int:
-    """Rows of the tile that a program writes."""
+    """Rows that a program writes."""
     return tile.keys if kernel == "dkdv" else tile.queries
 
 
 def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, **_sizes: object) -> int:
-    """The need of the Triton kernels, for heads of any width: lse log2(e) and delta, side by side, for (B, H, T) in
+    """Bytes of scratch for the Triton backward, at any head width: pairs (lse log2(e), delta) for (B, H, T), in
     float32."""
     return 8 * batch * num_heads * length
 
 
 def cudnn_scratch_bytes(*, batch: int, length: int, num_heads: int, head_width: int) -> int:
-    """The workspace of cuDNN's backward, for a GPU that is not there to ask its library."""
+    """An estimate of cuDNN's backward workspace in bytes, to plan for a GPU that this machine lacks."""
     return 4 * batch * num_heads * length * (CUDNN_SUMS * head_width + 1) + 256

@@ -1,8 +1,8 @@
-"""The operations on a CPU: torch's own fused kernels where they are faster than the formula, the reference elsewhere.
+"""The CPU operations: torch's fused kernels where they are faster than the formula, the reference elsewhere.
 
-Layer norm, GELU and attention, forward and backward, AdamW and float32 GEMMs (oneDNN, MKL) call the library. RMS norm,
-rotation, squared ReLU, SwiGLU and the soft cap, for which it has none, make fewer passes over memory than the formula.
-Each is tested against `handgrad.ops.reference`, its specification.
+Layer norm, GELU and attention, forward and backward, AdamW and float32 GEMMs (oneDNN, MKL) call the library. It has no
+kernel for RMS norm, rotation, squared ReLU, SwiGLU and the soft cap; these make fewer passes over memory than the formula.
+The tests compare each with `handgrad.ops.reference`, its specification.
 """
 
 # ruff: noqa: F401
@@ -50,5 +50,5 @@ BACKEND = Backend("cpu")
 
 
 def __getattr__(name: str) -> Any:
-    """All other operations are the reference's."""
+    """Takes all other operations from the reference."""
     return getattr(reference, name)

@@ -1,4 +1,4 @@
-"""Causal attention by torch's flash attention, which never forms the (T, T) scores."""
+"""Causal attention with torch's flash attention, which never materializes the (T, T) scores."""
 
 from collections.abc import Iterator
 
@@ -37,8 +37,8 @@ def attention_backward(
 
 
 def causal_slices(mask: Mask) -> Iterator[tuple[slice, ...]]:
-    """The slices (sequences, heads, positions) within which attention is causal: everything, or one document after another.
-    With a mask of its own the kernel would form all scores of a row."""
+    """Yields the slices (sequences, heads, positions) that attend causally: the whole batch, or each document in turn.
+    Given an explicit mask, the kernel would materialize all scores of a row."""
     if mask.document_starts is None:
         yield (slice(None),)
         return

@@ -1,4 +1,4 @@
-"""The softly capped classifier in few temporaries. Without a cap it is the reference's."""
+"""The soft-capped classifier with few temporaries. Without a cap the reference runs."""
 
 import math
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from torch import Tensor
 from handgrad.ops.cpu.linear import by_whole_vectors
 from handgrad.ops.reference import classifier as reference
 
-CLASSIFIER_BLOCK_ELEMENTS = 1 << 17  # rows of logits worked on at a time: three temporaries of 512 KiB stay in cache
+CLASSIFIER_BLOCK_ELEMENTS = 1 << 17  # logits per block of rows: three temporaries of 512 KiB stay in cache
 
 
 def capped_blocks(
     dtype: torch.dtype, logits_inout: Tensor, targets: Tensor, vocab_size: int, softcap: float
 ) -> Iterator[reference.Block]:
-    """As `log_softmax_blocks` of the reference. In the padded columns, which it masks, tanh is -1 and the slope 0."""
+    """`log_softmax_blocks` of the reference, for capped logits. Masked (padded) columns get tanh -1 and slope 0."""
     N, Vp = logits_inout.shape
     logits_inout[:, vocab_size:] = -math.inf
     rows_per_block = max(1, CLASSIFIER_BLOCK_ELEMENTS // Vp)
@@ -30,7 +30,7 @@ def capped_blocks(
 
 
 def capped_tanh(logits: Tensor, softcap: float) -> Tensor:
-    """tanh(x) of x = logits / c. In float32 it is 2 sigmoid(2 x) - 1, to 2^-22: torch's sigmoid is faster than its tanh."""
+    """tanh(x), x = logits / c. In float32 2 sigmoid(2 x) - 1, exact to 2^-22: torch's sigmoid is faster than its tanh."""
     if logits.dtype == torch.float64:
         return (logits / softcap).tanh_()
     tanh = logits * (2 / softcap)

@@ -1,4 +1,4 @@
-"""Generation on a CPU, where the host may ask: attention reads only the tokens that each sequence has."""
+"""Generation on a CPU. The host may read tensors here, so attention reads only the tokens that each sequence has."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ def attention_decode(
     B, K, _, D = keys_inout.shape
     reference.store_keys_values_at(keys_inout, values_inout, qkv, torch.arange(B), positions)
     q = qkv[:, : out.shape[1]].to(accumulation_dtype(qkv.dtype)) / math.sqrt(D)
-    q = q.view(B, K, -1, D)  # heads of queries that share keys and values are rows of one GEMM
+    q = q.view(B, K, -1, D)  # query heads that share keys and values become rows of one GEMM
     y = out.view(*q.shape)
     for b, position in enumerate(positions.tolist()):
         keys, values = (cache[b, :, : position + 1].to(q.dtype) for cache in (keys_inout, values_inout))
@@ -41,5 +41,5 @@ attention_linear_residual_forward = compose.after_attention(attention_decode, li
 
 
 def __getattr__(name: str) -> Any:
-    """All other operations are the reference's."""
+    """Takes all other operations from the reference."""
     return getattr(reference, name)

@@ -1,5 +1,5 @@
-"""Products with weights, in float32 by the faster library of the two in torch: MKL on an Intel CPU, else oneDNN; what they
-end or begin with: GELU by torch's kernels, squared ReLU and SwiGLU in few passes over memory."""
+"""GEMMs with weights, float32 ones by the faster of torch's two libraries: MKL on an Intel CPU, else oneDNN. Also their
+activations: GELU by torch's kernels, squared ReLU and SwiGLU in few passes over memory."""
 
 from collections.abc import Callable
 
@@ -13,25 +13,25 @@ from handgrad.ops.reference.activations import gates
 
 aten = torch.ops.aten
 
-# Rows of a weight gradient that are multiplied before they are added to the accumulator, where the GEMM itself cannot
-# accumulate: the temporary of 1024 rows stays in the last-level cache, and the GEMM runs as fast as in one piece.
+# Rows of a weight gradient per GEMM, if the GEMM itself cannot add to the accumulator: a temporary of 1024 rows stays in
+# the last-level cache, and the GEMM is as fast as over all rows at once.
 ACCUMULATE_ROWS = 1024
 
-# On Intel's CPUs torch's own GEMMs, which MKL makes, are as fast as oneDNN's, and they write and add in place.
+# On Intel CPUs torch's default GEMMs, by MKL, are as fast as oneDNN's, and they write and accumulate in place.
 MKL_IS_AS_FAST = torch.backends.mkl.is_available() and processor.is_intel()
-# But for the few rows of generated text, which cost a pass over the weight: in the mode whose sums depend on no thread, MKL
-# takes longer for them (benchmarks/results/cpu-intel-few-rows.json).
+# The exception is generation: its few rows cost a pass over the weight, and MKL is slower there in the mode whose sums do
+# not depend on the number of threads (benchmarks/results/cpu-intel-few-rows.json).
 FEW_ROWS, LARGE_WEIGHT_ELEMENTS = 8 if torch.backends.mkldnn.is_available() else 0, 1 << 20
 
 
 def gemm(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left (M, K) right (N, K)^T + bias (N), by oneDNN. In float32 it runs at 293 to 440 GFLOP/s on two AVX-512 cores of
-    AMD's, where the BLAS behind `torch.mm` runs at 190; it has no accumulating and no out= form."""
+    """left (M, K) right (N, K)^T + bias (N), by oneDNN. In float32 it runs at 293 to 440 GFLOP/s on two AMD cores with
+    AVX-512, where the BLAS behind `torch.mm` runs at 190; it can neither accumulate nor write to an out= tensor."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
 
 
 def prefers_onednn(tensor: Tensor) -> bool:
-    """Float32, if this torch has oneDNN. In bf16 `torch.mm` calls oneDNN itself; it has no float64."""
+    """True for float32 if this torch has oneDNN. In bf16 `torch.mm` calls oneDNN itself; oneDNN has no float64."""
     return not MKL_IS_AS_FAST and tensor.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
@@ -68,7 +68,7 @@ def linear_backward(
 
 
 def weight_backward(dweight_acc: Tensor, dout: Tensor, inp: Tensor) -> None:
-    """By blocks of rows, whose temporary stays in cache, where the GEMM cannot accumulate."""
+    """Adds to dweight_acc: in place if the GEMM can accumulate, else by blocks of rows whose temporary stays in cache."""
     onednn = prefers_onednn(inp)
     if dweight_acc.dtype == inp.dtype and not onednn:
         dweight_acc.addmm_(dout.t(), inp)
@@ -86,17 +86,17 @@ def linear_residual_forward(
     out.add_(residual)
 
 
-# The bits of an operation on each element do not depend on the number of threads. torch gives each thread an equal stretch
-# of a tensor and computes the few elements at its end one by one, where the formula of some functions (GELU, sigmoid)
-# rounds otherwise than in a vector. `by_whole_vectors` makes all stretches but the last whole vectors.
+# The bits of an elementwise operation must not depend on the number of threads. torch gives each thread an equal range of a
+# tensor and computes the last few elements of a range one by one, where some functions (GELU, sigmoid) round differently
+# than in a vector. `by_whole_vectors` makes every range but the last a multiple of the vector length.
 
-GRAIN_ELEMENTS = 32768  # torch's least share of a thread: at::internal::GRAIN_SIZE
-VECTOR_ELEMENTS = 64  # a multiple of all that torch's loops take at once: two AVX-512 registers of 16-bit numbers
+GRAIN_ELEMENTS = 32768  # the smallest range that torch gives a thread: at::internal::GRAIN_SIZE
+VECTOR_ELEMENTS = 64  # a multiple of every vector length in torch's loops: two AVX-512 registers of 16-bit numbers
 
 
 def by_whole_vectors(operation: Callable[..., object], *tensors: Tensor) -> None:
-    """Calls `operation`, which computes an element of its output from those at the same place, on contiguous tensors of one
-    size: at once if the threads' stretches are whole vectors anyway, else on most of the elements and on the rest."""
+    """Calls the elementwise `operation` on contiguous tensors of one size: once if the threads' ranges are whole vectors
+    anyway, else on the leading elements that divide into whole vectors, then on the rest."""
     elements = tensors[0].numel()
     whole = whole_vectors(elements, torch.get_num_threads())
     flat = [tensor.view(-1) for tensor in tensors]
@@ -106,10 +106,10 @@ def by_whole_vectors(operation: Callable[..., object], *tensors: Tensor) -> None
 
 
 def whole_vectors(elements: int, threads: int) -> int:
-    """The number of first elements that torch cuts into equal stretches of whole vectors."""
+    """The number of leading elements that torch cuts into equal ranges of whole vectors."""
     for used in range(min(threads, -(-elements // GRAIN_ELEMENTS)), 1, -1):
         whole = elements - elements % (used * VECTOR_ELEMENTS)
-        if -(-whole // GRAIN_ELEMENTS) >= used:  # so many threads take part in them as well
+        if -(-whole // GRAIN_ELEMENTS) >= used:  # torch still uses this many threads for them
             return whole
     return elements
 
@@ -124,14 +124,14 @@ def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
 
 
 def relu2_forward(hidden_inout: Tensor) -> None:
-    """In 16 bits the largest of x and 0 is exact, and the square is rounded once."""
+    """In 16 bits max(x, 0) is exact, and the square is rounded once."""
     hidden_inout.clamp_(min=0)
     hidden_inout.mul_(hidden_inout)
 
 
 def relu2_backward(dhidden_inout: Tensor, out: Tensor) -> None:
-    """2 sqrt(y) = y / sqrt(y / 4): torch's square root is slow at zeros, of which there are many; the reciprocal root is
-    not. The smallest normal number takes the place of zero, lest 0 / 0 be formed."""
+    """2 sqrt(y) = y / sqrt(y / 4): there are many zeros, at which torch's square root is slow and its reciprocal root is
+    not. The smallest normal number replaces zero to avoid 0 / 0."""
     y = out.to(accumulation_dtype(out.dtype))
     slope = (y * 0.25).clamp_(min=torch.finfo(y.dtype).tiny).rsqrt_().mul_(y)
     dhidden_inout.mul_(slope)
@@ -156,7 +156,7 @@ def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
 
 
 def sigmoid(gates: Tensor) -> Tensor:
-    """The sigmoid of a view of the hidden layer, in a new tensor."""
+    """The sigmoid of the gates, a view of the hidden layer, in a new contiguous tensor."""
     s = gates.clone(memory_format=torch.contiguous_format)
     by_whole_vectors(torch.sigmoid_, s)
     return s

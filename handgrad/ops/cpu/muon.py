@@ -1,4 +1,4 @@
-"""Muon's update in place, as the host knows the step's numbers, with float32 GEMMs by oneDNN where that is faster."""
+"""Muon's update, in place because the host can read the verdict here; float32 GEMMs by oneDNN if that is faster."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def muon_polar(update_to_polar_inout: Tensor, *, scratch: Tensor | None = None) 
 
 
 def polar(matrix: Tensor) -> Tensor:
-    """The reference's polynomials, X = (a + b A + c A^2) X with A = X X^T symmetric: oneDNN multiplies by transposes."""
+    """The reference's polynomials as X = (a + b A + c A^2) X, A = X X^T symmetric: oneDNN multiplies by a transpose."""
     tall = matrix.shape[0] > matrix.shape[1]
     X = (matrix.T if tall else matrix).contiguous()
     X = X / (torch.linalg.vector_norm(X) * ABOVE_LARGEST + LEAST_NORM)

@@ -1,4 +1,4 @@
-"""Layer norm by torch's kernels; RMS norm, for which torch has none on a CPU, in few passes over memory."""
+"""Layer norm by torch's kernels; RMS norm, which has no CPU kernel in torch, in few passes over memory."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 def layernorm_forward(out: Tensor, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:
     N, C = inp.shape
-    # Weights of the statistics' dtype make the library keep the statistics in that dtype for bf16 inputs also.
+    # Weights in the statistics' dtype make the library keep the statistics in that dtype, even for bf16 inputs.
     weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
     results = {"out0": out, "out1": mean.view(N, 1), "out2": rstd.view(N, 1)}
     aten.native_layer_norm.out(inp, (C,), weight, bias, LAYERNORM_EPSILON, **results)
@@ -35,7 +35,7 @@ def layernorm_backward(
     weight, mean, rstd = weight.to(mean.dtype), mean.view(N, 1), rstd.view(N, 1)
     dinp, _, _ = aten.native_layer_norm_backward(dout, inp, (C,), mean, rstd, weight, weight, [True, False, False])
     dresidual_inout.add_(dinp)
-    # The library cuts these two sums by threads, so their bits would depend on the machine.
+    # The library would split these two sums by threads, so their bits would depend on the machine.
     dy = dout.to(mean.dtype)
     dweight_acc.add_(torch.sub(inp, mean).mul_(rstd).mul_(dy).sum(0))
     dbias_acc.add_(dy.sum(0))

@@ -1,6 +1,6 @@
 """AdamW by torch's fused kernel.
 
-It rounds the tail of a cut vector differently: flat buffers may be cut at multiples of 128 elements only.
+The kernel rounds the tail of a partial vector differently: split flat buffers only at multiples of 128 elements.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Queries and keys before attention, in few passes: whole heads at a time, with cosines and sines that are kept.
+"""Norm and rotation of queries and keys in few passes over memory, with cached cosines and sines.
 
 y = x [cos cos] + swapped(x) [-sin sin], where `swapped` exchanges the halves of a head: operations on half heads would run
-in loops too short for vector instructions. Norm and rotation in a row stay in float32 in between.
+in loops too short for vector instructions. Between norm and rotation the numbers stay in float32.
 """
 
 import functools
@@ -13,7 +13,7 @@ from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import Frequencies, frequencies_of, queries_and_keys
 
-KEPT_TABLES = 8  # of different lengths, head widths and dtypes
+KEPT_TABLES = 8  # cached tables, one per length, head width and dtype
 
 
 def rotary_forward(
@@ -31,11 +31,11 @@ def rotary_backward(
 
 
 def turn(out: Tensor, x: Tensor, length: int, direction: int, frequencies: Frequencies = None, scale: float = 1.0) -> None:
-    """out (N, 2H, D) = the rotation of x, which may be `out` and holds nothing of use afterwards."""
+    """out (N, 2H, D) = the rotation of x. x may be `out`; its contents are undefined afterwards."""
     cosines, sines = rotation(length, x.shape[-1], x.dtype, frequencies, scale)
     out, x = (t.unflatten(0, (-1, length)) for t in (out, x))
     swapped = x.roll(x.shape[-1] // 2, -1)
-    torch.add(x.mul_(cosines), swapped.mul_(sines), alpha=direction, out=out)  # with the bits of the reference's `rotate`
+    torch.add(x.mul_(cosines), swapped.mul_(sines), alpha=direction, out=out)  # same bits as the reference's `rotate`
 
 
 @functools.lru_cache(maxsize=KEPT_TABLES)
@@ -65,7 +65,7 @@ def qk_norm_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor) -> None:
 
 
 def before_norm(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The heads of dqkv_inout (N, 2H, D), and beside them their gradient before the norm, of rstd's dtype."""
+    """(the heads (N, 2H, D) of dqkv_inout, their gradient before the norm in rstd's dtype)."""
     dheads, heads = (queries_and_keys(t, rstd.shape[1] // 2) for t in (dqkv_inout, qkv))
     dy, y = dheads.to(rstd.dtype), heads.to(rstd.dtype)
     dx = dy * y

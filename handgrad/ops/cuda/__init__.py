@@ -1,7 +1,7 @@
 """The operations on NVIDIA GPUs: cuBLASLt for GEMMs, cuDNN or Triton for attention, Triton for the rest.
 
-They have the names and the contract of `handgrad.ops.reference`, against which every kernel is tested. All are
-deterministic, allocate nothing, and can be recorded in a CUDA graph.
+They have the names and the contract of `handgrad.ops.reference`, and the tests compare every kernel with it. All are
+deterministic, allocate nothing, and can be captured in a CUDA graph.
 """
 
 # ruff: noqa: F401
@@ -69,12 +69,12 @@ BACKEND = Backend("cuda", capturable=True)
 
 
 def versions() -> dict[str, str]:
-    """Names all that the bits depend on beside torch and the GPU."""
+    """Everything that the bits depend on, apart from torch and the GPU."""
     return {"triton": triton.__version__, "products": cublaslt.describe(), "attention": attention.describe()}
 
 
 def check_sizes(*, length: int, num_heads: int, channels: int, head_width: int = 0) -> None:
-    """Raises `UsageError` for a model that the kernels do not take. `head_width`: of heads with a width of their own."""
+    """Raises `UsageError` for a model that the kernels do not support. `head_width`: if not channels / num_heads."""
     width, widest = head_width or channels // num_heads, widest_head(capability_here())
     problem = ""
     if channels % 8:

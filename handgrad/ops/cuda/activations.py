@@ -1,4 +1,4 @@
-"""GELU, squared ReLU and SwiGLU: at the end of a GEMM where cuBLASLt has no such epilogue."""
+"""GELU, squared ReLU and SwiGLU, for GEMMs whose epilogue cuBLASLt lacks."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from handgrad.ops.cuda.launch import launch
 
-# Two 16-byte loads per lane in bf16; of SwiGLU of each half of a row, whose last stretch is masked.
+# Two 16-byte loads per lane in bf16; for SwiGLU, two in each half of a row, whose last block is masked.
 BLOCK, WARPS = 4096, 8
 SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 4
 
@@ -31,7 +31,7 @@ def relu2_backward(dhidden_inout: Tensor, out: Tensor) -> None:
 
 
 def launch_flat(kernel: Any, *tensors: Tensor) -> None:
-    """Launches a kernel over the elements of tensors of one size."""
+    """Launches a kernel over the elements of tensors of equal size."""
     elements = tensors[0].numel()
     launch(kernel, (triton.cdiv(elements, BLOCK),), *tensors, elements, BLOCK, num_warps=WARPS)
 
@@ -54,7 +54,7 @@ def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
 SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi) / math.log(2))  # 2 u = ln 2 * SLOPE (x + 0.044715 x^3)
 SLOPE_LN2 = tl.constexpr(2 * math.sqrt(2 / math.pi))
 CUBIC, CUBIC3 = tl.constexpr(0.044715), tl.constexpr(3 * 0.044715)
-SATURATED = tl.constexpr(1e4)  # x^2 from which exp(-2|u|) is 0; a larger square could only make 0 times infinity
+SATURATED = tl.constexpr(1e4)  # from this x^2 on exp(-2|u|) is 0; a larger square could only yield 0 times infinity
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _relu2_forward(hidden, elements, BLOCK: tl.constexpr):
 
 @triton.jit
 def relu2(x):
-    """max(x, 0)^2 of float32 x; a NaN stays one."""
+    """max(x, 0)^2 of float32 x; NaN stays NaN."""
     above = tl.where(x < 0, 0.0, x)
     return above * above
 
@@ -125,7 +125,7 @@ def _relu2_backward(dhidden, out, elements, BLOCK: tl.constexpr):
     tl.store(dhidden + start + place, dx.to(dhidden.dtype.element_ty), mask=inside)
 
 
-# SwiGLU. Gates and what they let through lie side by side in a row, so a program takes one stretch of each.
+# SwiGLU. A row holds the gates g, then the numbers u that they multiply; a program takes one block of each.
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def sigmoid(x):
 
 @triton.jit
 def gated(g, u, dy):
-    """(silu(g) u, dg, du) from float32 gates g, the numbers u that they let through, and the output's gradient dy."""
+    """(silu(g) u, dg, du) from float32 gates g, the numbers u that they multiply, and the output's gradient dy."""
     s = sigmoid(g)
     return g * s * u, dy * u * (s * (1 + g * (1 - s))), dy * (g * s)
 

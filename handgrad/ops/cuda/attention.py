@@ -1,8 +1,8 @@
 """Causal attention by the faster of two: cuDNN's flash attention, with its deterministic backward, for heads of more than
-64 channels; Triton kernels elsewhere, and wherever a row holds documents: cuDNN's graphs know no such mask.
+64 channels; Triton kernels otherwise, and for rows that hold documents, because cuDNN's graphs lack that mask.
 
-The library's graph is built once per shape and works on the packed buffers through strides. The backward that torch
-reaches through its own bindings is not deterministic; this one, asked for `use_deterministic_algorithm`, is.
+This module builds a cuDNN graph once per shape; the graph reads the packed buffers through strides. The cuDNN backward
+that torch binds is not deterministic; this one, with `use_deterministic_algorithm`, is.
 https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
 """
 
@@ -19,23 +19,23 @@ from handgrad.ops.cuda import attention_triton
 from handgrad.ops.reference.attention import CAUSAL, Mask, split_heads
 from handgrad.ops.sizes import CUDNN_HEADS
 
-HOPPER = (9, 0)  # the GPUs on which it was measured against the Triton kernels
+HOPPER = (9, 0)  # the GPUs where cuDNN was measured against the Triton kernels
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
 def installed() -> bool:
-    """True if the frontend's package is there."""
+    """True if cuDNN's frontend package is installed."""
     return importlib.util.find_spec("cudnn") is not None
 
 
 def cudnn_runs(dtype: torch.dtype, head_width: int) -> bool:
-    """True if its kernels take the shape on this GPU."""
+    """True if attention goes to cuDNN for these heads on this GPU."""
     return dtype in HALVES and head_width in CUDNN_HEADS and installed() and torch.cuda.get_device_capability() == HOPPER
 
 
 def describe() -> str:
-    """Names the kernels that attention takes on this GPU in 16-bit precisions."""
+    """Names the kernels that attention uses on this GPU in 16-bit precisions."""
     if torch.cuda.get_device_capability() != HOPPER:
         return "Triton"
     if not installed():
@@ -53,8 +53,8 @@ def handle() -> Any:
 
 
 class Graph:
-    """One of the library's graphs over B samples of H heads of queries and K of keys and values, its tensors by name, and
-    the workspace it wants."""
+    """A cuDNN graph over B samples with H query heads and K heads of keys and values, its tensors by name, and the size of
+    its workspace."""
 
     def __init__(self, B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype):
         import cudnn
@@ -64,7 +64,7 @@ class Graph:
         self.graph = cudnn.pygraph(
             io_data_type=kind, intermediate_data_type=single, compute_data_type=single, handle=handle()
         )
-        # (shape, strides in elements, type) of a part of packed qkv, of an output, and of lse.
+        # (shape, strides in elements, type) of packed queries or keys, of an output, and of lse.
         C, row = H * D, (H + 2 * K) * D
         queries, keys = (([B, heads, T, D], [row * T, D, row, 1], kind) for heads in (H, K))
         out, lse = ([B, H, T, D], [C * T, D, C, 1], kind), ([B, H, T, 1], [H * T, T, 1, 1], single)
@@ -121,7 +121,7 @@ def backward_graph(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype) -
 
 
 def cudnn_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
-    """By the library's graph, whose workspace was 256 bytes where it was seen: it fits the operations' common scratch."""
+    """Runs cuDNN's graph. Its workspace was 256 bytes wherever observed, so it fits the operations' common scratch."""
     B, H, T = lse.shape
     q, k, v = split_heads(qkv, B, H, out.shape[1] // H)
     graph = forward_graph(B, H, k.shape[1], T, q.shape[-1], qkv.dtype)

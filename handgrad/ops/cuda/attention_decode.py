@@ -1,13 +1,13 @@
-"""Attention of generation: one query a head, over the keys and values of a cache.
+"""Attention for generation: one query per head, over the keys and values of a cache.
 
-Where few heads would leave most of a GPU idle, each head's keys are split into S parts, a program each (flash-decoding,
-Dao et al. 2023). Part s takes the tiles s, s + S, s + 2 S, ... of the keys, so that the parts are equally long at every
-position. The GEMM that follows adds the parts in their order (`row_gemms.attended`): there is no further launch, and
-no order that a race decides.
+Few heads would leave most of a GPU idle. So S programs share the keys of a head, one part each (flash-decoding, Dao et al.
+2023). Part s takes the tiles s, s + S, s + 2 S, ... of the keys, so the parts are equally long at every position. The next
+GEMM adds the parts in order (`row_gemms.attended`): this needs no further launch, and no race decides the order.
 
-Prompts that begin with tokens which the cache holds already have several new queries (`attention_append`): the forward of
-FlashAttention-2 (Dao 2023), with keys and values from the cache. A program takes a tile of one head's queries and walks
-over all keys up to its last query's.
+
+A prompt whose beginning is in the cache has several new queries (`attention_append`): the forward of FlashAttention-2
+(Dao 2023), with keys and values from the cache. A program takes a tile of one head's queries and walks over all keys up
+to the tile's last query.
 """
 
 import math
@@ -22,22 +22,22 @@ from handgrad.ops.cuda.attention_tiles import capability, is_before_ampere
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.row_gemms import NOTHING, AttentionParts
 
-# (numbers, warps) of an attention tile: 256 keys of 64 channels at once where there are few programs, which then have a
-# multiprocessor each; less where many share one.
+# (numbers, warps) of an attention tile: 256 keys of 64 channels at once for few programs, each with a multiprocessor to
+# itself; fewer if many share one.
 FEW_PROGRAMS = 264
 FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
 
-PART_TILE, PART_WARPS = 4096, 4  # numbers of a part's tile: 64 keys of 64 channels
-# Of a full cache. With 256, four parts of 1024 keys, short texts were slower (docs/sampling.md).
+PART_TILE, PART_WARPS = 4096, 4  # numbers in a part's tile: 64 keys of 64 channels
+# Keys per part of a full cache. With 256, four parts of 1024 keys, short texts were slower (docs/sampling.md).
 KEYS_PER_PART = 1024
-MOST_PARTS = 16  # of a head: every program of the GEMM that follows reads them all
+MOST_PARTS = 16  # most parts per head: every program of the next GEMM reads all of them
 
-# Of several new tokens: queries and keys of a tile, and warps; and the same before Ampere, where larger tiles spill.
+# For several new tokens: queries and keys per tile, and warps; then the same before Ampere, where larger tiles spill.
 APPEND_TILE, TURING_APPEND_TILE = (64, 32, 4), (16, 16, 8)
 
 
 def splits(maxT: int, D: int) -> int:
-    """Parts of a head: a power of two; 1 where heads are whole, as those are whose width is no power of two."""
+    """Parts per head, a power of two; 1 if the head's width is no power of two."""
     if D & (D - 1):
         return 1
     return min(MOST_PARTS, triton.next_power_of_2(triton.cdiv(maxT, KEYS_PER_PART)))
@@ -58,7 +58,7 @@ def attention_decode(
 def attention_parts(
     keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor
 ) -> AttentionParts:
-    """`attention_decode` of one row as far as its parts, which lie in scratch."""
+    """The parts of `attention_decode` for one row, in scratch; `row_gemm` adds them up."""
     _, K, maxT, D = keys_inout.shape
     H, parts = qkv.shape[1] // D - 2 * K, splits(maxT, D)
     needed = 4 * H * parts * (D + 2)
@@ -94,8 +94,8 @@ def _attention_part(
     sums_out, tops_out, totals_out, keys, values, qkv, positions, H, maxT, SCALE, KEYS: tl.constexpr, D: tl.constexpr,
     GROUP: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A part of one head's keys. The new token belongs to part 0, which stores its key and value: heads that share them
-    store the same."""
+    """A part of one head's keys. Part 0 includes the new token and stores its key and value; heads that share them store
+    the same numbers."""
     h, part = tl.program_id(0), tl.program_id(1)
     channel, n = tl.arange(0, D), part * KEYS + tl.arange(0, KEYS)
     inside = channel < D
@@ -114,7 +114,7 @@ def _attention_part(
     is_first = part == 0
     tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside & is_first)
     tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside & is_first)
-    # Every row of the tile keeps a softmax of its own over the keys it meets, as in `_attention`.
+    # Every row of the tile keeps its own softmax over the keys it sees, as in `_attention`.
     largest = tl.full([KEYS], NOTHING, tl.float32)
     total = tl.zeros([KEYS], tl.float32)
     y = tl.zeros([KEYS, D], tl.float32)
@@ -133,7 +133,7 @@ def _attention_part(
     own = tl.where(is_first, tl.sum(q * k.to(tl.float32)), NOTHING)
     top = tl.maximum(own, tl.max(largest))
     share = tl.exp2(largest - top)
-    own_weight = tl.exp2(own - top)  # of a part without keys 1, whose top then makes it nothing
+    own_weight = tl.exp2(own - top)  # 1 in a part without keys; its low top then cancels the part
     out = h * SPLITS + part
     tl.store(sums_out + out * D + channel, tl.sum(y * share[:, None], 0) + own_weight * v.to(tl.float32))
     tl.store(tops_out + out, top)
@@ -145,11 +145,11 @@ def _attention(
     out, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One head of queries. Heads that share keys and values all store the new ones, which are the same."""
+    """One query head. Heads that share keys and values all store the same new key and value."""
     h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel, n = tl.arange(0, BLOCK), tl.arange(0, KEYS)
     inside = channel < D
-    # What was there before this step needs no waiting.
+    # Numbers written before this step need no wait.
     position = tl.load(positions + b).to(tl.int32)
     kv_heads, kv_head = H // GROUP, h // GROUP
     cache = (b * kv_heads + kv_head) * maxT * D
@@ -165,8 +165,8 @@ def _attention(
     v = tl.load(mine + kv_heads * D, mask=inside, other=0.0)
     tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside)
     tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside)
-    # Every row of the tile keeps a softmax of its own over the keys it meets: nothing in the loop waits for another warp.
-    # A row that meets none stays at a maximum far below all scores, and at a sum of 0.
+    # Every row of the tile keeps its own softmax over the keys it sees: no warp in the loop waits for another.
+    # A row that sees none keeps a maximum far below all scores and a sum of 0.
     largest = tl.where(n < position, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
     total = tl.where(n < position, 1.0, 0.0)
     y = total[:, None] * value.to(tl.float32)
@@ -182,7 +182,7 @@ def _attention(
         total = total * before + weights
         y = y * before[:, None] + weights[:, None] * value.to(tl.float32)
         largest = above
-    # The new token is at hand; the caches are read before it only.
+    # The new token's key and value are in registers; the cache reads stop before its position.
     own = tl.sum(q * k.to(tl.float32))
     top = tl.maximum(own, tl.max(largest))
     share = tl.exp2(largest - top)

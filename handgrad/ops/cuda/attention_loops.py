@@ -1,4 +1,4 @@
-"""The loops of attention's kernels over keys and over queries, tiles in and tiles out; each kernel loads and stores."""
+"""The loops of the attention kernels over keys and over queries. They take and return tiles; the kernels store them."""
 
 import triton
 import triton.language as tl
@@ -21,29 +21,29 @@ from handgrad.ops.cuda.attention_tiles import (
 # Backward: delta = rowsum(dy y),  dv = P^T dy,  dP = dy v^T,  dS = P (dP - delta),
 # dq = dS k / sqrt(D),  dk = dS^T q / sqrt(D).
 #
-# All exponents are to base 2 with log2(e) folded into the scale: exp(S - m) = 2^(q k^T scale2 - m2), one fused
+# All exponentials use base 2 with log2(e) folded into the scale: exp(S - m) = 2^(q k^T scale2 - m2), one fused
 # multiply-add and one exponential instruction per score. P and dS are rounded to the inputs' dtype before their products.
 #
-# A loop may be given a mask: KEEP(mask, first query, first key, QUERIES, KEYS) is a tile of bool, and where it is false, P
-# counts as zero in y and dv, and dP in dS.
+# A loop may take a mask: KEEP(mask, first query, first key, QUERIES, KEYS) returns a bool tile. Where it is false, P counts
+# as zero in y and dv, and dP in dS.
 #
-# A loop may be given `starts`, a row's document starts: query i sees key j if starts[i] <= j <= i. The keys of a block of
-# queries then begin with its first query's document, the queries of a block of keys end with its last key's document, and
-# blocks whose keys not every query sees are masked like the blocks on the diagonal.
+# A loop may take `starts`, a row's document starts: query i sees key j if starts[i] <= j <= i. The keys of a block of
+# queries then begin with its first query's document, and the queries of a block of keys end with its last key's document.
+# A block with keys that some query does not see is masked, as on the diagonal.
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e38)  # a maximum to start from where a block may hide all keys: unlike minus infinity it subtracts
+LOWEST = tl.constexpr(-1e38)  # initial maximum if a block may hide all keys: minus infinity less itself would be NaN
 
-# Of products of float32 inputs, also in a run with TF32: Triton truncates where the hardware's rounding would need an
-# instruction more, and the gradients of a block came out worse than the reference's in TF32.
+# For products of float32 inputs, even in a TF32 run: Triton truncates to save the instruction that rounds, and the
+# gradients of a block came out worse than the reference's in TF32.
 PRECISION = tl.constexpr("ieee")
 
 
-# The tiles that the diagonal crosses are taken apart, so that the loop over the others runs without masks: a second loop
-# for queries; unrolled ahead of the loop for keys and values. This is for ptxas, which else runs a loop's tensor-core
-# instructions one after another (its warning C7515; tests/kernels looks for such warnings): so it did for keys and values
-# with two loops in either order, and for queries with the diagonal first.
+# Tiles on the diagonal are handled separately, so the loop over the others needs no masks: in a second loop for queries;
+# unrolled ahead of the loop for keys and values. Otherwise ptxas serializes a loop's tensor-core instructions (its warning
+# C7515; tests/kernels looks for such warnings): it did for keys and values with two loops in either order, and for queries
+# with the diagonal first.
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def forward_loop(
     q, head, first, D: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, mask=None, KEEP: tl.constexpr = None,
     starts=None,
 ):  # fmt: skip
-    """y l, m and l of a block of queries. `head`: (its keys, distance of the values from them, row stride, T)."""
+    """(y l, m, l) of a block of queries. `head`: (its keys, offset from keys to values, row stride, T)."""
     QUERIES: tl.constexpr = q.shape[0]
     y = tl.zeros((QUERIES, q.shape[1]), tl.float32)
     m = tl.full((QUERIES,), -float("inf") if starts is None else LOWEST, tl.float32)
@@ -101,7 +101,7 @@ def forward_step(
 def load_dy_delta(
     dout, out, start, C, left, D: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr
 ):
-    """dy and delta of a block of queries, which begins `start` elements into dout and out."""
+    """(dy, delta) of a block of queries that begins at element `start` of dout and out."""
     dy = load_tile(dout + start, C, left, D, QUERIES, WIDTH, TAIL)
     y = load_tile(out + start, C, left, D, QUERIES, WIDTH, TAIL)
     return dy, tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
@@ -160,7 +160,7 @@ def dkdv_loop(
     starts=None,
 ):  # fmt: skip
     """dk and dv of a block of keys. `head`: (its queries, its dy, its sums, row stride of dy, row stride, T). Here KEEP
-    makes tiles (KEYS, QUERIES)."""
+    returns tiles (KEYS, QUERIES)."""
     KEYS: tl.constexpr = k.shape[0]
     dk = tl.zeros((KEYS, k.shape[1]), tl.float32)
     dv = tl.zeros((KEYS, k.shape[1]), tl.float32)
@@ -168,8 +168,8 @@ def dkdv_loop(
     seen, end = T, T
     if starts is not None:
         seen = first_after(starts, first, first, T)
-    # Blocks of queries that the diagonal crosses, full blocks of queries after all these keys, and at most one tail, or
-    # those in which not every query sees every key.
+    # First the query blocks on the diagonal, then full query blocks after all these keys, then at most one tail, or the
+    # blocks where some query does not see every key.
     diagonal = first // QUERIES * QUERIES
     CROSSED: tl.constexpr = (KEYS + QUERIES - 1) // QUERIES
     for crossed in tl.static_range(CROSSED):
@@ -191,9 +191,9 @@ def dkdv_loop(
 def grouped_dkdv_loop(
     k, v, head, first, D: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, starts=None
 ):
-    """dk and dv of a block of keys that GROUP heads of queries share; `head`: the first of them. The blocks that the
-    diagonal crosses of all heads, then the full blocks of all heads in one loop, then their tails: a loop in a loop would
-    need more registers than there are."""
+    """dk and dv of a block of keys that GROUP query heads share; `head`: the first of them. It takes the diagonal blocks of
+    all heads, then the full blocks of all heads in one loop, then their tails: nested loops would need more registers than
+    there are."""
     KEYS: tl.constexpr = k.shape[0]
     dk = tl.zeros((KEYS, k.shape[1]), tl.float32)
     dv = tl.zeros((KEYS, k.shape[1]), tl.float32)
@@ -210,8 +210,8 @@ def grouped_dkdv_loop(
             dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, True, TAIL, None, None, starts)
     after = diagonal + CROSSED * QUERIES
     blocks = tl.maximum(seen // QUERIES - after // QUERIES, 0)
-    # The last keys have no full block. A division by 0 would tell the compiler that there is one, whose loads it would then
-    # begin ahead of the loop, behind the last row's end.
+    # The last keys have no full block. A division by 0 would let the compiler assume one, and it would start that block's
+    # loads ahead of the loop, past the end of the last row.
     per_head = tl.maximum(blocks, 1)
     for step in range(GROUP * blocks):
         mine, query = next_head(head, step // per_head, D), after + step % per_head * QUERIES
@@ -235,7 +235,7 @@ def grouped_dkdv_loop(
 
 @triton.jit
 def next_head(head, h, D: tl.constexpr):
-    """The head of queries h places after this one."""
+    """The query head h heads after this one."""
     q_head, dy_head, sums, C, row_stride, T = head
     return q_head + h * D, dy_head + h * D, sums + 2 * h * T, C, row_stride, T
 
@@ -245,7 +245,7 @@ def dkdv_step(
     dk, dv, k, v, head, first_query, first_key, D: tl.constexpr, QUERIES: tl.constexpr, DIAGONAL: tl.constexpr,
     TAIL: tl.constexpr, mask, KEEP: tl.constexpr, starts,
 ):  # fmt: skip
-    # Everything transposed, keys in rows: so P^T and dS^T are left operands straight from the registers.
+    # Everything is transposed, keys in rows: P^T and dS^T become left operands straight from registers.
     KEYS: tl.constexpr = k.shape[0]
     WIDTH: tl.constexpr = k.shape[1]
     scale2: tl.constexpr = LOG2_E / D**0.5
@@ -255,8 +255,8 @@ def dkdv_step(
     dy = load_tile(dy_head + first_query * C, C, left, D, QUERIES, WIDTH, TAIL)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
-    # Both vectors in one load: two loads of fewer elements than threads would become a 4-byte copy per thread and query.
-    # A query past the end has a q, dy and delta of zero, which add nothing.
+    # One load for both vectors: two loads of fewer elements than threads would become a 4-byte copy per thread and query.
+    # A query past the end has zero q, dy and delta, and adds nothing.
     lse2, delta = tl.split(load_tile(sums + 2 * first_query, 2, left, 2, QUERIES, 2, TAIL))
     p = tl.exp2(s * scale2 - lse2[None, :])
     if DIAGONAL:

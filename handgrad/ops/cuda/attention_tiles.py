@@ -1,5 +1,5 @@
-"""Blocks of attention's kernels: their sizes on the GPU that is there, which one a program has, how tiles of it are loaded
-and stored, and where documents begin and end in it."""
+"""Blocks of the attention kernels: their sizes on this GPU, which block a program takes, how it loads and stores tiles, and
+where documents begin and end in a block."""
 
 import functools
 
@@ -25,7 +25,7 @@ def capability_here() -> tuple[int, int] | None:
 
 
 def is_data_centre(found: tuple[int, int] | None) -> bool:
-    """True for Hopper's and Blackwell's data-centre GPUs. sm_120 has Blackwell's name, but not its shared memory."""
+    """True for data-centre GPUs, Hopper and Blackwell. sm_120 has Blackwell's name, but not its shared memory."""
     return found is not None and found[0] in (9, 10)
 
 
@@ -34,7 +34,7 @@ def is_before_ampere(found: tuple[int, int] | None) -> bool:
 
 
 def widest_head(found: tuple[int, int] | None) -> int:
-    """Channels of the widest head that the kernels take on a GPU."""
+    """Channels of the widest head that the kernels support on a GPU."""
     return max(width for _, width in (TURING_TILES if is_before_ampere(found) else ATTENTION_TILES))
 
 
@@ -46,8 +46,8 @@ def choose_config(kernel: str, qkv: Tensor, D: int, grouped: bool = False, docum
 
 @triton.jit
 def head_of(blocks, H, T):
-    """(block, batch entry, head, head counted over the batch) of this program. The blocks of one head run side by side,
-    so that its keys and values are read from memory once and then from the L2 cache."""
+    """(block, batch entry, head, the head's offset in (B, H, T)) of this program. The blocks of one head are adjacent
+    programs, so its keys and values come from memory once and then from the L2 cache."""
     program = tl.program_id(0)
     head = program // blocks
     return program % blocks, (head // H).to(tl.int64), head % H, head.to(tl.int64) * T
@@ -59,8 +59,8 @@ def query_block(
     GROUP: tl.constexpr = 1,
 ):  # fmt: skip
     """(queries, their head for the loops, their place) of this program. A place is (batch entry, head, row of (N, C),
-    column, row of (B, H, T), first position, positions left). The last queries see the most keys: longest programs
-    first. GROUP heads of queries share one of keys and values."""
+    column, row of (B, H, T), first position, positions left). The last queries see the most keys, so they go first: the
+    longest programs start earliest. GROUP query heads share a head of keys and values."""
     blocks = tl.cdiv(T, QUERIES)
     block, b, h, vector = head_of(blocks, H, T)
     first = (blocks - 1 - block) * QUERIES
@@ -78,8 +78,8 @@ def query_block(
 def key_block(
     qkv, sums, dout, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr
 ):
-    """(keys, values, their head for the loops, their place) of this program. The first keys are seen by the most queries:
-    longest programs first."""
+    """(keys, values, their head for the loops, their place) of this program. The most queries see the first keys, so they
+    go first: the longest programs start earliest."""
     block, b, h, vector = head_of(tl.cdiv(T, KEYS), H, T)
     first = block * KEYS
     q_head = qkv + b * T * row_stride + h * D
@@ -97,7 +97,7 @@ def pointers_of(tile, row_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def mask_of(rows, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr):
-    """True for a tile's elements that exist: the first `rows` rows where it may reach over the end, the first D columns."""
+    """True for the elements of a tile that exist: the first `rows` rows if it may extend past the end, and D columns."""
     if not TAIL:
         return (tl.arange(0, WIDTH) < D)[None, :]
     elif WIDTH == D:
@@ -108,7 +108,7 @@ def mask_of(rows, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TAIL
 
 @triton.jit
 def load_tile(tile, row_stride, rows, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr):
-    """(ROWS, WIDTH) from the address of its first element; zero where nothing exists."""
+    """Loads a tile (ROWS, WIDTH) from the address of its first element; elements that do not exist are zero."""
     pointers = pointers_of(tile, row_stride, ROWS, WIDTH)
     if TAIL or WIDTH != D:
         return tl.load(pointers, mask=mask_of(rows, D, ROWS, WIDTH, TAIL), other=0.0)
@@ -144,24 +144,24 @@ def store_vector(vector, count, x, COUNT: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def is_later(first_query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """(QUERIES, KEYS): whether the key comes after the query."""
+    """(QUERIES, KEYS) bool: the key comes after the query."""
     return (first_key + tl.arange(0, KEYS))[None, :] > (first_query + tl.arange(0, QUERIES))[:, None]
 
 
-# Boundaries of documents, read from the document starts of a row, which never fall along it.
+# Boundaries of documents, from the document starts of a row; these never decrease along the row.
 
 
 @triton.jit
 def is_before(first_key, KEYS: tl.constexpr, starts):
-    """(queries, KEYS): whether the key comes before the start of the query's document."""
+    """(queries, KEYS) bool: the key comes before the start of the query's document."""
     return (first_key + tl.arange(0, KEYS))[None, :] < starts[:, None]
 
 
 @triton.jit
 def keys_of_queries(starts, first, T, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """(begin, crossed) of a block of queries. Of the keys before its diagonal, all queries see `begin` and later ones, and
-    none sees any that is more than `crossed` before it. Both are multiples of KEYS: `crossed` is KEYS at most where all
-    queries are of one document, and else `begin` is where the diagonal is."""
+    """(begin, crossed) of a block of queries. Before its diagonal, every query sees the keys from `begin` on, and no query
+    sees a key more than `crossed` before `begin`. Both are multiples of KEYS. If all queries belong to one document,
+    `crossed` is at most KEYS; otherwise `begin` is at the diagonal."""
     none = tl.load(starts + first) // KEYS * KEYS
     begin = tl.minimum(tl.cdiv(tl.load(starts + tl.minimum(first + QUERIES, T) - 1), KEYS), first // KEYS) * KEYS
     return begin, begin - none
@@ -169,7 +169,7 @@ def keys_of_queries(starts, first, T, QUERIES: tl.constexpr, KEYS: tl.constexpr)
 
 @triton.jit
 def masked_block(place, diagonal, begin, starts):
-    """The first key of a masked block: blocks up to `begin` come before the diagonal's."""
+    """The first key of a masked block: blocks before `begin` come first, then the diagonal's."""
     if starts is None:
         return place
     else:
@@ -178,8 +178,8 @@ def masked_block(place, diagonal, begin, starts):
 
 @triton.jit
 def first_after(starts, first, key, T, SPAN: tl.constexpr = 128):
-    """The first position whose document starts after `key`, or T; `first`, at or before the key, is none such. Counts the
-    positions before it among every 128th, then among the 128 that are left: two loads in a row for 16,384 positions."""
+    """The first position whose document starts after `key`, or T; the search begins at `first` <= key. It counts earlier
+    positions among every 128th, then among the remaining 128: two loads in sequence for 16,384 positions."""
     found = 0
     for place in range(first, T, SPAN * SPAN):
         places = place + tl.arange(0, SPAN) * SPAN

@@ -1,9 +1,9 @@
-"""Causal attention in Triton, straight from and into the packed rows, with bits that repeat.
+"""Causal attention in Triton, directly on the packed rows, deterministic to the bit.
 
-The method is FlashAttention-2's (Dao 2023): tiles of the scores live in registers only, the softmax runs online over blocks
-of keys, and the backward recomputes the probabilities from `lse`. What is different here is order: no atomic anywhere. The
-gradients of queries and of keys and values come from two kernels (seven products instead of five), and each element of
-every output is written once, by one program, after a loop of fixed order.
+The method is FlashAttention-2 (Dao 2023): score tiles live only in registers, the softmax runs online over blocks of keys,
+and the backward recomputes the probabilities from `lse`. Unlike it, these kernels use no atomics. One kernel computes the
+gradient of the queries, another those of keys and values (seven products instead of five). One program writes each output
+element once, after a loop of fixed order.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def forward_kernel(
     out, lse, qkv, starts, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr = 1,
 ):  # fmt: skip
-    """y and lse of one block of queries of one head. Row n of qkv begins at n row_stride. `starts`: document_starts, or
+    """y and lse for one block of queries of one head. Row n of qkv begins at n row_stride. `starts`: document_starts or
     None."""
     q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
     b, _, row, column, vector, first, left = place
@@ -58,7 +58,7 @@ def dq_kernel(
     dqkv, sums, dout, out, lse, qkv, starts, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr = 1,
 ):  # fmt: skip
-    """dq of one block of queries of one head, and its rows of (lse log2(e), delta), which `dkdv_kernel` reads after it."""
+    """dq for one block of queries of one head, and its rows of (lse log2(e), delta), which `dkdv_kernel` reads later."""
     q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
     b, _, row, column, vector, first, left = place
     if starts is not None:
@@ -75,7 +75,7 @@ def dkdv_kernel(
     dqkv, sums, dout, qkv, starts, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys of one head."""
+    """dk and dv for one block of keys of one head."""
     k, v, head, place = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
     b, _, row, column, _, first, left = place
     if starts is not None:
@@ -91,7 +91,7 @@ def grouped_dkdv_kernel(
     dqkv, sums, dout, qkv, starts, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys of one head that GROUP heads of queries share."""
+    """dk and dv for one block of keys of one head that GROUP query heads share."""
     block, b, kv_head, _ = head_of(tl.cdiv(T, KEYS), H // GROUP, T)
     first, distance = block * KEYS, C // GROUP
     row = b * T + first
@@ -114,9 +114,9 @@ Sizes = tuple[int, int, int, int]
 def blocks(
     name: str, lse: Tensor, *tensors: Tensor | None, width: int = 0, documents: bool = False
 ) -> tuple[int, Sizes, dict[str, Any]]:
-    """(programs, H, T, C and row stride, tile sizes and options) of a kernel over all blocks of all heads; the last of its
-    tensors is qkv. Heads have `width` channels, or there are as many heads of keys as of queries. Offsets within one batch
-    entry are 32 bits wide: T 3C < 2^31."""
+    """(programs, (H, T, C, row stride), tile sizes and options) of a kernel over all blocks of all heads. The last of its
+    tensors is qkv. Heads have `width` channels; without it, there are as many key heads as query heads. Offsets within a
+    batch entry have 32 bits: T 3C < 2^31."""
     B, H, T = lse.shape
     qkv = tensors[-1]
     assert qkv is not None
@@ -140,7 +140,7 @@ def blocks(
 def launch_blocks(
     name: str, kernel: Any, lse: Tensor, *tensors: Tensor, mask: Mask, more: tuple[Any, ...] = (), width: int = 0
 ) -> None:
-    """Launches a kernel over all blocks of all heads. `more`: arguments between the mask's and the sizes."""
+    """Launches a kernel over all blocks of all heads. `more`: arguments between the mask and the sizes."""
     starts = mask.starts_like(lse)
     programs, sizes, options = blocks(name, lse, *tensors, width=width, documents=starts is not None)
     launch(kernel, (programs,), *tensors, starts, *more, *sizes, **options)
@@ -151,7 +151,7 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, mask: Mask = CAU
 
 
 def sums_in(scratch: Tensor, lse: Tensor) -> Tensor:
-    """The part of `scratch` where the backward's first kernel leaves lse log2(e) and delta."""
+    """The part of `scratch` where the backward's first kernel stores lse log2(e) and delta."""
     B, H, T = lse.shape
     needed = attention_scratch_bytes(batch=B, length=T, num_heads=H)
     assert scratch.dtype == torch.uint8 and scratch.numel() >= needed, f"scratch holds {scratch.numel()} of {needed} bytes"

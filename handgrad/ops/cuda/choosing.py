@@ -1,6 +1,6 @@
-"""The choice of the next token: a part of the logits to each program, then the best of all parts.
+"""The choice of the next token: each program takes a part of the logits, then one picks the best of all parts.
 
-One program per sequence would have a multiprocessor compute 50,257 hashes and logarithms: 32 us. In parts it
+With one program per sequence, a single multiprocessor would compute 50,257 hashes and logarithms: 32 us. In parts it
 takes 6.
 """
 
@@ -36,7 +36,7 @@ def choose_tokens(
     repetition_penalty: float,
     scratch: Tensor,
 ) -> None:
-    """By the reference where that needs an order of the tokens: with top-k and top-p."""
+    """Calls the reference for top-k and top-p, which need the tokens sorted."""
     if temperature and (0 < top_k < vocab_size or top_p < 1):
         filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         settings = {"vocab_size": vocab_size, "temperature": temperature, "repetition_penalty": repetition_penalty}
@@ -45,7 +45,7 @@ def choose_tokens(
     B, parts = logits.shape[0], triton.cdiv(vocab_size, CHOICES)
     needed = choosing_scratch_bytes(batch=B, vocab_size=vocab_size)
     assert scratch.numel() >= needed, f"scratch of {scratch.numel()} bytes, {needed} needed"
-    # Of every part: its largest logit and what is drawn, the ids of both, and whether a logit is not finite.
+    # For every part: its largest logit and its largest draw, the id (of either), and a flag for a logit that is not finite.
     values, numbers = scratch[:needed].view(2, -1)
     largest, drawn = values.view(torch.float32).view(2, B, parts)
     ids, broken = numbers.view(torch.int32).view(2, B, parts)
@@ -65,7 +65,7 @@ def choose_tokens(
 def _greatest(
     values_out, ids_out, broken_out, logits, seen, V, stride, penalty, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ):
-    """The largest of a part of the logits, its id, and whether one is not finite."""
+    """The largest logit of a part, its id, and a flag for a logit that is not finite."""
     part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if OVERLAPS:
         gdc_launch_dependents()
@@ -85,7 +85,7 @@ def _draw(
     values_out, ids_out, largest, logits, seen, seeds, positions, V, stride, temperature, penalty, least,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The largest perturbed score of a part of the logits, and its id."""
+    """The largest perturbed score of a part, and its id."""
     part, b, parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     if OVERLAPS:
         gdc_launch_dependents()
@@ -105,7 +105,7 @@ def _draw(
 
 @triton.jit
 def _join(tokens_out, seen, values, ids, broken, V, parts, PARTS: tl.constexpr, OVERLAPS: tl.constexpr):
-    """The largest of all parts; of equals the lowest id."""
+    """The token of the largest value over all parts, the lowest id among equals."""
     b = tl.program_id(0).to(tl.int64)
     if OVERLAPS:
         gdc_launch_dependents()
@@ -123,7 +123,7 @@ def _join(tokens_out, seen, values, ids, broken, V, parts, PARTS: tl.constexpr, 
 
 @triton.jit
 def _scores(logits, seen, b, place, V, stride, penalty):
-    """float32 logits, with the repetition penalty if there is one; minus infinity behind the vocabulary."""
+    """float32 logits, with the repetition penalty if there is one; minus infinity beyond the vocabulary."""
     scores = tl.load(logits + b * stride + place, mask=place < V, other=float("-inf")).to(tl.float32)
     if seen is not None:
         penalised = tl.where(scores > 0, tl.div_rn(scores, penalty), scores * penalty)
@@ -133,8 +133,8 @@ def _scores(logits, seen, b, place, V, stride, penalty):
 
 @triton.jit
 def _gumbel(bits):
-    """-log(-log u), u = (bits + 1/2) / 2^23. Near 1, where the hardware's logarithm has no digits left, and where the large
-    draws are, -log u is a series in 1 - u, which is exact."""
+    """-log(-log u), u = (bits + 1/2) / 2^23. The large draws come from u near 1, where the hardware's logarithm has no
+    digits left; there -log u is a series in 1 - u, which is exact."""
     u = (bits.to(tl.float32) + 0.5) * UNIT
     v = 1.0 - u
     series = v * (1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4 + v * (1.0 / 5)))))

@@ -1,4 +1,4 @@
-"""The loss: cross-entropy over the real vocabulary, and its gradient in place. One program per row of logits."""
+"""The loss, cross-entropy over the real vocabulary, and its gradient in place. One program per row of logits."""
 
 import triton
 import triton.language as tl
@@ -6,25 +6,25 @@ from torch import Tensor
 
 from handgrad.ops.cuda.launch import launch
 
-# The softmax runs online (Milakov & Gimelshein 2018), but every lane keeps a maximum and a sum of its own: across the
-# program they are joined once, after the sweep. Joining them in every turn of the loop halves the bandwidth.
+# The softmax runs online (Milakov & Gimelshein 2018), but every lane keeps its own maximum and sum; the program reduces
+# them once, after the sweep. A reduction in every iteration of the loop halves the bandwidth.
 #
-# V is odd (50257), which would break 16-byte loads if it were a mask's limit. So whole tiles up to V are read without a
-# mask, and the tail up to Vp, a multiple of 128, is masked in registers.
+# V is odd (50257); as the limit of a mask it would break 16-byte loads. So the program reads whole tiles up to V without a
+# mask, and masks the tail up to Vp, a multiple of 128, in registers.
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
-LOWEST = tl.constexpr(-1e38)  # a maximum to start from: unlike minus infinity it can be subtracted from itself
+LOWEST = tl.constexpr(-1e38)  # initial maximum: unlike minus infinity it can be subtracted from itself
 
-# A few rows of 100 KB per multiprocessor are under way, which the L2 cache of 50 MB holds until the second sweep. Eight
-# 16-byte loads per lane are in flight, and the running maximum moves once for eight of them, which saves seven of sixteen
+# Each multiprocessor works on a few rows of 100 KB; the L2 cache of 50 MB holds them until the second sweep. Eight
+# 16-byte loads per lane are in flight, and the running maximum changes once for eight of them, which saves seven of sixteen
 # exponentials: 89 % of the copy bandwidth, where 16 warps with four loads reach 86 %.
 WARPS = 8
 BLOCK, UNROLL = tl.constexpr(2048), tl.constexpr(8)
 TILE = tl.constexpr(2048 * 8)
 
 
-# The elements of a program that only caps logits: two 16-byte loads per lane in bf16.
+# Elements per program of the cap alone: two 16-byte loads per lane in bf16.
 CAP_BLOCK = 4096
 
 
@@ -69,12 +69,12 @@ def _cap(logits, elements, BLOCK: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def capped(x, CAP: tl.constexpr, TYPE: tl.constexpr):
-    """z = CAP tanh(x / CAP) and dz/dx, or x and 1 where CAP is 0, in float32; TYPE is that in which x lies in memory.
+    """z = CAP tanh(x / CAP) and dz/dx, or x and 1 if CAP is 0, in float32. TYPE is the dtype of x in memory.
 
     With e = exp(-2 |x| / CAP) <= 1, which does not overflow, tanh(|x| / CAP) = (1 - e) / (1 + e), and dz/dx =
-    1 - (z / CAP)^2 = 4 e / (1 + e)^2, which cancels nowhere. The unit of exponentials and reciprocals gives 16 results per
-    cycle and multiprocessor, so for 16-bit logits one of its instructions takes the place of two. It errs by 2^-11 of the
-    result at most, as much as rounding to float16 has cost x, and an eighth of rounding to bfloat16
+    1 - (z / CAP)^2 = 4 e / (1 + e)^2, which cancels nowhere. The unit for exponentials and reciprocals yields 16 results
+    per cycle and multiprocessor, so 16-bit logits use one of its instructions, tanh, instead of two. Its relative error is
+    at most 2^-11, as much as rounding x to float16 has cost, and an eighth of rounding to bfloat16
     (https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-tanh)."""
     if CAP == 0:
         z, slope = x, 1.0
@@ -130,8 +130,8 @@ def loss_and_gradient(
     loss, logits, target, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, UNTRAINED: tl.constexpr,
     STORE: tl.constexpr, into,
 ):  # fmt: skip
-    """A row's loss, and d = scale * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION). A row
-    that is not trained is not read. (The test takes registers: without UNTRAINED it is not compiled.)"""
+    """Stores a row's loss, and d = scale * dloss/dlogits in the logits' dtype by STORE(into, columns, d, mask, EVICTION).
+    It does not read a row without a loss. (The test costs registers, so it is compiled only with UNTRAINED.)"""
     if UNTRAINED and target < 0:
         tl.store(loss, 0.0)
         for start in range(0, Vp, BLOCK):
@@ -146,10 +146,10 @@ def trained_loss_and_gradient(
     loss, logits, target, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, STORE: tl.constexpr, into
 ):
     of_target, maximum, total = store_loss(loss, logits, target, V, Vp, CAP, "evict_last")
-    factor = tl.load(scale)  # not earlier: a register more, and fewer rows are under way
+    factor = tl.load(scale)  # not earlier: one more register would leave fewer programs resident
     per_exponential = factor / total
 
-    # Backwards: what was read last is the likeliest still to be in the L1 cache.
+    # Backwards: the L1 cache most likely still holds what was read last.
     WHOLE: tl.constexpr = V // TILE * TILE
     for start in range(WHOLE, Vp, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
@@ -164,7 +164,7 @@ def trained_loss_and_gradient(
         d = tl.exp2((z - maximum) * LOG2_E) * per_exponential * slope
         STORE(into, column, d.to(logits.dtype.element_ty), None, "evict_first")
 
-    # The target's own gradient replaces what the sweep wrote there: cheaper than a comparison for every column.
+    # The target's gradient overwrites what the sweep stored there: cheaper than a comparison for every column.
     tl.debug_barrier()
     z, slope = capped(of_target, CAP, logits.dtype.element_ty)
     d = (tl.exp2((z - maximum) * LOG2_E) / total - 1.0) * factor * slope
@@ -173,7 +173,7 @@ def trained_loss_and_gradient(
 
 @triton.jit
 def store_loss(loss, logits, target, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, EVICTION: tl.constexpr):
-    """(the target's logit before its cap, m, sum of exp(z - m)) of a row, with m the largest of its V logits z."""
+    """Stores a row's loss. Returns (the target's uncapped logit, m, sum of exp(z - m)), m the largest of its V logits z."""
     of_target = tl.load(logits + target).to(tl.float32)
     maximum, total = softmax_sums(logits, V, Vp, CAP, EVICTION)
     tl.store(loss, tl.log(total) - (capped(of_target, CAP, logits.dtype.element_ty)[0] - maximum))
@@ -200,13 +200,13 @@ def softmax_sums(logits, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, E
 
 @triton.jit
 def tile_columns(start):
-    """Columns (UNROLL, BLOCK): a lane's loads of all rows are in flight together."""
+    """Columns (UNROLL, BLOCK): a lane has its loads of all UNROLL rows in flight at once."""
     return start + tl.arange(0, UNROLL)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
 def include(maximum, total, x):
-    """Maxima and sums (1, BLOCK) of every column of lanes, with x (rows, BLOCK) included."""
+    """Updates the running maxima and sums (1, BLOCK) with x (rows, BLOCK)."""
     larger = tl.maximum(maximum, tl.max(x, 0, keep_dims=True))
     new = tl.sum(tl.exp2((x - larger) * LOG2_E), 0, keep_dims=True)
     return larger, total * tl.exp2((maximum - larger) * LOG2_E) + new

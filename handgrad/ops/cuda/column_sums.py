@@ -1,4 +1,4 @@
-"""Column sums in two stages: the bias gradient, and the end of the layer norm's backward."""
+"""Column sums in two stages, for bias gradients and for the parameter gradients of norms."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.sizes import BIAS_COLUMNS, BIAS_ROWS, row_split
 
-# Stage 1: a fixed number of programs sum rows of their own and write one row of partial sums each. Stage 2 adds the partial
-# rows and then the accumulator. The order of every sum follows from the shapes alone, so that no GPU and no scheduler
+# Stage 1: a fixed number of programs each sum their own rows and write one row of partial sums. Stage 2 adds the partial
+# rows and then the accumulator. The order of every sum depends only on the shapes, so neither the GPU nor its scheduler
 # changes the bits.
 
-WARPS = 4  # of stage 1
+WARPS = 4  # per program of stage 1
 
-# Stage 2. A strip of 16 columns is 64 bytes, two sectors: 768 columns make 48 strips, and three sums 144 programs. One warp
-# that walked 512 rows would take longer than the kernel before it.
+# Stage 2. A strip of 16 columns is 64 bytes, two sectors: 768 columns make 48 strips, and three sums 144 programs. A single
+# warp walking 512 rows would take longer than stage 1.
 PARTIAL_ROWS, PARTIAL_COLUMNS, PARTIAL_WARPS = 256, 16, 4
 
 
@@ -31,13 +31,13 @@ def bias_backward(dbias_acc: Tensor, dout: Tensor, *, scratch: Tensor) -> None:
 
 
 def float32_of(scratch: Tensor, elements: int) -> Tensor:
-    """The first elements of the uint8 scratch buffer, as float32."""
+    """The first `elements` numbers of the uint8 scratch buffer, as float32."""
     assert scratch.numel() >= 4 * elements, f"scratch of {scratch.numel()} bytes, {4 * elements} needed"
     return scratch[: 4 * elements].view(torch.float32)
 
 
 def add_partials(accumulators: Sequence[Tensor], partials: Tensor, rows: int) -> None:
-    """accumulators[s] (O) += the sum over the rows of partials (rows, len(accumulators), O), for up to three."""
+    """accumulators[s] (O) += the sum over the rows of partials (rows, len(accumulators), O); at most three accumulators."""
     slots, O = len(accumulators), accumulators[0].shape[0]
     first, second, third = (*accumulators, *accumulators[:1], *accumulators[:1])[:3]
     grid, tile = (triton.cdiv(O, PARTIAL_COLUMNS), slots), (PARTIAL_ROWS, PARTIAL_COLUMNS)
@@ -60,7 +60,7 @@ def _sum_columns(partials, dout, N, O, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 def _add_partials(
     first_acc, second_acc, third_acc, partials, P, O, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """One strip of columns of one of the sums."""
+    """Adds one strip of columns of one of the sums."""
     slot = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     in_row = column < O

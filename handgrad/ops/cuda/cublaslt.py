@@ -1,11 +1,11 @@
-"""cuBLASLt called directly: one product at a time, its epilogue, its algorithm chosen once and kept.
+"""Calls cuBLASLt directly: each GEMM has an epilogue and an algorithm, chosen once and kept.
 
-`torch.mm` chooses an algorithm at every call, by a heuristic of the library; a sum in another order is another result.
-Here an algorithm is frozen by the table of `tuned/` for this GPU and library version (`benchmarks.tune` writes one). Where
-the table has no row, the heuristic's first answer is taken, which is the same in every run with the same library.
+`torch.mm` picks an algorithm at every call by a heuristic of the library; a sum in another order is another result.
+Here a table in `tuned/` fixes the algorithm for this GPU and library version (`benchmarks.tune` writes one). For a GEMM
+that the table lacks, this takes the heuristic's first answer, which is the same in every run with the same library.
 
-Row-major (tokens, features) is column-major (features, tokens). In the library's column-major terms every product here
-is d (m, n) = op(a) op(b) + beta c, with op the transposition or nothing.
+Row-major (tokens, features) is column-major (features, tokens). In the library's column-major terms every GEMM here
+is d (m, n) = op(a) op(b) + beta c, where op transposes or does nothing.
 https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
 """
 
@@ -30,9 +30,9 @@ COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 PLAIN, BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 164, 192
 EPILOGUES = {PLAIN: "plain", BIAS: "bias", GELU_AUX_BIAS: "gelu", DGELU: "dgelu"}
 
-ALIGNMENT_BYTES = 256  # what the heuristic may assume of a pointer, unless the pointer says otherwise
+ALIGNMENT_BYTES = 256  # alignment that the heuristic may assume of a pointer, unless the pointer has less
 
-InverseScales = tuple[Tensor, Tensor]  # what a 1 in the fp8 operands a and b stands for: float32, on the device
+InverseScales = tuple[Tensor, Tensor]  # the values of a 1 in the fp8 operands a and b: float32, on the device
 
 ONE = np.ones(1, np.float32)
 ZERO = np.zeros(1, np.float32)
@@ -40,7 +40,7 @@ ZERO = np.zeros(1, np.float32)
 
 @dataclass(frozen=True)
 class Product:
-    """A product as the library sees it: the key of a choice of algorithm."""
+    """A GEMM as the library sees it; the key that an algorithm is chosen by."""
 
     m: int
     n: int
@@ -48,18 +48,18 @@ class Product:
     transpose_a: bool
     transpose_b: bool
     a_dtype: torch.dtype
-    b_dtype: torch.dtype  # a's, but for the two kinds of fp8
+    b_dtype: torch.dtype  # the dtype of a, except that fp8 has two
     out_dtype: torch.dtype
     epilogue: int
-    adds: bool  # whether c is added (beta 1) or there is none (beta 0)
+    adds: bool  # True: adds c (beta 1); False: no c (beta 0)
     tf32: bool
     alignment_bytes: int
-    fast_sums: bool = False  # of fp8: sums of the tensor cores' own width throughout
-    a_stride: int = 0  # elements from one of its rows in memory to the next, where they lie apart; else 0
+    fast_sums: bool = False  # fp8 only: accumulate at the tensor cores' own width throughout
+    a_stride: int = 0  # elements from one row of a in memory to the next; 0 if contiguous
     b_stride: int = 0
 
     def name(self) -> str:
-        """The key of a table of algorithms."""
+        """The key in a table of algorithms."""
         op = "NT"[self.transpose_a] + "NT"[self.transpose_b]
         inputs = (self.a_dtype,) if self.a_dtype == self.b_dtype else (self.a_dtype, self.b_dtype)
         kind = "-".join(str(k).removeprefix("torch.") for k in (*inputs, self.out_dtype))
@@ -70,7 +70,7 @@ class Product:
 
 
 class Plan:
-    """A product's descriptors and its algorithm, ready to launch."""
+    """A GEMM's descriptors and algorithm, ready to launch."""
 
     def __init__(self, product: Product):
         self.product = product
@@ -97,7 +97,7 @@ class Plan:
         lt.matmul_desc_set_attribute(self.descriptor, int(attribute), buffer.ctypes.data, buffer.nbytes)
 
     def choose(self) -> np.ndarray:
-        """The table's algorithm, or the heuristic's first."""
+        """The table's algorithm, or the heuristic's first. Raises `UsageError` if the library has none."""
         frozen = self.frozen()
         if frozen is not None:
             return frozen
@@ -110,7 +110,8 @@ class Plan:
         return heuristic[0]
 
     def frozen(self) -> np.ndarray | None:
-        """The table's algorithm: eight 64-bit words that mean something to this library version alone."""
+        """The table's algorithm or None: eight 64-bit words that only this library version understands. Raises `DataError`
+        if the library refuses them."""
         words = frozen_algorithms().get(self.product.name())
         if words is None:
             return None
@@ -127,7 +128,7 @@ class Plan:
         return algorithm
 
     def candidates(self, count: int, algorithm_id: int | None = None) -> list[np.ndarray]:
-        """Up to `count` algorithms of the library's heuristic, its favourite first; of one family if `algorithm_id`."""
+        """Up to `count` algorithms from the library's heuristic, best first; only of the family `algorithm_id` if given."""
         preference = lt.matmul_preference_create()
 
         def prefer(attribute: int, value: int, dtype: type) -> None:
@@ -139,7 +140,7 @@ class Plan:
         for matrix in "ABCD":
             prefer(getattr(attribute, f"MIN_ALIGNMENT_{matrix}_BYTES"), self.product.alignment_bytes, np.uint32)
         found, found_count = lt.MatmulHeuristicResult(count), np.zeros(1, np.int32)
-        words = found._data["algo"]["data_"].reshape(-1, 8)  # the opaque structs: the library's way to save one
+        words = found._data["algo"]["data_"].reshape(-1, 8)  # the opaque structs, which the library lets callers save
         if algorithm_id is not None:
             prefer(attribute.SEARCH_MODE, int(lt.MatmulSearch.LIMITED_BY_ALGO_ID), np.int32)
             words[0] = self.family(algorithm_id)
@@ -155,20 +156,20 @@ class Plan:
         return [words[i].copy() for i in range(found_count[0])]
 
     def types(self) -> tuple[int, ...]:
-        """The types of the computation, the scale, a, b, c and d, as the library numbers them."""
+        """The library's codes for the types of the computation, the scale, a, b, c and d."""
         product = self.product
         compute = COMPUTE_32F_FAST_TF32 if product.tf32 else COMPUTE_32F
         kinds = (torch.float32, product.a_dtype, product.b_dtype, product.out_dtype, product.out_dtype)
         return compute, *(DATA_TYPES[kind] for kind in kinds)
 
     def family(self, algorithm_id: int) -> np.ndarray:
-        """The words of a family's algorithm with nothing chosen yet."""
+        """The words of a family's algorithm, with all of its settings at their defaults."""
         algorithm = np.zeros(8, np.uint64)
         lt.matmul_algo_init(library(), *self.types(), algorithm_id, algorithm.ctypes.data)
         return algorithm
 
     def families(self) -> list[int]:
-        """Ids of the algorithm families that take these types."""
+        """Ids of the algorithm families that support these types."""
         return list(lt.matmul_algo_get_ids(library(), *self.types(), 64))
 
     def launch(
@@ -202,15 +203,15 @@ class Plan:
 
 @functools.cache
 def library() -> int:
-    """The library's handle, one for the process."""
+    """The library's handle, one per process."""
     return lt.create()
 
 
-PLANS: dict[Product, Plan] = {}  # of every product that this process has launched
+PLANS: dict[Product, Plan] = {}  # one per GEMM that this process has launched
 
 
 def plan(product: Product) -> Plan:
-    """The product's plan, made at its first launch."""
+    """The plan of a GEMM, created at its first launch."""
     found = PLANS.get(product)
     if found is None:
         found = PLANS[product] = Plan(product)
@@ -233,10 +234,10 @@ def multiply(
     fast_sums: bool = False,
     tf32: bool = False,
 ) -> None:
-    """The column-major product d = op(a) op(b) + added of the row-major tensors d (n, m), a and b.
+    """The column-major GEMM d = op(a) op(b) + added on row-major tensors d (n, m), a and b.
 
-    Operands in fp8 have `inverse_scales`, and Hopper multiplies them only with `transpose_a` and without `transpose_b`.
-    With `tf32` the tensor cores read float32 operands in 19 bits.
+    fp8 operands need `inverse_scales`, and Hopper multiplies them only with `transpose_a` and without `transpose_b`.
+    With `tf32` the tensor cores read 19 bits of float32 operands.
     """
     n, m = d.shape
     k = a.shape[1] if transpose_a else a.shape[0]
@@ -258,13 +259,13 @@ def multiply(
 
 
 def table_name() -> str:
-    """File name of the table for this GPU and library: 'nvidia-h200-cublaslt-130100.json'."""
+    """File name of the table for this GPU and library, such as 'nvidia-h200-cublaslt-130100.json'."""
     gpu = torch.cuda.get_device_name().lower().replace(" ", "-")
     return f"{gpu}-cublaslt-{lt.get_version()}.json"
 
 
 def user_table() -> Path:
-    """The table that `python -m benchmarks.tune` writes; its rows come before the shipped ones."""
+    """The table that `python -m benchmarks.tune` writes; its rows override the shipped ones."""
     return Path.home() / ".cache" / "handgrad" / "tuned" / table_name()
 
 
@@ -273,7 +274,7 @@ def shipped_table() -> Path:
 
 
 def describe() -> str:
-    """The library's version and which table decides, with the hash of its rows: what the bits depend on."""
+    """The library's version and the table in use, with a hash of its rows: the bits depend on these."""
     rows = frozen_algorithms()
     if not rows:
         return (
@@ -285,7 +286,7 @@ def describe() -> str:
 
 
 def tuning() -> str:
-    """Names the table of algorithms for this GPU and library, or the heuristic."""
+    """Names the tables of algorithms for this GPU and library; without any, says that the heuristic decides."""
     tables = {"tuned here": user_table(), "shipped": shipped_table()}
     found = [f"{path.name} ({whose})" for whose, path in tables.items() if path.exists()]
     if found:
@@ -299,17 +300,17 @@ def tuning() -> str:
 
 @functools.cache
 def frozen_algorithms() -> dict[str, list[str]]:
-    """Words of the algorithms by product, the user's table over the shipped one."""
+    """The words of the algorithms by GEMM. The user's table overrides the shipped one."""
     return read_table(shipped_table(), "algorithms") | read_table(user_table(), "algorithms")
 
 
 def read_table(path: Path, part: str) -> dict[str, Any]:
-    """The "algorithms" or the "keep_bf16" of a table, if there is one; raises `DataError` if it is damaged."""
+    """The part "algorithms" or "keep_bf16" of a table, empty if there is none. Raises `DataError` if it is damaged."""
     if not path.exists():
         return {}
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        return dict(table[part] if part in table or part == "algorithms" else {})  # the other came later
+        return dict(table[part] if part in table or part == "algorithms" else {})  # older tables lack the other
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is no table of algorithms ({error}); remove it, or run `python -m benchmarks.tune`"

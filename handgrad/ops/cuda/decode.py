@@ -1,9 +1,9 @@
-"""Generation: what a step does for one new token per sequence.
+"""Generation: the operations of a step with one new token per sequence.
 
-A step of one sequence reads every weight once and does next to nothing with it, so it is as fast as memory if the reading
-never stops. Its GEMMs are kernels of their own (`row_gemms`), with the norm before them and bias, activation and
-residual sum behind them; attention of one row leaves its last sum to the GEMM that follows (`attention_decode`). Several
-sequences share the reading, and their GEMMs run on the tensor cores like a training's.
+A step of one sequence reads every weight once and computes almost nothing with it, so it runs at memory speed if the reads
+never stop. Its GEMMs have their own kernels (`row_gemms`), fused with the norm before and with bias, activation and
+residual sum after; attention of one row leaves its last sum to the next GEMM (`attention_decode`). Several sequences share
+the reads, and their GEMMs run on the tensor cores as in training.
 """
 
 from typing import Any
@@ -43,8 +43,8 @@ def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor | None, wte:
     B, C = out.shape
     block = triton.next_power_of_2(C)
     warps = min(16, max(1, block // 512))
-    # It lets the next kernel begin, and waits itself until the step before has ended: attention reads the positions that
-    # `advance` wrote, without waiting for the kernel before it.
+    # This kernel lets the next one begin, and itself waits for the end of the previous step: attention reads the positions
+    # that `advance` wrote without waiting for its own predecessor.
     options = {"OVERLAPS": overlaps(out.device), "num_warps": warps}
     launch(_embedding, (B,), out, tokens, positions, wte, wpe, C, block, **options)
 
@@ -56,7 +56,7 @@ def advance(tokens: Tensor, positions_inout: Tensor, places_inout: Tensor, chose
 
 
 def after_layernorm(gemm: Operation, **row: Any) -> Operation:
-    """Returns `gemm` after a layer norm: of one row in one kernel, which does not use scratch."""
+    """Returns `gemm` after a layer norm. For one row it is a single kernel without scratch."""
 
     def both(*tensors: Any, scratch: Tensor, tf32: bool = False) -> None:
         *outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias = tensors
@@ -74,7 +74,7 @@ layernorm_linear_gelu_forward = after_layernorm(linear.linear_gelu_forward, acti
 
 
 def after_rmsnorm(gemm: Operation, outs: int, activation: str = "") -> Operation:
-    """Returns `gemm`, which fills so many `outs`, after an RMS norm: of one row in one kernel without scratch."""
+    """Returns `gemm`, which has `outs` outputs, after an RMS norm. For one row it is a single kernel without scratch."""
 
     def both(*tensors: Any, scratch: Tensor, tf32: bool = False, **epsilon: float) -> None:
         norm, rstd, x, gain, weight, *bias = tensors[outs:]
@@ -123,7 +123,7 @@ def rotary_forward(
 def linear_residual_forward(
     out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, tf32: bool = False
 ) -> None:
-    """Takes a single row in a kernel of its own."""
+    """A single row has its own kernel."""
     if takes(inp, weight):
         row_gemm(out, inp, weight, bias, residual=residual)
     else:
@@ -144,7 +144,7 @@ def attention_linear_residual_forward(
     scratch: Tensor,
     tf32: bool = False,
 ) -> None:
-    """Leaves `attended` as it is for one row with split heads: the GEMV kernel adds the parts itself."""
+    """For one row with split heads `attended` stays unwritten: the row GEMM adds the parts itself."""
     attention = keys_inout, values_inout, qkv, positions
     if takes(attended, weight) and splits(*keys_inout.shape[2:]) > 1:
         row_gemm(out, attended, weight, bias, residual=residual, parts=attention_parts(*attention, scratch=scratch))

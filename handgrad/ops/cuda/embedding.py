@@ -8,11 +8,11 @@ from handgrad.ops.cuda.column_sums import float32_of
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.sizes import CHUNK, chunks_of, forward_tile
 
-# Backward: dwte in two stages over the positions sorted by token, where equal tokens form runs. Stage 1 cuts the sorted
-# positions into chunks and sums the runs of each chunk in order. A run that lies inside its chunk has no other owner and is
-# added to dwte at once. The parts of a run that crosses a border go to `parts` (chunks, 2, C): 0 where the run came from
-# the chunk before, 1 where it begins here. Stage 2: the chunk where a run begins adds its parts in order. A word that makes
-# up 4 % of all tokens is 80 parts long; they are summed as tiles, not one after another.
+# Backward: dwte in two stages over the positions sorted by token, where equal tokens form runs. Stage 1 splits the sorted
+# positions into chunks and sums the runs of each chunk in order. A run inside its chunk has no other owner, so stage 1 adds
+# it to dwte at once. A run that crosses a border leaves its parts in `parts` (chunks, 2, C): slot 0 if it came from the
+# previous chunk, 1 if it begins here. Stage 2: the chunk where a run begins adds its parts in order. A word that makes
+# up 4 % of all tokens is 80 parts long; stage 2 sums them as tiles, not one after another.
 
 # Stage 1: a warp walks a chunk's entries in 256 columns, four rows ahead.
 RUN_COLUMNS, RUN_WARPS = 256, 1
@@ -96,7 +96,7 @@ def _sum_runs(dwte, parts, dout, tokens, sorted_positions, N, C: tl.constexpr, C
 
 @triton.jit
 def sorted_token(tokens, sorted_positions, place, N):
-    """The token at a place of the sorted order, -1 before its begin and after its end."""
+    """The token at an index of the sorted order, -1 before its start and after its end."""
     inside = (place >= 0) & (place < N)
     position = tl.load(sorted_positions + place, mask=inside, other=0)
     return tl.load(tokens + position, mask=inside, other=-1)
@@ -104,7 +104,7 @@ def sorted_token(tokens, sorted_positions, place, N):
 
 @triton.jit
 def entry(dout, tokens, sorted_positions, column, place, N, C: tl.constexpr):
-    """(token, its output gradient) at a place of the sorted order, (-1, 0) after its end."""
+    """(token, its output gradient) at an index of the sorted order, (-1, 0) after its end."""
     inside = place < N
     position = tl.load(sorted_positions + place, mask=inside, other=0)
     token = tl.load(tokens + position, mask=inside, other=-1)
@@ -114,7 +114,7 @@ def entry(dout, tokens, sorted_positions, column, place, N, C: tl.constexpr):
 
 @triton.jit
 def follow(dwte, parts, sums, token, next_token, row, column, head, before, after, C: tl.constexpr):
-    """Adds a row to its run; if a new run begins, the old one is put away first."""
+    """Adds a row to its run; if a new run begins, stores the old one first."""
     if (next_token != token) & (next_token >= 0):
         put_run(dwte, parts, sums, token, column, head, before, after, C)
         sums = tl.zeros_like(sums)
@@ -124,7 +124,7 @@ def follow(dwte, parts, sums, token, next_token, row, column, head, before, afte
 
 @triton.jit
 def put_run(dwte, parts, sums, token, column, head, before, after, C: tl.constexpr):
-    """Tokens ascend: a run of the head's token that is the token before came from there; one of the token after goes on."""
+    """Stores a run. It began in an earlier chunk if its token is both `head` and `before`, and goes on if it is `after`."""
     if (token == head) & (token == before):
         tl.store(parts + column, sums, mask=column < C)
     elif token == after:
@@ -156,7 +156,7 @@ def _join_runs(
         sums = tl.zeros((PARTS, COLUMNS), tl.float32)
         first = chunk + 1
         found = PARTS
-        while found == PARTS:  # parts of this run among the next ones: fewer than all of them end it
+        while found == PARTS:  # a tile with fewer parts of this run than PARTS ends it
             other = first + tl.arange(0, PARTS)[:, None]
             belongs = sorted_token(tokens, sorted_positions, other * CHUNK, N) == token
             place = parts + other.to(tl.int64) * 2 * C + column[None, :]

@@ -10,7 +10,7 @@ WEYL = tl.constexpr(hashing.WEYL)
 
 @triton.jit
 def mixed(x):
-    """The hash of uint32 numbers: MurmurHash3's finaliser."""
+    """Hashes uint32 numbers by MurmurHash3's finaliser."""
     x = x ^ (x >> 16)
     x = x * 0x85EBCA6B
     x = x ^ (x >> 13)

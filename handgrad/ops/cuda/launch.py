@@ -1,9 +1,9 @@
-"""Launches Triton kernels, or notes the launches, to compile the kernels ahead of them.
+"""Launches Triton kernels, or records the launches to compile the kernels ahead of time.
 
-A damaged file in Triton's cache of compiled kernels, or a folder that cannot be written, ends a run with one line. Triton
-makes a kernel anew only where the list of its files is damaged. It hands a kernel's code to the driver by its address
-alone, and the driver reads as far as the code's headers say: of a file that was cut it runs whatever follows in memory, and
-the GPU may never come back. So the code's length is compared with its headers before it is loaded.
+A damaged file in Triton's cache of compiled kernels, or a folder that cannot be written, ends a run with a one-line error.
+Triton recompiles a kernel only if the list of its files is damaged. It passes the driver only the address of a kernel's
+code, and the driver reads as far as the code's headers say: from a truncated file it runs whatever follows in memory, and
+the GPU may hang for good. So this module compares the code's length with its headers before Triton loads it.
 """
 
 import functools
@@ -25,16 +25,16 @@ from handgrad.errors import StorageError
 Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # grid, arguments, options
 Noted = dict[Any, list[Launch]]  # by kernel
 
-# Of a 64-bit ELF header: places of the tables of segments and sections; sizes and counts of their entries.
+# From a 64-bit ELF header: offsets of the segment and section tables; sizes and counts of their entries.
 ELF_HEADER = struct.Struct("<32x Q Q 6x H H H H 2x")
-SECTION = struct.Struct("<4x I 16x Q Q 24x")  # kind, place and size of a section; one of kind 8 has no bytes
+SECTION = struct.Struct("<4x I 16x Q Q 24x")  # type, offset and size of a section; type 8 has no bytes in the file
 NO_BYTES = 8
 
 _noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launches the kernel on the current stream; inside `collecting`, notes the launch instead."""
+    """Launches the kernel on the current stream; inside `collecting`, records the launch instead. Raises `StorageError`."""
     noted = _noted.get()
     if noted is None:
         try:
@@ -47,7 +47,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 @contextmanager
 def collecting() -> Iterator[Noted]:
-    """Notes this thread's launches instead of making them."""
+    """Records this thread's launches instead of running them."""
     noted: Noted = {}
     token = _noted.set(noted)
     try:
@@ -57,11 +57,11 @@ def collecting() -> Iterator[Noted]:
 
 
 def compile_ahead(*launches: Callable[[], None]) -> None:
-    """Compiles all kernels of `launches` at once, a thread per kernel, instead of each at its first launch. (The compiler
-    spends much of its time outside of Python's lock.)
+    """Compiles all kernels of `launches` at once, one thread per kernel, instead of each at its first launch. (The compiler
+    spends much of its time outside Python's lock.)
 
-    Calls `launches` with their kernels noted instead of launched. Products and copies in them do run: weights and moments
-    are only read, but gradients, activations and scratch hold nonsense afterwards.
+    Calls `launches` but records their kernels instead of running them. GEMMs and copies do run: they only read weights and
+    moments, but leave nonsense in gradients, activations and scratch.
     """
     with collecting() as noted:
         for each in launches:
@@ -82,19 +82,19 @@ def compile_ahead(*launches: Callable[[], None]) -> None:
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """True if a kernel may begin before the one before it has ended."""
+    """True if a kernel may begin before its predecessor has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def overlapping(tensor: torch.Tensor, warps: int) -> dict[str, bool | int]:
-    """The options of a launch that may overlap with the one before it: the kernel's switch, and the driver's."""
+    """Options for a launch that may overlap with the previous one: the kernel's switch and the driver's."""
     if overlaps(tensor.device):
         return {"OVERLAPS": True, "launch_pdl": True, "num_warps": warps}
     return {"OVERLAPS": False, "num_warps": warps}
 
 
 def cache_error(error: Exception) -> Exception:
-    """A `StorageError` if the error is one of Triton's cache; else the error itself."""
+    """A `StorageError` if the error comes from Triton's cache; else the error itself."""
     damaged = isinstance(error, json.JSONDecodeError) or "kernel image" in str(error)
     if not damaged and not isinstance(error, OSError):
         return error
@@ -107,7 +107,7 @@ def unusable(found: str, remedy: str) -> StorageError:
 
 
 def code_bytes(code: bytes) -> int:
-    """Bytes of a compiled kernel as its headers say; more than it has if the headers are cut themselves."""
+    """Bytes of a compiled kernel according to its headers; more than it has if the headers themselves are truncated."""
     if len(code) < ELF_HEADER.size:
         return ELF_HEADER.size
     segments, sections, segment_bytes, segment_count, section_bytes, section_count = ELF_HEADER.unpack_from(code)
@@ -119,7 +119,7 @@ def code_bytes(code: bytes) -> int:
 
 
 def refuse_cut_code(_module: Any, _function: Any, name: str, files: dict[str, str], _hash: str) -> None:
-    """Raises `StorageError` if the code of the kernel, which is about to be loaded, ends before its headers say."""
+    """Before Triton loads a kernel, raises `StorageError` if its code is shorter than its headers say."""
     for path in (Path(path) for file, path in files.items() if file.endswith(".cubin")):
         expected, found = code_bytes(code := path.read_bytes()), len(code)
         if expected > found:

@@ -1,4 +1,4 @@
-"""Layer norm: every row read once forward and once backward."""
+"""Layer norm: the forward and the backward each read every row once."""
 
 import triton
 import triton.language as tl
@@ -32,7 +32,7 @@ def layernorm_backward(
     *,
     scratch: Tensor,
 ) -> None:
-    """`dbias_below_acc` adds up the stream as it is rounded, which is what the next kernel reads."""
+    """`dbias_below_acc` sums the stream's gradient after rounding, as the next kernel reads it."""
     N, C = inp.shape
     programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())
     accumulators = [acc for acc in (dweight_acc, dbias_acc, dbias_below_acc) if acc is not None]
@@ -55,7 +55,7 @@ def _forward(out, mean, rstd, inp, weight, bias, N, C: tl.constexpr, BLOCK_C: tl
 
 @triton.jit
 def forward_places(N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
-    """(first row, rows after it, columns, which of them exist) of a program's tile."""
+    """(first row, row offsets, columns, masks of existing rows and of columns) of a program's tile."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
@@ -91,7 +91,7 @@ def _backward(
 
 @triton.jit
 def backward_begin(weight, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
-    """(rows of a tile, columns, weight in float32, sums of zero) to loop over a program's rows with."""
+    """(row offsets, columns, weight in float32, zero sums): the state before the loop over a program's rows."""
     column = tl.arange(0, BLOCK_C)[None, :]
     w = tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)
     zeros = tl.zeros((1, BLOCK_C), tl.float32)
@@ -100,7 +100,7 @@ def backward_begin(weight, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def backward_rows(tensors, w, sums, first, row, column, N, C: tl.constexpr, BELOW: tl.constexpr):
-    """(updated stream in its own dtype, its places, which of them exist, sums of dw, db and the stream) with a tile."""
+    """(updated stream in its own dtype, its offsets, their mask, sums of dw, db and the stream) after a tile of rows."""
     dresidual, dout, inp, mean, rstd = tensors
     dw, db, below = sums
     in_rows, in_row = row < N - first, column < C
@@ -111,7 +111,7 @@ def backward_rows(tensors, w, sums, first, row, column, N, C: tl.constexpr, BELO
     stream = tl.load(dresidual + place, mask=inside, other=0.0).to(tl.float32)
     row_rstd = tl.load(rstd + first + row, mask=in_rows, other=0.0)
     normal = (x - tl.load(mean + first + row, mask=in_rows, other=0.0)) * row_rstd
-    # Outside the row dy and w are 0: neither the sums nor the stored columns see what `normal` holds there.
+    # Outside the row dy and w are 0, so whatever `normal` holds there affects neither the sums nor the stored columns.
     g = dy * w
     g_mean = tl.sum(g, 1, keep_dims=True) / C
     gx_mean = tl.sum(g * normal, 1, keep_dims=True) / C
@@ -126,7 +126,7 @@ def backward_rows(tensors, w, sums, first, row, column, N, C: tl.constexpr, BELO
 
 @triton.jit
 def store_sums(partials, sums, column, C: tl.constexpr, BELOW: tl.constexpr):
-    """The program's row of partials."""
+    """Stores the program's row of partials."""
     dw, db, below = sums
     in_row = column < C
     partials += tl.program_id(0) * (2 + BELOW) * C + column

@@ -1,6 +1,6 @@
-"""Products with weights on the tensor cores, with bias, GELU and residual sum in their epilogues.
+"""GEMMs with weights on the tensor cores, with bias, GELU and residual sum in their epilogues.
 
-What pays in an epilogue and what does not was measured: docs/operations/linear.md. `tf32` is bound by `ops.cuda.tf32`.
+docs/operations/linear.md has the measurements of what pays in an epilogue. `ops.cuda.tf32` binds `tf32`.
 """
 
 import torch
@@ -19,7 +19,7 @@ from handgrad.ops.cuda.cublaslt import BIAS, DGELU, GELU_AUX_BIAS, PLAIN, multip
 
 
 def has_gelu_epilogue(tensor: Tensor) -> bool:
-    """The library has the GELU epilogues for 16-bit types."""
+    """True for 16-bit types: the library has no GELU epilogue for float32."""
     return tensor.dtype != torch.float32
 
 
@@ -59,7 +59,7 @@ def weight_backward(dweight_acc: Tensor, dout: Tensor, inp: Tensor, *, scratch: 
 def linear_residual_forward(
     out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, tf32: bool = False
 ) -> None:
-    """Summed in float32 and rounded once."""
+    """The epilogue adds in float32 and rounds once."""
     options = {"transpose_a": True, "epilogue": PLAIN if bias is None else BIAS, "bias": bias, "added": residual}
     multiply(out, weight, inp, **options, tf32=tf32, scratch=scratch)
 
@@ -67,7 +67,7 @@ def linear_residual_forward(
 def linear_gelu_forward(
     out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor, tf32: bool = False
 ) -> None:
-    """In the epilogue GELU sees hidden before its rounding."""
+    """As an epilogue, GELU reads hidden before it is rounded."""
     if has_gelu_epilogue(hidden):
         options = {"transpose_a": True, "epilogue": GELU_AUX_BIAS, "bias": bias, "aux": hidden}
         multiply(out, weight, inp, **options, scratch=scratch)
@@ -96,7 +96,7 @@ def gelu_linear_backward(
 
 
 def linear_relu2_forward(out: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False) -> None:
-    """The square sees the sum after its rounding."""
+    """The squared ReLU reads the rounded output of the GEMM."""
     linear_forward(out, inp, weight, None, scratch=scratch, tf32=tf32)
     relu2_forward(out)
 
@@ -112,7 +112,7 @@ def relu2_linear_backward(
 def linear_swiglu_forward(
     out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
 ) -> None:
-    """SwiGLU sees the sum after its rounding."""
+    """SwiGLU reads the rounded output of the GEMM."""
     linear_forward(hidden, inp, weight, None, scratch=scratch, tf32=tf32)
     swiglu_forward(out, hidden)
 

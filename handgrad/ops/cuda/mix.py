@@ -1,7 +1,7 @@
-"""The mixture of streams that enters a block, and the RMS norm after it: one kernel forward and one backward.
+"""The mixture of streams at the input of a block, and the RMS norm after it: one kernel forward and one backward.
 
-Both read the stream x and the first block's x0. The backward makes the mixture again from them, as it needs both for the
-scalars' gradients, which are summed in two stages: over the rows of each program, then over the programs.
+Both read the stream x and the first block's input x0. The backward recomputes the mixture from them, since it needs both
+for the scalars' gradients; it sums these in two stages, over the rows of each program, then over the programs.
 """
 
 import triton
@@ -30,7 +30,7 @@ def mix_rmsnorm_forward(
     residual_scalar: Tensor | None,
     input_scalar: Tensor | None,
 ) -> None:
-    """Without `out` the mixture alone is stored, without `mixed` the norm alone."""
+    """Without `out` it stores only the mixture, without `mixed` only the norm."""
     N, C = inp.shape
     block, rows, warps = forward_tile(C)
     tensors = mixed, out, rstd, inp, first, residual_scalar, input_scalar
@@ -51,7 +51,7 @@ def mix_rmsnorm_backward(
     *,
     scratch: Tensor,
 ) -> None:
-    """Rounded once, after norm and scalars."""
+    """Rounds the gradient once, after norm and scalars."""
     N, C = inp.shape
     programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())
     accumulators = [acc for acc in (dresidual_scalar_acc, dinput_scalar_acc) if acc is not None]
@@ -80,7 +80,7 @@ def _forward(
 
 @triton.jit
 def mixture(tensors, place, inside):
-    """(m in the stream's dtype, x and x0 in float32) of a tile of rows."""
+    """(m in the stream's dtype, x and x0 in float32) for a tile of rows."""
     inp, first, residual_scalar, input_scalar = tensors
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
     x0 = x
@@ -91,7 +91,7 @@ def mixture(tensors, place, inside):
 
 @triton.jit
 def mixture_of(x, x0, residual_scalar, input_scalar):
-    """r x + s x0 in float32, the first product with the sum in one rounding: the same bits in every kernel."""
+    """r x + s x0 in float32. A fused multiply-add rounds one product and the sum together: same bits in every kernel."""
     if input_scalar is None:
         m = x * tl.load(residual_scalar).to(tl.float32)
     else:
@@ -125,7 +125,7 @@ def _backward(
 
 @triton.jit
 def backward_rows(tensors, place, row, in_rows, inside, C: tl.constexpr):
-    """(Gradient of inp in its dtype, the rows' parts of dr and of ds) of a tile of rows, whose part of dfirst it adds."""
+    """(gradient of inp in its dtype, per-row terms of dr, of ds) for a tile of rows; adds the tile's term to dfirst."""
     dstream, dfirst, dout, inp, first, rstd, residual_scalar, input_scalar = tensors
     dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
     dm = tl.load(dstream + place, mask=inside, other=0.0).to(tl.float32)
@@ -148,7 +148,7 @@ def backward_rows(tensors, place, row, in_rows, inside, C: tl.constexpr):
 
 @triton.jit
 def store_sums(partials, dr, ds, residual_scalar, input_scalar):
-    """A program's row of partials (P, 1 or 2), of the scalars that there are."""
+    """Stores a program's row of partials (P, 1 or 2), one number per scalar."""
     if residual_scalar is None:
         tl.store(partials + tl.program_id(0), tl.sum(ds))
     elif input_scalar is None:

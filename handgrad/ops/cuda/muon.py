@@ -1,7 +1,7 @@
-"""Muon's update of a matrix: momentum, the polar factors of a batch of matrices, new weights.
+"""Muon's update of a matrix: momentum, polar factors of a batch of matrices, new weights.
 
-GEMMs here are not the library's: a tile of one matrix is summed by one program in one order, so a matrix has the same
-bits in any batch, and of a symmetric product half the tiles suffice.
+The GEMMs here are not the library's. One program sums a tile of one matrix in a fixed order, so a matrix has the same
+bits in any batch, and a symmetric product needs only half the tiles.
 """
 
 import functools
@@ -20,20 +20,20 @@ from handgrad.ops.sizes import polar_bytes
 ABOVE_LARGEST, LEAST_NORM = tl.constexpr(formula.ABOVE_LARGEST), tl.constexpr(formula.LEAST_NORM)
 FIRST_MOMENTUM, WARM_UP_STEPS = tl.constexpr(formula.FIRST_MOMENTUM), tl.constexpr(formula.WARM_UP_STEPS)
 
-# Elements of one program that goes over a flat matrix; a program that sums squares takes them in tiles of so many.
+# Elements per program over a flat matrix, and per tile of a program that sums squares.
 FLAT_ELEMENTS, FLAT_WARPS = 4096, 8
 SUM_WARPS = 8
 
-# A GEMM's tile. Two programs fit a multiprocessor of Hopper, 96 KB of operands under way each, so that one multiplies
-# while the other begins or ends; with four warps they spill on Ampere and Blackwell.
+# A GEMM's tile. Two programs fit a multiprocessor of Hopper, each with 96 KB of operands in flight, so one multiplies
+# while the other begins or ends. With four warps they spill on Ampere and Blackwell.
 SIDE, DEPTH, PRODUCT_WARPS, PRODUCT_STAGES = 128, 64, 8, 3
-HOPPER, HOPPER_REGISTERS = 9, 128  # of a lane: with more, two such programs do not fit; elsewhere so few would spill
+HOPPER, HOPPER_REGISTERS = 9, 128  # per lane: with more, two programs would not fit; elsewhere so few would spill
 
-# Rows of one program (of the moments: `sizes`), and columns of one turn.
+# Rows per program (for the moments: `sizes`), and columns per iteration.
 MOMENT_COLUMNS, MOMENT_WARPS = 1024, 4
 WEIGHT_ROWS, WEIGHT_COLUMNS, WEIGHT_WARPS = 8, 1024, 8
 
-PARTIALS = 256  # partial sums of one turn
+PARTIALS = 256  # partial sums per iteration
 
 
 def muon_momentum(
@@ -62,14 +62,14 @@ def _momentum(
         tl.store(update + place, (m - rest * (m - g)).to(update.dtype.element_ty), mask=inside)
 
 
-# Polar factor. X and its successor take turns in two buffers; five polynomials bring the last one into the tensor.
+# Polar factor. X alternates between two buffers; after five polynomials the last X is in the tensor.
 
 
 def muon_polar(update_to_polar_inout: Tensor, *, scratch: Tensor) -> None:
     given = update_to_polar_inout
     matrices, rows, columns = given.shape
     short, long = min(rows, columns), max(rows, columns)
-    strides = (1, columns) if rows > columns else (columns, 1)  # of X, whose shorter side comes first
+    strides = (1, columns) if rows > columns else (columns, 1)  # of X: its shorter side comes first
     pieces = polar_bytes(matrices, rows, columns, given.element_size())
     raw_sums, *raw = scratch[: sum(pieces)].split(pieces)
     sums, (other, A, B) = raw_sums.view(torch.float32), (part.view(given.dtype) for part in raw)
@@ -98,7 +98,7 @@ def product_options(device: torch.device) -> dict[str, int]:
 
 @triton.jit
 def _squares(sums, matrices, size, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """sums (n, parts): of the squares of each part of each matrix."""
+    """sums (n, parts) = the sum of squares of each part of each matrix."""
     matrices += tl.program_id(1).to(tl.int64) * size
     first = tl.program_id(0) * BLOCK
     total = tl.zeros((TILE,), tl.float32)
@@ -111,7 +111,7 @@ def _squares(sums, matrices, size, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _normalize(out, matrices, sums, size, parts, BLOCK: tl.constexpr, PARTIALS: tl.constexpr):
-    """out = matrices, each over a bit more than its norm."""
+    """out = matrices, each divided by a little more than its norm."""
     norm = tl.sqrt_rn(added_up(sums + tl.program_id(1) * parts, parts, PARTIALS))
     offset = tl.program_id(1).to(tl.int64) * size
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -122,7 +122,7 @@ def _normalize(out, matrices, sums, size, parts, BLOCK: tl.constexpr, PARTIALS: 
 
 @triton.jit
 def added_up(values, N, BLOCK: tl.constexpr):
-    """The sum of values (N) float32, in the same order in every program."""
+    """The sum of values (N) float32, added in the same order in every program."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -135,8 +135,8 @@ def _symmetric(
     out, x, R, C, row_stride, column_stride, scale, added_scale, ADDS: tl.constexpr, WHOLE: tl.constexpr,
     SIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out (n, R, R) = scale x x^T, plus added_scale x where it `ADDS`, then x is symmetric. A program makes a tile on or
-    below the diagonal, and its mirror image."""
+    """out (n, R, R) = scale x x^T; with `ADDS`, where x is symmetric, plus added_scale x. A program computes a tile on or
+    below the diagonal and stores its mirror image, too."""
     row, column = tl.program_id(0), tl.program_id(1)
     if column <= row:
         matrix = tl.program_id(2).to(tl.int64)
@@ -161,7 +161,7 @@ def _product(
     out, b_matrices, x, R, C, row_stride, column_stride, x_scale, WHOLE: tl.constexpr, SIDE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out (n, R, C) = B x + x_scale x, of symmetric B (n, R, R)."""
+    """out (n, R, C) = B x + x_scale x, B (n, R, R) symmetric."""
     matrix = tl.program_id(2).to(tl.int64)
     x += matrix * R * C
     out += matrix * R * C
@@ -180,9 +180,9 @@ def summed(
     left, left_place, left_stride, right, right_place, right_stride, K, WHOLE: tl.constexpr, SIDE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a product, K terms of each sum: the first factors are at the places (SIDE, 1) of `left` and (1, SIDE) of
-    `right`. `WHOLE`: K is a multiple of DEPTH. Rows and columns beyond the matrix come from its beginning, and their sums
-    are not stored: masks on every load would take many of the loop's instructions."""
+    """A tile of a GEMM with K terms per sum. The first factors are at the offsets (SIDE, 1) in `left` and (1, SIDE) in
+    `right`. `WHOLE`: K is a multiple of DEPTH. Rows and columns beyond the matrix read its beginning, and the caller stores
+    no sums there: masks on every load would take many of the loop's instructions."""
     k = tl.arange(0, DEPTH)
     left_place += k[None, :] * left_stride
     right_place += k[:, None] * right_stride
@@ -199,7 +199,7 @@ def summed(
     return sums
 
 
-# New weights. The rows' sums of squares give their moments, hence |N| as well.
+# New weights. The sums of squares of the rows give their moments, and from these |N|.
 
 
 def muon_update(
@@ -232,7 +232,7 @@ def muon_update(
 def _moments(
     factors, sums, moments, polar, results, R, C, BETA2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """moments (R); factors (R) = 1 / sqrt(v); sums = the squares of N over the rows of a program."""
+    """Updates moments (R) to v; factors (R) = 1 / sqrt(v); sums = the sum of squares of N over a program's rows."""
     if tl.load(results + VERDICT) == UPDATE:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)

@@ -1,4 +1,4 @@
-"""Loss and norm of a step, the verdict on it, AdamW: all without asking the host."""
+"""Loss, gradient norm and verdict of a step, and AdamW, all without waiting for the host."""
 
 import math
 
@@ -12,7 +12,7 @@ from handgrad.ops import hashing
 from handgrad.ops.cuda.hashing import WEYL, mixed
 from handgrad.ops.cuda.launch import launch
 
-# The places of `controls` and `results`, as the kernels need them.
+# Indices into `controls` and `results`, as constants for the kernels.
 STEP, LEARNING_RATE = tl.constexpr(ops.CONTROL_STEP), tl.constexpr(ops.CONTROL_LEARNING_RATE)
 LOSS_LIMIT, NORM_LIMIT = tl.constexpr(ops.CONTROL_LOSS_LIMIT), tl.constexpr(ops.CONTROL_NORM_LIMIT)
 STEP_TOKENS = tl.constexpr(ops.CONTROL_TOKENS)
@@ -25,13 +25,13 @@ FIRST_MOMENT, SECOND_MOMENT = tl.constexpr(hashing.FIRST_MOMENT), tl.constexpr(h
 GROWTH_STEPS = tl.constexpr(ops.LOSS_SCALE_GROWTH_STEPS)
 LARGEST, SMALLEST = tl.constexpr(ops.LARGEST_LOSS_SCALE), tl.constexpr(ops.SMALLEST_LOSS_SCALE)
 
-# One program adds up to 65,536 losses or 24,000 partial norms: 16 of them per lane and turn.
+# One program adds up to 65,536 losses or 24,000 partial norms: 16 of them per lane and iteration.
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 4, 4096, 32
 
 # One program per block of 256 KB, eight 16-byte loads per lane in flight.
 NORM_ROWS, NORM_COLUMNS, NORM_WARPS = 8, 1024, 8
 
-# A program updates several tiles, one after another, for the float64 of the bias corrections to cost nothing.
+# A program updates several tiles, one after another, so the float64 bias corrections cost nothing.
 UPDATE_ELEMENTS, UPDATE_TILES, UPDATE_WARPS = 1024, 4, 8
 
 
@@ -41,7 +41,7 @@ def loss_sum(sum_acc: Tensor, losses: Tensor) -> None:
 
 @triton.jit
 def float64_sum(values, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of values (N) float32, by one program."""
+    """The float64 sum of values (N) float32, in one program."""
     sums = tl.zeros((1, COLUMNS), tl.float64)
     for start in range(0, N, ROWS * COLUMNS):
         place = start + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -89,8 +89,8 @@ def verdict(
     launch(_verdict, (1,), *tensors, *sizes, *settings, SUM_ROWS, SUM_COLUMNS, num_warps=SUM_WARPS)
 
 
-# TOKENS and CLIP_NORM here and the settings of `_adamw` are constants: an argument that is a float would arrive as float32,
-# and 1 - beta of a float32 beta is off by 1e-5 at 0.999.
+# TOKENS and CLIP_NORM here and the settings of `_adamw` are constants: Triton passes a float argument as float32, and
+# 1 - beta of a float32 beta is off by 1e-5 at 0.999.
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _verdict(
     loss /= tokens
     scale = tl.load(loss_scale + 1).to(tl.float64)
     good_steps = tl.load(loss_scale + 2).to(tl.float64)
-    times = scale * (tokens / TOKENS)  # the mean gradient
+    times = scale * (tokens / TOKENS)  # the gradient buffers hold this many times the mean gradient
     norm = tl.sqrt(float64_sum(norm_partials, N, ROWS, COLUMNS)) / times
     norm_is_finite = tl.abs(norm) < float("inf")  # false for NaN
     code = tl.where(norm > tl.load(controls + NORM_LIMIT), NORM_OUTLIER, UPDATE)
@@ -166,7 +166,7 @@ def adamw_update(
     launch(_adamw, grid, *arguments, num_warps=UPDATE_WARPS)
 
 
-@triton.jit(do_not_specialize=["seed", "first_element"])  # one kernel for all runs of the flat buffers
+@triton.jit(do_not_specialize=["seed", "first_element"])  # one kernel for every range of the flat buffers
 def _adamw(
     published, weight, m_buffer, v_buffer, gradient, controls, results, elements, seed, first_element,
     PUBLISH: tl.constexpr, ROUNDED: tl.constexpr, ROUNDED_MOMENTS: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr,
@@ -211,7 +211,7 @@ def _adamw(
 
 @triton.jit
 def loaded(place, inside, ROUNDED: tl.constexpr):
-    """Numbers of float32, or of bf16 (as int16) in float32."""
+    """Loads float32 numbers, or bf16 numbers (as int16) as float32."""
     if ROUNDED:
         return (tl.load(place, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -223,7 +223,7 @@ def loaded(place, inside, ROUNDED: tl.constexpr):
 
 @triton.jit
 def stochastically(w, place, step, seed):
-    """The bits (int16) of w (float32) rounded to bf16 at random, keyed by its place, the step and the seed."""
+    """The bits (int16) of w (float32) rounded to bf16 at random, keyed by its index, the step and the seed."""
     key = mixed(step.to(tl.uint32) ^ mixed(seed.to(tl.uint32)))
     added = mixed(place.to(tl.uint32) * WEYL + key) & 0xFFFF
     bits = w.to(tl.uint32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Sums over ranks in a fixed order; a checksum and a digest of what they hold."""
+"""Sums over ranks in a fixed order; a checksum and a digest of their contents."""
 
 import triton
 import triton.language as tl
@@ -9,19 +9,19 @@ from handgrad.ops.cuda.hashing import WEYL, mixed
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.reference.reduction import words_of
 
-# A program of 256 threads has 32 KB under way, whatever the rows: up to eight in 16-byte loads. With such loads of 16 rows
-# ptxas spills on sm_100.
+# A program of 256 threads has 32 KB in flight for any number of rows: up to eight rows by 16-byte loads. With such loads of
+# 16 rows ptxas spills on sm_100.
 TREE_BYTES, TREE_WARPS = 32768, 8
 
-# Words of one program, which goes over them in tiles.
+# Words per tile, and tiles per program.
 CHECKSUM_WORDS, CHECKSUM_TILES, CHECKSUM_WARPS = 4096, 8, 8
 
 COLUMNS, STEP = ops.DIGEST_COLUMNS, tl.constexpr(ops.CONTROL_STEP)
-DIGEST_ROWS, DIGEST_WARPS = 8, 8  # rows of a program, which keeps two sums for each of its columns
+DIGEST_ROWS, DIGEST_WARPS = 8, 8  # rows per program; it keeps two sums per column
 
 
 def tree_sum(out: Tensor, pieces: Tensor, *, rounded: bool) -> None:
-    """Fastest where the rows begin at multiples of 16 bytes."""
+    """Fastest if the rows begin at multiples of 16 bytes."""
     rows, n = pieces.shape
     block = tree_block(rows, pieces.element_size())
     grid = (triton.cdiv(n, block),)
@@ -29,7 +29,7 @@ def tree_sum(out: Tensor, pieces: Tensor, *, rounded: bool) -> None:
 
 
 def tree_block(rows: int, itemsize: int) -> int:
-    """Elements of one program."""
+    """Elements per program."""
     return max(TREE_BYTES // (rows * itemsize), 32 * TREE_WARPS)
 
 
@@ -44,21 +44,20 @@ def _tree_sum(out, pieces, stride, n, P: tl.constexpr, ROUNDED: tl.constexpr, BL
 
 @triton.jit
 def tree(pieces, stride, place, inside, P: tl.constexpr, ROUNDED: tl.constexpr):
-    """The sum of P rows in float32, of a tile of columns."""
+    """The float32 sum of P rows over a tile of columns."""
     if P == 1:
         return tl.load(pieces + place, mask=inside, other=0.0).to(tl.float32)
     else:
         first = tree(pieces, stride, place, inside, P // 2, ROUNDED)
         second = tree(pieces + P // 2 * stride, stride, place, inside, P // 2, ROUNDED)
-        if ROUNDED and (P > 2 or pieces.dtype.element_ty == tl.float32):  # else the rows are of bf16
+        if ROUNDED and (P > 2 or pieces.dtype.element_ty == tl.float32):  # else these are bf16 rows
             first, second = rounded_to_bf16(first), rounded_to_bf16(second)
         return first + second
 
 
 @triton.jit
 def rounded_to_bf16(x):
-    """Float32 x rounded to the nearest number of bf16, of two equally near ones the even. (By its bits: the interpreter's
-    conversion cuts off.)"""
+    """float32 x rounded to the nearest bf16 number, ties to even. (By its bits: the interpreter would truncate.)"""
     bits = x.to(tl.uint32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)  # else NaN
@@ -81,8 +80,8 @@ def _checksum(out, words, n, BLOCK: tl.constexpr, TILES: tl.constexpr):
         word = tl.load(words + start + place, mask=place < n - start, other=0).to(tl.uint32)
         if words.dtype.element_ty == tl.int16:
             word &= 0xFFFF
-        sums += mixed(word).to(tl.int64) * (2 * (start + place) + 1)  # outside of the tensor 0: the hash of 0
-    tl.atomic_add(out, tl.sum(sums))  # in any order: integers' sums have no rounding
+        sums += mixed(word).to(tl.int64) * (2 * (start + place) + 1)  # masked words add 0, the hash of 0
+    tl.atomic_add(out, tl.sum(sums))  # in any order: integer sums do not round
 
 
 def digest(out_acc: Tensor, flat: Tensor, controls: Tensor, *, first: int) -> None:
@@ -112,7 +111,7 @@ def _digest(out_acc, words, controls, n, first, COLUMNS: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def key(place, stream: tl.constexpr, step):
-    """Odd numbers of 64 bits at a place: the upper 32 from a stream, the lower from the next."""
+    """Odd 64-bit numbers, one per index: the upper 32 bits from a stream, the lower from the next."""
     place = tl.cast(place, tl.uint32)
     high, low = mixed(place ^ seed(stream, step)), mixed(place ^ seed(stream + 1, step))
     return (high.to(tl.int64) << 32) | low.to(tl.int64) | 1
@@ -120,5 +119,5 @@ def key(place, stream: tl.constexpr, step):
 
 @triton.jit
 def seed(stream: tl.constexpr, step):
-    """32 bits for a stream of keys; `step`: hashed."""
+    """The 32-bit seed of a stream of keys; `step` is hashed already."""
     return mixed(step + tl.cast(stream, tl.uint32) * WEYL)

@@ -1,5 +1,5 @@
-"""RMS norm: every row read once forward and once backward. Without a gain no sum crosses rows, so a program of the backward
-takes rows of its own; with one a fixed number of programs walk all rows, each for a row of partial sums."""
+"""RMS norm: the forward and the backward each read every row once. Without a gain no sum crosses rows, so a program of the
+backward has its own rows. With one, a fixed number of programs walk all rows, and each writes a row of partial sums."""
 
 import triton
 import triton.language as tl
@@ -56,7 +56,7 @@ def _forward(out, rstd, inp, gain, epsilon, N, C: tl.constexpr, BLOCK_C: tl.cons
 
 @triton.jit
 def normalised(inp, gain, place, column, inside, in_row, epsilon, C: tl.constexpr):
-    """(out in the input's dtype, rstd) of a tile of rows."""
+    """(out in the input's dtype, rstd) for a tile of rows."""
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
     g = None if gain is None else tl.load(gain + column, mask=in_row, other=0.0).to(tl.float32)
     row_rstd = rstd_of(tl.sum(x * x, 1, keep_dims=True), C, epsilon)
@@ -101,8 +101,8 @@ def _gain_backward(
 
 @triton.jit
 def backward_rows(tensors, g, place, row, in_rows, inside, C: tl.constexpr):
-    """(the stream's gradient of a tile of rows with the norm's own path, in its dtype; each row's gradient of the gain g,
-    which may be None)."""
+    """(the stream's gradient plus the gradient through the norm, in its dtype; each row's gradient of the gain g or None)
+    for a tile of rows."""
     dresidual, dout, inp, rstd = tensors
     dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)

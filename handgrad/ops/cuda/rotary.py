@@ -1,9 +1,9 @@
-"""RMS norm of every head's query and key, and their rotation by position: one kernel forward and one backward, in place in
-the packed queries, keys and values, of which the values are not touched. With gains the forward goes from what the GEMM
-made into what attention reads, and sums in a fixed order make the gains' gradients.
+"""RMS norm of every head's query and key, and their rotation by position: one kernel forward and one backward. They work in
+place in the packed queries, keys and values, and do not touch the values. With gains the forward reads the GEMM's output
+and writes attention's input; the backward sums the gains' gradients in a fixed order.
 
-A program takes whole token rows, one after another, and has the angles of a row once for all its heads. Angles are float64
-up to a fraction of a turn, so that they stay exact at any position; the sine and cosine of what is left are float32.
+A program takes whole token rows, one after another, and computes the angles of a row once for all its heads. Angles are
+float64 until reduced to a fraction of a turn, so they stay exact at any position; its sine and cosine are float32.
 """
 
 import functools
@@ -22,8 +22,8 @@ from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.rmsnorm import rstd_of
 from handgrad.ops.reference.rotary import ROTARY_BASE, Frequencies
 
-# Bytes of the pairs' first channels that a warp holds: a lane loads 16 of each of several heads, whose angles are the same,
-# and computes these once. The backward holds two tensors where the forward holds one.
+# Bytes that a warp holds of the first channels of the pairs: a lane loads 16 from each of several heads; their angles are
+# the same, so it computes them once. The backward holds two tensors where the forward holds one.
 FORWARD_BYTES_PER_WARP, BACKWARD_BYTES_PER_WARP = 2048, 1024
 
 LOG2_BASE, LOG2_TURN = tl.constexpr(math.log2(ROTARY_BASE)), tl.constexpr(math.log2(2 * math.pi))
@@ -31,14 +31,14 @@ QUARTER = tl.constexpr(math.pi / 2)
 
 
 def tile(turned_heads: int, width: int, itemsize: int, bytes_per_warp: int) -> tuple[int, int, int]:
-    """(padded heads of queries and keys, padded pairs of a head, warps) of a program."""
+    """(padded query and key heads, padded pairs per head, warps) of a program."""
     heads, pairs = triton.next_power_of_2(turned_heads), triton.next_power_of_2(width // 2)
     return heads, pairs, min(16, max(1, heads * pairs * itemsize // bytes_per_warp))
 
 
 @functools.lru_cache(maxsize=8)
 def frequency_table(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
-    """The frequencies in turns per position, made once, at set-up."""
+    """The frequencies in turns per position, computed once, at set-up."""
     return torch.tensor([angle / (2 * math.pi) for angle in frequencies], dtype=torch.float64, device=device)
 
 
@@ -63,12 +63,12 @@ def qk_norm_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor) -> None:
 
 
 def qk_norm_rotary_forward(qkv_inout: Tensor, rstd: Tensor, *, length: int) -> None:
-    """Rounded once, after both."""
+    """Rounds once, after norm and rotation."""
     forward(qkv_inout, rstd, None, rstd.shape[1] // 2, length, rotary=True)
 
 
 def qk_norm_rotary_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor, *, length: int) -> None:
-    """Rounded once, before both."""
+    """Rounds once, after the backward of both."""
     backward(dqkv_inout, qkv, rstd, rstd.shape[1] // 2, length, rotary=True)
 
 
@@ -84,8 +84,8 @@ def forward(
     frequencies: Frequencies = None,
     scale: float = 1.0,
 ) -> None:
-    """Without `rstd` there is no norm; without `positions` (N), row n stands at position n mod length. `overlaps`: as the
-    launches of generation do."""
+    """Without `rstd` there is no norm; without `positions` (N), row n has position n mod length. `overlaps`: the kernel may
+    overlap with the previous one, as in generation."""
     table, turned_heads, width = heads_of(qkv_inout, num_heads, frequencies)
     N, columns = qkv_inout.shape
     *block, warps = tile(turned_heads, width, qkv_inout.element_size(), FORWARD_BYTES_PER_WARP)
@@ -113,7 +113,7 @@ def backward(
 
 
 def heads_of(qkv: Tensor, num_heads: int, frequencies: Frequencies) -> tuple[Tensor | None, int, int]:
-    """(table of frequencies if they are not `ROTARY_BASE`'s, heads of queries and keys, their width)."""
+    """(table of frequencies, None for `ROTARY_BASE`; number of query and key heads; their width)."""
     if frequencies is None:
         return None, 2 * num_heads, qkv.shape[1] // (3 * num_heads)
     width = 2 * len(frequencies)
@@ -132,7 +132,7 @@ def gained_qk_norm_rotary_forward(
     scale: float,
     epsilon: float,
 ) -> None:
-    """Rounded once, after all three."""
+    """Rounds once, after norm, gain and rotation."""
     gained_forward(out, rstd, qkv, q_gain, k_gain, None, length, frequencies, scale, epsilon)
 
 
@@ -148,7 +148,7 @@ def gained_forward(
     scale: float,
     epsilon: float,
 ) -> None:
-    """`positions`: as `forward` takes them."""
+    """`positions` as in `forward`."""
     (N, columns), turned_heads, D = qkv.shape, rstd.shape[1], q_gain.shape[0]
     heads = columns // D
     *block, warps = tile(turned_heads, D, qkv.element_size(), FORWARD_BYTES_PER_WARP)
@@ -172,7 +172,7 @@ def gained_qk_norm_rotary_backward(
     scale: float,
     scratch: Tensor,
 ) -> None:
-    """Rounded once, before all three."""
+    """Rounds once, after the backward of all three."""
     (N, columns), turned_heads, D = qkv.shape, rstd.shape[1], q_gain.shape[0]
     *block, warps = tile(turned_heads, D, qkv.element_size(), BACKWARD_BYTES_PER_WARP)
     programs = min(N, sizes.QK_GAIN_PROGRAMS)
@@ -228,7 +228,7 @@ def _backward(
 
 @triton.jit
 def through_norm(dy1, dy2, y1, y2, row_rstd, D: tl.constexpr):
-    """The gradient before the norm of heads, of their outputs."""
+    """The gradient before the norm of heads, from their outputs y."""
     along = tl.sum(dy1 * y1 + dy2 * y2, 1, keep_dims=True) / D
     return row_rstd * (dy1 - y1 * along), row_rstd * (dy2 - y2 * along)
 
@@ -240,14 +240,14 @@ def turned_back(dx1, dx2, cos, sin):
 
 @triton.jit
 def places(HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
-    """(heads, pairs of a head, which of them exist) of a row: pair i are the channels i and i + D/2."""
+    """(heads, pairs of a head, mask of those in range) of a row; pair i has the channels i and i + D/2."""
     head, pair = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_P)[None, :]
     return head, pair, (head < HEADS) & (pair < D // 2)
 
 
 @triton.jit
 def pairs_at(first, inside, D: tl.constexpr):
-    """Both channels of the pairs whose first ones are at `first`, in float32."""
+    """Both channels of the pairs, in float32; `first` points to the first ones."""
     x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     return x1, tl.load(first + D // 2, mask=inside, other=0.0).to(tl.float32)
 
@@ -260,7 +260,7 @@ def store_pairs(first, x1, x2, inside, D: tl.constexpr):
 
 @triton.jit
 def frequencies_at(table, pair, D: tl.constexpr):
-    """Turns per position of the pairs, in float64: from the table, or by `ROTARY_BASE`."""
+    """Turns per position of the pairs, in float64: from the table or from `ROTARY_BASE`."""
     if table is not None:
         return tl.load(table + pair, mask=pair < D // 2, other=0.0)
     else:
@@ -275,7 +275,7 @@ def turns_per_position(pair, D: tl.constexpr):
 
 @triton.jit
 def angles_at(frequency, positions, row, length, SCALE: tl.constexpr):
-    """(cos, sin) of the angles of a row, times the scale. Without `positions`, it stands at position row mod length."""
+    """(cos, sin) of the angles of a row, times the scale. Without `positions`, the row has position row mod length."""
     if positions is not None:
         position = tl.load(positions + row)
     else:
@@ -293,8 +293,8 @@ def scaled_turn(frequency, position, SCALE: tl.constexpr):
 
 @triton.jit
 def turned(turns):
-    """(cos, sin) in float32 of an angle in turns, in float64: the series of what lies beyond the nearest quarter, at most
-    pi/4, whose first term left out is less than 3e-9 of the result."""
+    """(cos, sin) in float32 of an angle in turns, in float64. Expands the rest beyond the nearest quarter, at most pi/4, in
+    a series; the first omitted term is less than 3e-9 of the result."""
     quarter = tl.floor(turns * 4 + 0.5)
     x = (turns * 4 - quarter).to(tl.float32) * QUARTER
     z = x * x
@@ -371,7 +371,7 @@ def _gained_backward(
 
 @triton.jit
 def through_gained_norm(du1, du2, x1, x2, g1, g2, row_rstd, D: tl.constexpr):
-    """(the gradient before a norm of heads, both channels; their terms of the gains' gradients) of its input x."""
+    """(gradient before a norm of heads, both channels; terms of the gains' gradients, both channels), from its input x."""
     n1, n2 = x1 * row_rstd, x2 * row_rstd
     dg1, dg2 = du1 * n1, du2 * n2
     du1, du2 = du1 * g1, du2 * g2

@@ -1,10 +1,10 @@
-"""Products of one row with a weight, for generation: as fast as the weight is read.
+"""GEMMs of one row with a weight, for generation, at the speed of reading the weight.
 
-A small weight has a program for each tile of its rows, which holds it in registers. A large one is read by as many
-programs as a GPU holds at once: each goes from tile to tile, with the next one on its way to shared memory (cp.async), and
-prepares x once for all of them, its norm or the sum of attention's parts. Either way a program requests its first tile
-before it waits for the kernel before (programmatic dependent launch, from Hopper on), so that the reading hides behind that
-kernel. Every output is one program's sum, in a fixed order.
+A small weight gets one program per tile of rows, which holds the tile in registers. A large weight gets as many programs as
+fit a GPU at once: each goes from tile to tile while the next one loads into shared memory (cp.async), and prepares x, its
+norm or the sum of attention's parts, once for all its tiles. Either way a program requests its first tile before it waits
+for the previous kernel (programmatic dependent launch, from Hopper on), which hides the read behind that kernel. Every
+output is one program's sum, in a fixed order.
 """
 
 from typing import NamedTuple
@@ -20,36 +20,36 @@ from handgrad.ops.cuda.layernorm import EPSILON
 from handgrad.ops.cuda.rmsnorm import rstd_of
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
-# A tile of the weight: 64 numbers a thread.
+# A tile of the weight: 64 numbers per thread.
 TILE_ELEMENTS = 8192
 ELEMENTS_PER_WARP = 2048
-# Of a program with more than one row; `benchmarks.decode_choices` sets one warp beside it, of which there is no record yet.
+# Least warps of a program with more than one row; `benchmarks.decode_choices` compares it with one warp, not recorded yet.
 FEWEST_WARPS = 4
-LONGEST_ROW = 1 << 15  # of a tile of one row
-FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
-# More tiles than this are dealt out to at most as many programs: five on a multiprocessor, whose tiles on their way are
-# more bytes than the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
+LONGEST_ROW = 1 << 15  # channels of the longest row that one tile holds
+FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, as long as a tile has rows to give up
+# With more tiles than this, at most as many programs share them: five per multiprocessor. Their loads in flight are more
+# bytes than the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
 MOST_PROGRAMS = 660
-# Tiles that a program holds: one in work, one on its way; two if it has more than `FEW_TILES`. With one, the programs of
-# the next kernel find room in shared memory while these run.
+# Tiles that a program holds: one in use and one in flight; two in flight if it has more than `FEW_TILES`. With one, the
+# programs of the next kernel find room in shared memory while these run.
 STAGES, FEW_TILES, STAGES_OF_MANY = 2, 4, 3
-# Registers of a thread: of a program with several tiles, so that five fit a multiprocessor, and of one with a norm and one
-# tile, because the assembler, which aims at 128 by itself, would spill for compute capability 10.0.
+# Registers per thread. With several tiles: so that five programs fit a multiprocessor. With a norm and one tile: because
+# the assembler aims at 128 by itself and would spill for compute capability 10.0.
 REGISTERS_OF_SEVERAL, REGISTERS = 96, 160
 
-NOTHING = tl.constexpr(-1e30)  # a score below all scores
+NOTHING = tl.constexpr(-1e30)  # below every real score
 
 
 class AttentionParts(NamedTuple):
-    """Attention of one row in S parts a head (`attention_decode`): sums not yet divided, relative to the largest score."""
+    """Attention of one row in S parts per head (`attention_decode`): unnormalized sums, relative to the largest score."""
 
     sums: Tensor  # (H, S, D) float32
     tops: Tensor  # (H, S) float32, the largest score of each part
-    totals: Tensor  # (H, S) float32, the sum of its weights
+    totals: Tensor  # (H, S) float32, the sum of the weights of each part
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """True for the GEMM of one row that fits a program."""
+    """True for a GEMM of one row that fits a program."""
     return x.shape[0] == 1 and weight.shape[1] <= LONGEST_ROW
 
 
@@ -63,18 +63,18 @@ def gemm_tile(O: int, K: int) -> tuple[int, int, int]:
 
 
 def programs_of(tiles: int) -> int:
-    """Programs with equally many tiles, but the last one."""
+    """The number of programs; all have equally many tiles, except the last."""
     return triton.cdiv(tiles, triton.cdiv(tiles, MOST_PROGRAMS))
 
 
 def stages_of(tiles: int) -> int:
-    """Tiles that a program holds at once; 0 if it has one in all."""
+    """Tiles that a program holds at once; 0 if it has only one."""
     each = triton.cdiv(tiles, programs_of(tiles))
     return 0 if each == 1 else STAGES if each <= FEW_TILES else STAGES_OF_MANY
 
 
 def registers(stages: int, *, normed: bool) -> dict[str, int]:
-    """The option of a launch that limits the registers of a thread, where it needs one."""
+    """The launch option that limits registers per thread, if the program needs a limit."""
     if stages:
         return {"maxnreg": REGISTERS_OF_SEVERAL}
     return {"maxnreg": REGISTERS} if normed else {}
@@ -93,12 +93,12 @@ def row_gemm(
     activation: str = "",
     parts: AttentionParts | None = None,
 ) -> None:
-    """out (1, O) = f(norm(x) weight^T + bias (O) + residual (1, O)), of one row x (1, K). f is "gelu", "relu2", "swiglu"
-    (weight (2 O, K)) or nothing, weight (O, K) otherwise; the norm a layer norm with its weight and bias, an RMS norm with
-    its gain or without, or nothing. `parts`: x is their sum instead, which nothing else has made."""
+    """out (1, O) = f(norm(x) weight^T + bias (O) + residual (1, O)), for one row x (1, K). f is "gelu", "relu2" or nothing
+    with weight (O, K), or "swiglu" with weight (2 O, K). The norm is a layer norm with weight and bias, an RMS norm with or
+    without a gain, or nothing. `parts`: the kernel uses their sum instead of x."""
     O, K = out.shape[1], weight.shape[1]
     *tile, warps = gemm_tile(weight.shape[0], K)
-    if activation == "swiglu" and tile[0] > 1:  # a program takes as many rows of the other half
+    if activation == "swiglu" and tile[0] > 1:  # a program reads as many rows from each half
         tile[0] //= 2
     tiles = triton.cdiv(O, tile[0])
     stages = stages_of(tiles)
@@ -120,13 +120,13 @@ def weight_tile(weight, tile, offset, O, K, ROWS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def product(w, v):
-    """(ROWS) float32: a tile of the weight times the row v."""
+    """(ROWS) float32: the tile w of the weight times the row v."""
     return tl.sum(w.to(tl.float32) * v[None, :], 1)
 
 
 @triton.jit
 def attended(sums, tops, totals, H, SPLITS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """(BLOCK) float32: the heads' results, of the parts in their order."""
+    """(BLOCK) float32: the attention output of all heads; adds the parts in order."""
     head, channel = tl.arange(0, BLOCK // HEAD), tl.arange(0, HEAD)
     present = head < H
     top = tl.full([BLOCK // HEAD], NOTHING, tl.float32)
@@ -157,7 +157,7 @@ def norm_parameters(norm_weight, norm_bias, K, BLOCK: tl.constexpr):
 def prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS: tl.constexpr, HEAD: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK) float32: the row, once the kernel before has written it."""
+    """(BLOCK) float32: the row after its norm; waits for the previous kernel, which writes it."""
     if OVERLAPS:
         gdc_wait()
     column = tl.arange(0, BLOCK)
@@ -170,7 +170,7 @@ def prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS: tl.constex
     if NORM == "rms":
         v = (v * rstd_of(tl.sum(v * v, 0), K, epsilon) * scale).to(x.dtype.element_ty).to(tl.float32)
     if NORM == "layer":
-        # The mean first: squares / K - mean^2 in one pass loses the variance of a row far from zero.
+        # Subtract the mean first: squares / K - mean^2 in one pass loses the variance of a row far from zero.
         centred = tl.where(inside, v - tl.sum(v, 0) / K, 0.0)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 0) / K + EPSILON))
         v = (centred * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
@@ -184,8 +184,8 @@ def store_gemm(out, w, u, v, bias, residual, tile, O, ROWS: tl.constexpr, ACTIVA
     added = tl.zeros([ROWS], tl.float32)
     if bias is not None:
         added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
-    # The second condition always holds. Without it the compiler would bring this load forward, as it does with loads in the
-    # loop's own body: to before the wait for the kernel that writes the residual.
+    # The second condition always holds. Without it the compiler would hoist this load, like other loads in the loop's body,
+    # above the wait for the kernel that writes the residual.
     if residual is not None and tile * ROWS < O:
         added += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
     y = product(w, v) + added
@@ -204,10 +204,10 @@ def _row_gemm(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, ACTIVATION: tl.constexpr,
     RMS_NORM: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """`STAGES`: of a program with several tiles; 0: each has one."""
+    """`STAGES`: tiles that a program with several holds at once; 0 if each program has one tile."""
     NORM: tl.constexpr = "rms" if RMS_NORM else ("" if norm_weight is None else "layer")
     first, step = tl.program_id(0), tl.num_programs(0)
-    # Everything that no kernel of this step writes, before waiting for the one before.
+    # Load everything that no kernel of this step writes before waiting for the previous kernel.
     if STAGES:
         scale, shift = norm_parameters(norm_weight, norm_bias, K, BLOCK)
         if OVERLAPS:

@@ -1,4 +1,4 @@
-"""The operations on NVIDIA GPUs, with GEMMs of float32 numbers in TF32."""
+"""The operations on NVIDIA GPUs, with float32 GEMMs in TF32."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ BACKEND = replace(cuda.BACKEND, tf32=True)
 
 
 def __getattr__(name: str) -> Any:
-    """All other operations are the plain ones."""
+    """Takes all other operations from `handgrad.ops.cuda`."""
     return getattr(cuda, name)
 
 

@@ -1,7 +1,7 @@
-"""Value embeddings: gate, look-up and sum in one kernel forward; backward one kernel for the gate, and then the embedding's
-own for the table (`token_embedding_backward`).
+"""Value embeddings. Forward: gate, look-up and sum in one kernel. Backward: one kernel for the gate, then the token
+embedding's for the table (`token_embedding_backward`).
 
-A program takes whole token rows, one after another, and holds the gates' weights all the while.
+A program takes whole token rows, one after another, and keeps the gates' weights in registers.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.rmsnorm import rstd_of
 
-# Bytes of values that a warp holds: of the forward two tensors, of the backward two and a result.
+# Bytes per tensor that a warp holds: two tensors in the forward, two and a result in the backward.
 BYTES_PER_WARP = 2048
 FORWARD_PROGRAMS = 4096
-BACKWARD_PROGRAMS = 1024  # each leaves a row of partial sums of the gates' weights
-MOST_PARTIALS = 1 << 20  # elements of them: 4 MiB, less than the GEMMs' workspace
+BACKWARD_PROGRAMS = 1024  # each writes a row of partial sums for the gates' weights
+MOST_PARTIALS = 1 << 20  # elements of all these rows: 4 MiB, less than the GEMMs' workspace
 
 
 def tile(num_heads: int, width: int, gate_channels: int, itemsize: int) -> tuple[tuple[int, int, int], int]:
@@ -36,7 +36,7 @@ def value_embedding_forward(
 
 
 def value_embedding_decode(qkv_inout: Tensor, stream: Tensor, gate_weight: Tensor, tokens: Tensor, table: Tensor) -> None:
-    """With the norm of the stream in the kernel, which the launches of generation may overlap."""
+    """Computes the norm of the stream in the same kernel; launches may overlap, as in generation."""
     forward(qkv_inout, None, stream, gate_weight, tokens, table, norms=True)
 
 
@@ -50,7 +50,7 @@ def forward(
     *,
     norms: bool = False,
 ) -> None:
-    """`norms`: `norm` is the stream before its norm."""
+    """`norms`: `norm` holds the stream before its norm, and the kernel normalizes it."""
     (N, C), (H, G) = norm.shape, gate_weight.shape
     block, warps = tile(H, C // H, G, norm.element_size())
     tensors, sizes = (qkv_inout, gate, norm, gate_weight, tokens, table), (N, C, H, G, *block)
@@ -86,7 +86,7 @@ def _forward(
     qkv, gate, norm, gate_weight, tokens, table, N, C: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_C: the padded row of a stream that is yet to be normalised, or 0."""
+    """BLOCK_C: padded length of a stream's row that the kernel must normalise, or 0."""
     head, channel, inside = places(H, C // H, BLOCK_H, BLOCK_D)
     weight, read, in_gate = gates(gate_weight, H, G, BLOCK_H, BLOCK_G)
     if OVERLAPS:
@@ -135,14 +135,14 @@ def _backward(
 
 @triton.jit
 def places(H: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(heads, channels of a head, which of them exist) of a row of values."""
+    """(heads, channels of a head, mask of those in range) of a row of values."""
     head, channel = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
     return head, channel, (head < H) & (channel < D)
 
 
 @triton.jit
 def gates(gate_weight, H: tl.constexpr, G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr):
-    """(the gates' weights in float32, the channels that they read, which of those exist)."""
+    """(the gates' weights in float32, the channels that they read, mask of those in range)."""
     head, read = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_G)[None, :]
     inside = (head < H) & (read < G)
     return tl.load(gate_weight + head * G + read, mask=inside, other=0.0).to(tl.float32), read, read < G

@@ -1,7 +1,7 @@
 """Every operation by its formula, in plain torch, on any device: the specification of all other backends.
 
-The forward and the backward of an operation stand next to each other under their equation. No autograd, and none of its
-kernels: `handgrad.ops.cpu` has a CPU's.
+The forward and the backward of an operation stand next to each other under their equation. They use neither autograd nor
+its kernels; `handgrad.ops.cpu` calls the CPU ones.
 """
 
 # ruff: noqa: F401
@@ -57,16 +57,16 @@ from handgrad.ops.reference.value_embedding import value_embedding_backward, val
 compose.bind_norms_and_gemms(__name__)
 mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)  # out = RMSnorm(r x + s x0) W^T
 
-BACKEND = Backend("reference")  # the verdict and the update ask the host
+BACKEND = Backend("reference")  # not capturable: the verdict and the update read tensors on the host
 
 
 def versions() -> dict[str, str]:
-    """The bits depend on torch and the device alone."""
+    """No library versions: the bits depend only on torch and the device."""
     return {}
 
 
 def check_sizes(*, length: int, num_heads: int, channels: int, head_width: int = 0) -> None:
-    """Any model runs."""
+    """Accepts any model."""
 
 
 def compile_ahead(*launches: Callable[[], None]) -> None:
@@ -74,5 +74,5 @@ def compile_ahead(*launches: Callable[[], None]) -> None:
 
 
 def scratch_bytes(*, tokens: int, channels: int, widest: int) -> int:
-    """Bytes of `scratch` that the operations of a model need: none. `widest`: columns of the widest GEMM in a block."""
+    """Bytes of `scratch` that a model's operations need: none. `widest`: columns of the widest GEMM in a block."""
     return 0

@@ -1,4 +1,4 @@
-"""GELU, squared ReLU and SwiGLU, alone and as the end of a GEMM; and the residual sum."""
+"""GELU, squared ReLU and SwiGLU, alone and as GEMM epilogues; and the residual sum."""
 
 import math
 
@@ -29,7 +29,7 @@ def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
 
 
 def gelu_terms(inp: Tensor) -> tuple[Tensor, Tensor]:
-    """x and tanh u, at least in float32."""
+    """x and tanh u, in float32 or wider."""
     x = inp.to(accumulation_dtype(inp.dtype))
     return x, torch.tanh(ROOT * (x + CUBIC * x * x * x))
 
@@ -37,11 +37,11 @@ def gelu_terms(inp: Tensor) -> tuple[Tensor, Tensor]:
 linear_gelu_forward, gelu_linear_backward = compose.with_gelu(linear_forward, linear_backward, gelu_forward, gelu_backward)
 
 # Squared ReLU (So et al. 2021, https://arxiv.org/abs/2109.08668): y = max(x, 0)^2,  dy/dx = 2 max(x, 0) = 2 sqrt(y).
-# So the backward needs the output alone, which the next GEMM keeps anyway.
+# So the backward needs only the output, which the next GEMM keeps anyway.
 
 
 def relu2_forward(hidden_inout: Tensor) -> None:
-    """hidden_inout (N, F), in place, at least in float32."""
+    """hidden_inout (N, F), in place; the arithmetic is float32 or wider."""
     x = hidden_inout.to(accumulation_dtype(hidden_inout.dtype)).clamp(min=0)
     hidden_inout.copy_(x * x)
 
@@ -61,7 +61,7 @@ linear_relu2_forward, relu2_linear_backward = compose.with_relu2(
 
 
 def swiglu_forward(out: Tensor, hidden: Tensor) -> None:
-    """out (N, F), hidden (N, 2F): the gates g, then the numbers u."""
+    """out (N, F) from hidden (N, 2F): g in the first F columns, u in the rest."""
     g, u = gates(hidden)
     out.copy_(g * torch.sigmoid(g) * u)
 
@@ -76,7 +76,7 @@ def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
 
 
 def gates(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """g and u, (N, F) each, at least in float32."""
+    """g and u, (N, F) each, in float32 or wider."""
     g, u = hidden.to(accumulation_dtype(hidden.dtype)).chunk(2, dim=1)
     return g, u
 
@@ -96,6 +96,6 @@ def residual_forward(out: Tensor, a: Tensor, b: Tensor) -> None:
 def linear_residual_forward(
     out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor | None = None
 ) -> None:
-    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C), which may be None; `out` is not `residual`."""
+    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C) or None. `out` must not be `residual`."""
     linear_forward(out, inp, weight, bias)
     residual_forward(out, residual, out)

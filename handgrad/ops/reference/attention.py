@@ -10,28 +10,28 @@ from torch import Tensor
 # P = softmax(S) = exp(S - lse),  y = P v.
 # Backward: dv = P^T dy,  dP = dy v^T,  dS = P (dP - rowsum(dy y)),  dq = dS k / sqrt(D),  dk = dS^T q / sqrt(D).
 #
-# Grouped heads (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245): K heads of keys and values, each for H / K heads of
-# queries in a row; its dk and dv are the sums over these.
+# Grouped heads (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245): K heads of keys and values; H / K consecutive query
+# heads share each. Its dk and dv are sums over these query heads.
 #
-# A mask may hide more keys. Nothing else changes: P = 0 for these keys, and with it dS.
+# A mask may hide more keys. Nothing else changes: hidden keys get P = 0, hence dS = 0.
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Causal, and with `document_starts` (B, T) int32 within documents side by side in a row: it holds the position at
-    which the document of each position starts, and query i sees key j if document_starts[i] <= j <= i."""
+    """Causal. With `document_starts` (B, T) int32, attention also stays within the documents packed in a row. It holds, for
+    each position, where its document starts; query i sees key j if document_starts[i] <= j <= i."""
 
     document_starts: Tensor | None = None
 
     def hidden(self, sample: int, length: int, device: torch.device) -> Tensor:
-        """(T, T) bool: whether a query of this sample (first) does not see a key (last)."""
+        """(T, T) bool, queries by keys of this sample: True where the query does not see the key."""
         hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
         if self.document_starts is not None:
             hidden |= torch.arange(length, device=device) < self.document_starts[sample].unsqueeze(1)
         return hidden
 
     def starts_like(self, lse: Tensor) -> Tensor | None:
-        """`document_starts`, if there are any, as kernels read them for lse (B, H, T)."""
+        """`document_starts` or None, after checking the shape and dtype that kernels expect for lse (B, H, T)."""
         starts = self.document_starts
         if starts is not None:
             fits = tuple(starts.shape) == (lse.shape[0], lse.shape[2]) and starts.dtype == torch.int32
@@ -44,8 +44,8 @@ CAUSAL = Mask()
 
 
 def split_heads(packed: Tensor, batch: int, num_heads: int, head_width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, T, D), k and v (B, K, T, D) as views of the packed (N, (H + 2K) D), whose rows hold q, k, v, each head after
-    head. Without a `head_width` D, K is H."""
+    """q (B, H, T, D), k and v (B, K, T, D) as views of the packed (N, (H + 2K) D). Each row holds the heads of q, then
+    of k, then of v. Without a `head_width` D, K is H."""
     N, columns = packed.shape
     heads = columns // head_width if head_width else 3 * num_heads
     every = packed.view(batch, N // batch, heads, columns // heads).transpose(1, 2)
@@ -55,12 +55,12 @@ def split_heads(packed: Tensor, batch: int, num_heads: int, head_width: int = 0)
 
 
 def for_queries(keys: Tensor, num_heads: int, dim: int = 0) -> Tensor:
-    """Keys or values of K heads along `dim` for each of the H heads of queries."""
+    """Repeats the K heads of keys or values along `dim` so that each of the H query heads has its own."""
     return keys if keys.shape[dim] == num_heads else keys.repeat_interleave(num_heads // keys.shape[dim], dim)
 
 
 def group_sums(dkeys: Tensor, kv_heads: int, dim: int = 0) -> Tensor:
-    """The backward of `for_queries`: sums over the heads that share keys and values."""
+    """The backward of `for_queries`: sums over the query heads that share keys and values."""
     return dkeys if dkeys.shape[dim] == kv_heads else dkeys.unflatten(dim, (kv_heads, -1)).sum(dim + 1)
 
 
@@ -81,13 +81,13 @@ def attention_scratch_bytes(
     kv_heads: int = 0,
     documents: bool = False,
 ) -> int:
-    """Bytes of `scratch` that the backward of attention needs, with `documents` one within documents: none here."""
+    """Bytes of `scratch` that attention's backward needs, `documents`: with documents in a row. None here."""
     return 0
 
 
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None, mask: Mask = CAUSAL) -> None:
-    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C), or (N, (H + 2K) D) with grouped
-    heads: C = H D."""
+    """out (N, C) and lse (B, H, T), the log of the softmax's denominator, from qkv (N, 3C), or (N, (H + 2K) D) with grouped
+    heads; C = H D."""
     B, H, T = lse.shape
     q, k, v = split_heads(qkv.to(lse.dtype), B, H, out.shape[1] // H)
     y = out.view(B, T, H, -1).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The loss: cross-entropy over the real vocabulary, and its gradient in place."""
+"""The loss, cross-entropy over the real vocabulary, and its gradient in place."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from handgrad.machine.devices import accumulation_dtype
 
-CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
+CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # elements of the softmax's float32 temporary: 2 MiB
 
-# Classifier: loss = logsumexp(z) - z[target], over the V real words; the padded columns do not exist. z are the logits,
-# or with a cap c softly bounded ones, z = c tanh(logits / c) (Bello et al. 2016, https://arxiv.org/abs/1611.09940).
+# Classifier: loss = logsumexp(z) - z[target], over the V real words; padded columns do not count. z are the logits, or with
+# a cap c the soft-capped logits z = c tanh(logits / c) (Bello et al. 2016, https://arxiv.org/abs/1611.09940).
 # Backward: dlogits = (softmax(z) - onehot(target)) * scale, times 1 - (z / c)^2 with a cap; 0 in the padded columns.
-# A target below 0 marks a token that is not trained: its loss is 0, its row of dlogits is 0.
+# A target below 0 marks a token without a loss: its loss is 0, its row of dlogits is 0.
 
 Block = tuple[slice, Tensor, Tensor, Tensor | None]
 Blocks = Callable[[torch.dtype, Tensor, Tensor, int, float], Iterator[Block]]
@@ -30,8 +30,8 @@ def classifier_forward(
     capped_blocks: Blocks | None = None,
 ) -> None:
     """losses (N) from logits (N, Vp) and targets (N). Masks the padded columns of the logits with minus infinity.
-    softcap: c, or 0 for none. untrained: targets may be below 0; without it none may, and the kernels do not look.
-    capped_blocks: replaces `log_softmax_blocks` where there is a cap."""
+    softcap: c, or 0 for none. untrained: targets may be below 0; without it none may be, and the kernels do not check.
+    capped_blocks: replaces `log_softmax_blocks` if there is a cap."""
     check_trained(targets, untrained)
     blocks_of = capped_blocks if capped_blocks and softcap else log_softmax_blocks
     for rows, target, log_p, _ in blocks_of(losses.dtype, logits_inout, targets, vocab_size, softcap):
@@ -51,7 +51,7 @@ def classifier_forward_backward(
     untrained: bool = False,
     capped_blocks: Blocks | None = None,
 ) -> None:
-    """losses (N), and the logits (N, Vp) turned into scale * dlosses/dlogits in place, from targets (N); scale (1) has
+    """losses (N) from logits (N, Vp) and targets (N); overwrites the logits with scale * dlosses/dlogits. scale (1) has
     the dtype of the losses. No element of the gradient exceeds scale in magnitude. untrained: as above."""
     check_trained(targets, untrained)
     blocks_of = capped_blocks if capped_blocks and softcap else log_softmax_blocks
@@ -78,8 +78,8 @@ def clear_untrained(targets: Tensor, *tensors: Tensor) -> None:
 def log_softmax_blocks(
     dtype: torch.dtype, logits_inout: Tensor, targets: Tensor, vocab_size: int, softcap: float
 ) -> Iterator[Block]:
-    """(rows, targets (R, 1) with word 0 for those below 0, log softmax (R, Vp), dz/dlogits (R, Vp) or None for 1) by blocks
-    of rows, whose temporaries stay in cache: 9 ms instead of 21 for 256 rows of GPT-2's vocabulary on two cores. Masking
+    """(rows, targets (R, 1) clamped to 0 from below, log softmax (R, Vp), dz/dlogits (R, Vp) or None for 1) by blocks of
+    rows, whose temporaries stay in cache: 9 ms instead of 21 for 256 rows of GPT-2's vocabulary on two cores. Masking
     instead of slicing keeps the rows contiguous."""
     N, Vp = logits_inout.shape
     logits_inout[:, vocab_size:] = -math.inf
@@ -96,6 +96,6 @@ def log_softmax_blocks(
 
 
 def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
-    """logits_inout (N, Vp) = c tanh(logits / c), in place: generation chooses from them."""
+    """logits_inout (N, Vp) = c tanh(logits / c), in place, for generation."""
     wide = logits_inout.to(accumulation_dtype(logits_inout.dtype))
     logits_inout.copy_(torch.tanh(wide / softcap) * softcap)

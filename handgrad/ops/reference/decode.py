@@ -1,7 +1,7 @@
-"""Generation, one token per sequence at a time: no operation here asks the host, so that a step can be replayed.
+"""Generation, one token per sequence at a time. No operation here waits for the host, so a CUDA graph can replay a step.
 
-Every sequence of the batch stands at a position of its own. The model's block runs on the operations of this module, whose
-names are training's where a row is a row. Nothing reads their `ln`, `mean`, `rstd` and `hidden` here.
+Each sequence of the batch has its own position. The model's block runs on the operations of this module; the row-wise ones
+have the names of training's. Nothing reads their `ln`, `mean`, `rstd` and `hidden` here.
 """
 
 import math
@@ -28,9 +28,9 @@ from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 from handgrad.ops.reference.rotary import Frequencies, gained_norm, qk_norm_forward, rotate
 from handgrad.ops.reference.value_embedding import value_embedding_decode  # noqa: F401
 
-SHARE_UNIT = 2.0**60  # of probabilities as integers: those above 2^-36 are exact, and their sum fits 63 bits
-DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
-SMALLEST_TEMPERATURE = 1e-6  # but 0: far below the spacing of float32 logits, so that only equals are drawn from
+SHARE_UNIT = 2.0**60  # scales probabilities to integers: exact above 2^-36, and their sum fits 63 bits
+DRAW_BITS = 23  # random bits per draw: with the added half, the 24 that a float32 holds exactly
+SMALLEST_TEMPERATURE = 1e-6  # except 0: far below the spacing of float32 logits, so a draw chooses among equals only
 
 compose.bind_norms_and_gemms(__name__)
 mix_rmsnorm_linear_forward = compose.after_mix(mix_forward, compose.after_rmsnorm(rmsnorm_forward, linear_forward, 1))
@@ -80,15 +80,15 @@ def gained_qk_norm_rotary_forward(
 def attention_decode(
     out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    """One new token per sequence: appends its key and value to the caches (B, K, maxT, D) at positions (B), and attends to
-    0..positions[b]. out (B, H D), qkv (B, (H + 2K) D). It reads nothing after that position."""
+    """Attention of one new token per sequence: appends its key and value to the caches (B, K, maxT, D) at positions (B) and
+    attends to 0..positions[b]. out (B, H D), qkv (B, (H + 2K) D). It reads nothing after that position."""
     slots = torch.arange(len(positions), device=qkv.device)
     store_keys_values_at(keys_inout, values_inout, qkv, slots, positions)
     attention_append(out, keys_inout, values_inout, qkv, slots, positions)
 
 
 def advance(tokens: Tensor, positions_inout: Tensor, places_inout: Tensor, chosen: Tensor, active: Tensor) -> None:
-    """The state of sequences for their next step, all (B) int64: tokens = max(chosen, 0), since -1 is no token and the host
+    """Moves the sequences to their next step, all (B) int64: tokens = max(chosen, 0), since -1 is no token and the host
     ends such a text; positions += active; places += 1."""
     torch.clamp(chosen, min=0, out=tokens)
     positions_inout.add_(active)
@@ -99,8 +99,8 @@ attention_linear_residual_forward = compose.after_attention(attention_decode, li
 
 
 def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slots: Tensor) -> None:
-    """The keys and values of whole prompts into the caches (B, K, maxT, D): qkv (B' T, (H + 2K) D) of B' prompts,
-    positions 0..T-1 of the sequences slots (B'), no two of which are equal."""
+    """Stores the keys and values of whole prompts in the caches (B, K, maxT, D): qkv (B' T, (H + 2K) D) of B' prompts, at
+    positions 0..T-1 of the sequences slots (B'), which must be distinct."""
     _, K, _, D = keys_inout.shape
     _, k, v = split_heads(qkv, slots.shape[0], qkv.shape[1] // D - 2 * K, D)
     T = k.shape[2]
@@ -109,8 +109,8 @@ def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slo
 
 
 def store_keys_values_at(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """`store_keys_values` of tokens at positions (B' T) int64, one sequence after the other. Padded tokens may
-    be at the cache's last position several times: any of them stays there."""
+    """`store_keys_values` for tokens at positions (B' T) int64, sequence by sequence. Several padded tokens may
+    share the cache's last position; any one of them stays there."""
     B, (_, K, _, D) = slots.shape[0], keys_inout.shape
     _, k, v = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
     places = slots.unsqueeze(1), slice(None), positions.view(B, -1)
@@ -128,35 +128,35 @@ def attention_append(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """Several new tokens of each of B' sequences, whose keys and values the caches (B, K, maxT, D) hold already: each
-    attends to those at positions up to its own. out (B' T, H D), qkv (B' T, (H + 2K) D), slots (B'), positions (B' T) as
-    in `store_keys_values_at`."""
+    """Attention of several new tokens for each of B' sequences. The caches (B, K, maxT, D) already hold their keys and
+    values; each token attends to positions up to its own. out (B' T, H D), qkv (B' T, (H + 2K) D), slots (B'),
+    positions (B' T) as in `store_keys_values_at`."""
     B, (_, K, maxT, D) = slots.shape[0], keys.shape
     q, _, _ = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
     H, T = q.shape[1:3]
     q = q.to(accumulation_dtype(qkv.dtype))
     later = torch.arange(maxT, device=qkv.device) > positions.view(B, 1, T, 1)
     weights = torch.softmax(attention.masked_scores(q, for_queries(keys[slots], H, 1).to(q.dtype), later), -1)
-    # Memory that was never written may hold NaN, which a weight of 0 does not remove.
+    # Unwritten cache memory may hold NaN, and a weight of 0 does not remove it.
     unseen = later.all(2).view(B, 1, maxT, 1)
     y = torch.matmul(weights, for_queries(values[slots], H, 1).to(q.dtype).masked_fill(unseen, 0))
     out.view(B, T, H, D).copy_(y.transpose(1, 2))
 
 
 # The next token. Let l be the logits. Repetition penalty r (Keskar et al. 2019, CTRL, with the sign rule that later became
-# common: l / r if l > 0, else l r) for tokens that the sequence has; then l / temperature; then three filters, each on what
-# the one before left:
+# common: l / r if l > 0, else l r) for tokens already in the sequence; then l / temperature; then three filters, each on
+# the tokens that the previous one kept:
 #   top-k (Fan et al. 2018): the k likeliest;
 #   top-p (Holtzman et al. 2020): the likeliest until their probabilities add up to p or more;
 #   min-p (Nguyen et al. 2024): those at least min_p times as likely as the likeliest.
-# A filter keeps every token that is as likely as the last one that it keeps, so the order of equals decides nothing.
-# Drawn is argmax(l + g) over what is left, g = -log(-log u) (Gumbel-max trick; Maddison et al. 2014): token i with the
-# probability softmax(l)_i. u is a hash of (seed, position, token id), the one of stochastic rounding: a draw has no state,
-# and depends neither on the batch nor on the device.
+# A filter also keeps every token as likely as the last one that it keeps, so the order of equals does not matter.
+# The draw is argmax(l + g) over the remaining tokens, g = -log(-log u) (Gumbel-max trick; Maddison et al. 2014): token i
+# has probability softmax(l)_i. u is a hash of (seed, position, token id), with the hash of stochastic rounding: a draw has
+# no state, and depends neither on the batch nor on the device.
 
 
 def choosing_scratch_bytes(*, batch: int, vocab_size: int) -> int:
-    """Bytes of `scratch` that the choice needs: none here."""
+    """Bytes of `scratch` that `choose_tokens` needs: none here."""
     return 0
 
 
@@ -175,13 +175,13 @@ def choose_tokens(
     repetition_penalty: float,
     scratch: Tensor | None = None,
 ) -> None:
-    """tokens_out (B) int64 from logits (B, Vp), whose columns from vocab_size on are no tokens; -1 where one of the logits
-    is not finite.
+    """tokens_out (B) int64 from logits (B, Vp); columns from vocab_size on are padding. -1 for a row with a logit that is
+    not finite.
 
-    seeds (B) int64; positions (B) int64: the place in its text of the token that is chosen. temperature 0: the likeliest,
-    of equals the lowest id; else it is at least `SMALLEST_TEMPERATURE`. top_k 0, top_p 1, min_p 0 and repetition_penalty 1
-    are without effect. seen_inout (B, V) bool: which tokens a sequence has, to which the chosen one is added; None where
-    repetition_penalty is 1. Arithmetic in float32, of float64 logits in float64.
+    seeds (B) int64; positions (B) int64: the chosen token's position in its text. temperature 0 takes the likeliest token,
+    the lowest id among equals; any other must be at least `SMALLEST_TEMPERATURE`. top_k 0, top_p 1, min_p 0 and
+    repetition_penalty 1 switch each off. seen_inout (B, V) bool marks the tokens of a sequence and receives the chosen one;
+    None if repetition_penalty is 1. The arithmetic is float32, for float64 logits float64.
     """
     assert temperature == 0 or temperature >= SMALLEST_TEMPERATURE
     scores = logits[:, :vocab_size].to(accumulation_dtype(logits.dtype))
@@ -202,15 +202,15 @@ def choose_tokens(
 
 
 def filtered(scores: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """scores (B, V), minus infinity where a filter takes a token away. The largest of each row is 0."""
+    """scores (B, V), with minus infinity for tokens that a filter removes. The largest score of each row is 0."""
     if 0 < top_k < scores.shape[1]:
         least = scores.topk(top_k).values[:, -1:]
         scores = scores.masked_fill(scores < least, -math.inf)
     if top_p < 1:
         ordered = scores.sort(descending=True).values
-        # Integers, whose sum no order changes: a GPU adds up a single row in the order in which its blocks end.
+        # Integers, because their sum does not depend on the order: a GPU adds a single row as its blocks finish.
         shares = (torch.softmax(ordered, 1) * SHARE_UNIT).to(torch.int64)
-        likelier = shares.cumsum(1) - shares  # of a token: the sum over those before it
+        likelier = shares.cumsum(1) - shares  # the total share of likelier tokens
         least = ordered.masked_fill(likelier >= max(1, int(top_p * SHARE_UNIT)), math.inf).amin(1, keepdim=True)
         scores = scores.masked_fill(scores < least, -math.inf)
     if min_p > 0:
@@ -219,8 +219,8 @@ def filtered(scores: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tenso
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """(B, V) float32: Gumbel-distributed, a function of seed, position and token id. u = (r + 1/2) / 2^23 with r of 23
-    bits is exact in float32, and never 0 or 1."""
+    """(B, V) float32 Gumbel noise, a function of seed, position and token id. u = (r + 1/2) / 2^23 with r of 23 bits is
+    exact in float32, and never 0 or 1."""
     key = mixed((positions & BITS32) ^ mixed((seeds & BITS32) ^ mixed((seeds >> 32) & BITS32)))
     ids = torch.arange(vocab_size, dtype=torch.int64, device=seeds.device)
     bits = mixed((ids * WEYL + key.unsqueeze(1)) & BITS32) >> (32 - DRAW_BITS)

@@ -26,9 +26,9 @@ def embedding_backward(
     dwpe_acc[: tokens.shape[1]].add_(dout.to(dwpe_acc.dtype).view(*tokens.shape, -1).sum(0))
 
 
-# Tokens alone, for models that encode positions elsewhere: x[n] = wte[token[n]]. The backward adds equal tokens in their
-# order, so that its bits repeat: a parallel kernel by sorted_positions (N) int32, 0..N-1 ordered by token, equal tokens in
-# their order. torch's `index_put_` does on a GPU, where it sorts, and `index_add_` on a CPU, not the other way round.
+# Tokens only, for models that encode positions elsewhere: x[n] = wte[token[n]]. The backward adds equal tokens in text
+# order, so its bits repeat. A parallel kernel needs sorted_positions (N) int32 for that: 0..N-1 stably sorted by token. In
+# torch, `index_put_` keeps the order on a GPU, where it sorts, and `index_add_` on a CPU; not the other way round.
 
 
 def token_embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor) -> None:

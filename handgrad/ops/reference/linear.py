@@ -24,8 +24,8 @@ def linear_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """dinp (N, I) = dout (N, O) weight; dweight_acc (O, I) += dout^T inp; dbias_acc (O) += column sums of dout. A gradient
-    of a parameter that is None is not made."""
+    """dinp (N, I) = dout (N, O) weight; dweight_acc (O, I) += dout^T inp; dbias_acc (O) += column sums of dout. Skips a
+    parameter gradient whose accumulator is None."""
     input_backward(dinp, dout, weight)
     if dweight_acc is not None:
         weight_backward(dweight_acc, dout, inp)
@@ -40,7 +40,7 @@ def input_backward(dinp: Tensor, dout: Tensor, weight: Tensor) -> None:
 def weight_backward(dweight_acc: Tensor, dout: Tensor, inp: Tensor) -> None:
     if dweight_acc.dtype == inp.dtype:
         dweight_acc.addmm_(dout.t(), inp)
-    else:  # the library writes a 16-bit GEMM in 16 bits: the sum over this call's tokens is rounded once
+    else:  # the library stores a 16-bit GEMM in 16 bits, so it rounds the sum over this call's tokens once
         dweight_acc.add_(torch.mm(dout.t(), inp))
 
 

@@ -1,13 +1,13 @@
-"""The stream that enters a block: the stream before it and the one before the first block, each times a learned number."""
+"""Mixes the input of a block: the residual stream and the first block's input, each times a learned scalar."""
 
 from torch import Tensor
 
 from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
 
-# Residual and input scalars (Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt): m = r x + s x0, of the
-# stream x and the first block's x0.  Backward: dx = r dm,  dx0 += s dm,  dr = sum(dm x),  ds = sum(dm x0).
-# Without the one r is 1, without the other s is 0: their tensors are None.
+# Residual and input scalars (Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt): m = r x + s x0, from the
+# stream x and the first block's input x0.  Backward: dx = r dm,  dx0 += s dm,  dr = sum(dm x),  ds = sum(dm x0).
+# A scalar may be absent, its tensor None: then r is 1, s is 0.
 
 
 def mix_forward(
@@ -34,7 +34,7 @@ def mix_backward(
     residual_scalar: Tensor | None,
     input_scalar: Tensor | None,
 ) -> None:
-    """Turns the gradient of the mixture (N, C) into inp's, and adds the part of `first` to its own."""
+    """Turns the gradient of the mixture (N, C) into the gradient of inp, and adds `first`'s share to dfirst_inout."""
     wide = accumulation_dtype(inp.dtype)
     dmixed = dstream_inout.to(wide)
     if input_scalar is not None:
@@ -43,12 +43,12 @@ def mix_backward(
         dfirst_inout.add_(dmixed * input_scalar.to(wide))
     if residual_scalar is not None:
         assert dresidual_scalar_acc is not None
-        dresidual_scalar_acc.add_((dmixed * inp.to(wide)).sum(1).sum())  # by rows: torch cuts a whole sum by threads
+        dresidual_scalar_acc.add_((dmixed * inp.to(wide)).sum(1).sum())  # by rows: torch splits a full sum by threads
         dstream_inout.copy_(dmixed * residual_scalar.to(wide))
 
 
-# The same and the RMS norm after it: y = m rstd. The backward makes m again from x and x0, which it reads for dr and ds in
-# any case; m is not kept.
+# The mixture and the RMS norm after it: y = m rstd. The backward recomputes m from x and x0, which it reads for dr and ds
+# anyway, so the forward need not keep m.
 
 
 def mix_rmsnorm_forward(
@@ -60,7 +60,7 @@ def mix_rmsnorm_forward(
     residual_scalar: Tensor | None,
     input_scalar: Tensor | None,
 ) -> None:
-    """mixed, out, inp, first (N, C), rstd (N). Without `mixed` the norm alone is stored."""
+    """mixed, out, inp, first (N, C), rstd (N). Without `mixed` it stores only the norm."""
     mixed = out if mixed is None else mixed
     mix_forward(mixed, inp, first, residual_scalar, input_scalar)
     rmsnorm_forward(out, rstd, mixed)
@@ -80,7 +80,7 @@ def mix_rmsnorm_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """Turns dstream_inout (N, C), the gradient of the mixture but for the norm's part, into the gradient of inp."""
+    """Turns dstream_inout (N, C), the gradient of the mixture without the norm's share, into the gradient of inp."""
     mixed = inp.new_empty(inp.shape)
     mix_forward(mixed, inp, first, residual_scalar, input_scalar)
     rmsnorm_backward(dstream_inout, None, dout, mixed, rstd, None)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from handgrad import ops
 
-# Step by step the polynomial p(x) = a x + b x^3 + c x^5 that brings singular values from a thousandth to 1 closest to 1
-# (Amsel et al. 2025, https://arxiv.org/abs/2505.16932).
+# (a, b, c) of each iteration: the polynomial p(x) = a x + b x^3 + c x^5 that brings singular values from a thousandth to
+# 1 closest to 1 (Amsel et al. 2025, https://arxiv.org/abs/2505.16932).
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -17,10 +17,10 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-ABOVE_LARGEST = 1.02  # U is divided by this times its norm, lest rounding lift a singular value above 1
+ABOVE_LARGEST = 1.02  # U is divided by this times its norm, so that rounding lifts no singular value above 1
 LEAST_NORM = 1e-7
 UPDATE_RMS = 0.2
-FIRST_MOMENTUM, WARM_UP_STEPS = 0.85, 300  # momentum grows in a straight line, while the gradient still turns quickly
+FIRST_MOMENTUM, WARM_UP_STEPS = 0.85, 300  # momentum grows linearly while the gradient still changes direction quickly
 
 
 def muon_scratch_bytes(*, matrices: int, rows: int, columns: int) -> int:
@@ -34,8 +34,8 @@ def muon_scratch_bytes(*, matrices: int, rows: int, columns: int) -> int:
 def muon_momentum(
     update: Tensor, m_inout: Tensor, gradient: Tensor, controls: Tensor, results: Tensor, *, momentum: float
 ) -> None:
-    """update (R, C), of any dtype, = U of gradient (R, C) times the clip factor; m_inout (R, C) = M. `momentum`: b, once it
-    is warmed up. Without an update m_inout stays, and `update` means nothing."""
+    """update (R, C), any dtype, = U for gradient (R, C) times the clip factor; m_inout (R, C) = M. `momentum`: b after the
+    warm-up. If the verdict forbids an update, m_inout stays and `update` is undefined."""
     dtype = gradient.dtype
     warmed = (controls[ops.CONTROL_STEP] / WARM_UP_STEPS).clamp(max=1.0)
     b = (FIRST_MOMENTUM + (momentum - FIRST_MOMENTUM) * warmed).to(dtype)
@@ -45,18 +45,18 @@ def muon_momentum(
     m_inout.copy_(torch.where(results[ops.RESULT_VERDICT] == ops.UPDATE, m, m_inout))
 
 
-# Polar factor: the nearest matrix with singular values of 1, Y Z^T of Y S Z^T. Five polynomials, each a X + b (X X^T) X +
-# c (X X^T)^2 X, come close to it.
+# Polar factor: the nearest matrix whose singular values are 1, Y Z^T for Y S Z^T. Five polynomials, each a X + b (X X^T) X
+# + c (X X^T)^2 X, approximate it.
 
 
 def muon_polar(update_to_polar_inout: Tensor, *, scratch: Tensor | None = None) -> None:
-    """Each of the matrices (n, R, C) becomes its polar factor, with the same bits in any batch."""
+    """Replaces each of the matrices (n, R, C) by its polar factor, with the same bits in any batch."""
     for matrix in update_to_polar_inout:
         matrix.copy_(polar(matrix))
 
 
 def polar(matrix: Tensor) -> Tensor:
-    """The polar factor of one matrix. The shorter side comes first, where X X^T is smallest."""
+    """The polar factor of one matrix. Transposes a tall one, so that X X^T is as small as possible."""
     X = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     X = X / (torch.linalg.vector_norm(X) * ABOVE_LARGEST + LEAST_NORM)
     for a, b, c in POLAR_EXPRESS:
@@ -85,7 +85,7 @@ def muon_update(
 ) -> None:
     """One update of a matrix (R, C) along its `polar` factor O (R, C), unless the verdict in `results` forbids it.
     moments_inout (R): v. `published` (any dtype, possibly `weight_inout` itself) receives the new weights, rounded. `rate`:
-    the matrix's learning rate over that in `controls`."""
+    the matrix's learning rate, relative to the one in `controls`."""
     dtype, (rows, columns) = weight_inout.dtype, weight_inout.shape
     learning_rate = rate * controls[ops.CONTROL_LEARNING_RATE].to(dtype)
     direction = polar.to(dtype)

@@ -1,4 +1,4 @@
-"""The end of a step: its loss and norm, the verdict on it, AdamW."""
+"""The end of a step: loss, gradient norm, verdict, AdamW."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ from torch import Tensor
 from handgrad import ops
 from handgrad.ops.hashing import BITS32, FIRST_MOMENT, SECOND_MOMENT, WEYL, mixed
 
-# Loss of a step: the micro-steps' sums, added in their order.
+# Loss of a step: the sums of the micro-steps, added in order.
 
 
 def loss_sum(sum_acc: Tensor, losses: Tensor) -> None:
@@ -21,7 +21,7 @@ def loss_sum(sum_acc: Tensor, losses: Tensor) -> None:
         sum_acc.add_(losses.sum())
 
 
-# Global norm: sums of squares over fixed-size blocks, so that no number of threads, devices or shards changes the sum.
+# Global norm: sums of squares over fixed-size blocks. So the number of threads, devices or shards does not change the sum.
 
 
 def squared_norms(out: Tensor, flat: Tensor, *, block_elements: int) -> None:
@@ -35,8 +35,8 @@ def squared_norms(out: Tensor, flat: Tensor, *, block_elements: int) -> None:
     out.square_()
 
 
-# Verdict on a step: its mean loss, the norm of its gradient, the factor that clips it, and whether to update at all.
-# With dynamic loss scaling S (Micikevicius et al. 2018) the gradients hold S times their value.
+# Verdict on a step: mean loss, gradient norm, clip factor, and whether to update at all.
+# With dynamic loss scaling S (Micikevicius et al. 2018) the gradient buffers hold S times the gradient.
 
 
 def verdict(
@@ -50,7 +50,7 @@ def verdict(
     clip_norm: float,
     dynamic_loss_scale: bool,
 ) -> None:
-    """results from the lanes' sums of the step's losses (lanes), the blocks' sums of squares, and the step's tokens and
+    """Fills results from the step's losses summed per lane (lanes), the blocks' sums of squares, and the step's tokens and
     limits in `controls`.
 
     loss_scale_inout (3): S / gradient_tokens, which scaled the gradients; S; updates since S last changed. It changes only
@@ -60,7 +60,7 @@ def verdict(
     tokens = limits[ops.CONTROL_TOKENS]
     loss = functools.reduce(operator.add, sum_of_losses.tolist()) / tokens  # `sum` would compensate its rounding
     scale = loss_scale_inout[1].item()
-    times = scale * (tokens / gradient_tokens)  # the factor that the gradients hold
+    times = scale * (tokens / gradient_tokens)  # the factor in the gradient buffers
     norm = math.sqrt(norm_partials.cpu().double().sum().item()) / times
     if not math.isfinite(loss):
         code = ops.LOSS_NOT_FINITE
@@ -79,7 +79,7 @@ def verdict(
 
 
 def change_loss_scale(loss_scale_inout: Tensor, code: int, gradient_tokens: int) -> None:
-    """`verdict`'s loss_scale_inout for the next step, after a step with the verdict `code`."""
+    """Updates `verdict`'s loss_scale_inout for the next step, after a step with the verdict `code`."""
     scale, good_steps = loss_scale_inout[1:].tolist()
     if code == ops.NORM_NOT_FINITE:
         scale, good_steps = max(scale / 2, ops.SMALLEST_LOSS_SCALE), 0.0
@@ -117,9 +117,9 @@ def adamw_update(
     `published` (any dtype, possibly `weight_inout` itself) receives the new weights, rounded. The gradient is undefined
     afterwards. `controls` holds the learning rate, which `rate` multiplies, and the step, which counts from 1.
 
-    bf16 weights have no master copy: `weight_inout` is `published`. They are updated in float32 and rounded to one of their
-    two neighbours at random, keyed by `seed`, the step and the element's place in the whole buffer, in which these begin at
-    `first_element`. bf16 moments are rounded likewise, with random bits of their own, after the weights' update has read
+    bf16 weights have no master copy: `weight_inout` is `published`. The update runs in float32 and rounds to one of the two
+    neighbours at random, keyed by `seed`, the step and the element's index in the whole buffer; these buffers begin there
+    at `first_element`. bf16 moments are rounded likewise, with their own random bits, after the weight update has read
     them.
     """
     if results[ops.RESULT_VERDICT].item() != ops.UPDATE:
@@ -137,27 +137,27 @@ def adamw_update(
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The numbers to update: the tensor itself, or bf16 in float32."""
+    """The tensor to update: the tensor itself, or a float32 copy of a bf16 tensor."""
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 def keep_moments(m_inout: Tensor, v_inout: Tensor, m: Tensor, v: Tensor, step: int, seed: int, first_element: int) -> None:
-    """Rounds the updated m and v into moments of bf16."""
+    """Rounds the updated m and v into bf16 moments."""
     for kept, moment, salt in ((m_inout, m, FIRST_MOMENT), (v_inout, v, SECOND_MOMENT)):
         if kept is not moment:
             round_stochastically(kept, moment, step, seed ^ salt, first_element)
 
 
 def publish(published: Tensor, weight_inout: Tensor, weight: Tensor, step: int, seed: int, first_element: int) -> None:
-    """The updated `weight` for the model: rounded at random into bf16 weights without masters, else to the nearest."""
+    """Stores the updated `weight`: stochastically rounded into bf16 weights without masters, else to nearest."""
     if weight is not weight_inout:
         round_stochastically(weight_inout, weight, step, seed, first_element)
     elif published.data_ptr() != weight_inout.data_ptr():
         published.copy_(weight_inout)
 
 
-# Stochastic rounding to bf16: with r uniform in 0..65535, the upper 16 of the 32 bits of a float plus r. The chance to move
-# away from zero is the part that rounding cuts off, so the mean over r is the float itself. r is a hash.
+# Stochastic rounding to bf16: add r, uniform in 0..65535, to the 32 bits of a float and keep the upper 16. The chance to
+# round away from zero is the fraction cut off, so the mean over r is the float itself. r is a hash.
 
 
 def round_stochastically(out: Tensor, exact: Tensor, step: int, seed: int, first_element: int) -> None:

@@ -1,4 +1,4 @@
-"""RMS norm, with a gain or without."""
+"""RMS norm, with or without a gain."""
 
 from torch import Tensor
 
@@ -29,8 +29,8 @@ def rmsnorm_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """Adds dL/dinp to the residual stream's gradient (N, C), and dL/dgain (C) to its accumulator; without a gain there is
-    none."""
+    """Adds dL/dinp to the residual stream's gradient (N, C), and dL/dgain (C) to its accumulator. Both gain and accumulator
+    may be None."""
     dy, normalized = dout.to(rstd.dtype), inp.to(rstd.dtype) * rstd.unsqueeze(1)
     u = dy
     if gain is not None:

@@ -1,7 +1,7 @@
-"""Queries and keys before attention: RMS norm of each head, and the rotation that tells positions apart.
+"""Queries and keys before attention: RMS norm of each head, and the rotation that encodes positions.
 
-All of it works on the queries and keys of every head in the packed (N, 3C); the values stay as they are. With grouped heads
-a row is H heads of queries and K each of keys and values, (N, (H + 2K) D), and D is twice as many as there are frequencies.
+These operations change the queries and keys of every head in the packed (N, 3C) and leave the values alone. With grouped
+heads a row holds H query heads and K heads each of keys and values, (N, (H + 2K) D); there are D / 2 frequencies.
 """
 
 import torch
@@ -12,12 +12,12 @@ from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 
 ROTARY_BASE = 10000.0
 
-# Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864): a head's channels i and i + D/2 are turned by the
-# angle t base^(-2i/D) at position t.  y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin.  q k^T then depends on the distance of
-# two positions alone. Backward: the turn back.
+# Rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864): rotate a head's channels i and i + D/2 by the angle
+# t base^(-2i/D) at position t.  y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin.  q k^T then depends only on the distance of
+# the two positions. Backward: the inverse rotation.
 #
-# Other frequencies, in radians per position, come as a tuple. YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071)
-# also multiplies queries and keys by a scale; so does the backward.
+# A tuple sets other frequencies, in radians per position. YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071)
+# also multiplies queries and keys by a scale, and the backward multiplies their gradients by it.
 
 Frequencies = tuple[float, ...] | None
 
@@ -25,7 +25,7 @@ Frequencies = tuple[float, ...] | None
 def rotary_forward(
     qkv_inout: Tensor, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
 ) -> None:
-    """qkv_inout (N, 3C): row n stands at position n mod length."""
+    """qkv_inout (N, 3C), rotated in place; row n has position n mod length."""
     rotate(qkv_inout, positions_of(qkv_inout, length), num_heads, 1, frequencies, scale)
 
 
@@ -69,7 +69,7 @@ def frequencies_of(heads: Tensor, frequencies: Frequencies) -> Tensor:
 
 
 def queries_and_keys(qkv: Tensor, num_heads: int, frequencies: Frequencies = None) -> Tensor:
-    """A view (N, H + K, D) of the packed (N, (H + 2K) D): the heads of the queries, then of the keys."""
+    """A view (N, H + K, D) of the packed (N, (H + 2K) D): the query heads, then the key heads."""
     N, columns = qkv.shape
     heads = columns // (2 * len(frequencies)) if frequencies else 3 * num_heads
     return qkv.view(N, heads, columns // heads)[:, : (heads + num_heads) // 2]
@@ -80,12 +80,12 @@ def positions_of(qkv: Tensor, length: int) -> Tensor:
 
 
 # QK-norm (Henry et al. 2020, https://arxiv.org/abs/2010.04245; with RMS norm: Dehghani et al. 2023,
-# https://arxiv.org/abs/2302.05442): every head's query and key to a root mean square of 1, so that no score of attention is
-# larger than sqrt(D).  y = x rstd.  Backward: dx = rstd (dy - y mean(dy y)), of the output y alone; x is not kept.
+# https://arxiv.org/abs/2302.05442): gives every head's query and key a root mean square of 1, so no attention score
+# exceeds sqrt(D).  y = x rstd.  Backward: dx = rstd (dy - y mean(dy y)), which needs only the output y; x is not kept.
 
 
 def qk_norm_forward(qkv_inout: Tensor, rstd: Tensor) -> None:
-    """qkv_inout (N, 3C); rstd (N, 2H): of the queries' heads, then of the keys'."""
+    """qkv_inout (N, 3C), normalized in place; rstd (N, 2H): query heads, then key heads."""
     heads = queries_and_keys(qkv_inout, rstd.shape[1] // 2)
     x = heads.to(rstd.dtype)
     rstd.copy_((x * x).mean(-1).add_(RMSNORM_EPSILON).rsqrt_())
@@ -93,30 +93,30 @@ def qk_norm_forward(qkv_inout: Tensor, rstd: Tensor) -> None:
 
 
 def qk_norm_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor) -> None:
-    """Turns the gradient after the norm (N, 3C) into the gradient before it. qkv: as the norm left it."""
+    """Turns the gradient after the norm (N, 3C) into the gradient before it. qkv: the norm's output."""
     dheads, heads = (queries_and_keys(t, rstd.shape[1] // 2) for t in (dqkv_inout, qkv))
     dy, y = dheads.to(rstd.dtype), heads.to(rstd.dtype)
     along = (dy * y).mean(-1, keepdim=True)
     dheads.copy_((dy - y * along) * rstd.unsqueeze(-1))
 
 
-# Both in a row: y = R(x rstd). A rotation keeps lengths and angles, so mean(dy y) is the same before it and after it:
-# dx = R^T(rstd (dy - y mean(dy y))), in which only outputs occur.
+# Norm, then rotation: y = R(x rstd). A rotation keeps lengths and angles, so mean(dy y) is the same before and after it:
+# dx = R^T(rstd (dy - y mean(dy y))), which needs only outputs.
 
 
 def qk_norm_rotary_forward(qkv_inout: Tensor, rstd: Tensor, *, length: int) -> None:
-    """qkv_inout (N, 3C), rstd (N, 2H): norm, then rotation; row n stands at position n mod length."""
+    """qkv_inout (N, 3C), rstd (N, 2H): norm, then rotation; row n has position n mod length."""
     qk_norm_forward(qkv_inout, rstd)
     rotary_forward(qkv_inout, num_heads=rstd.shape[1] // 2, length=length)
 
 
 def qk_norm_rotary_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor, *, length: int) -> None:
-    """Turns the gradient after both (N, 3C) into the gradient before them. qkv: as both left it."""
+    """Turns the gradient after both (N, 3C) into the gradient before them. qkv: the output of both."""
     qk_norm_backward(dqkv_inout, qkv, rstd)
     rotary_backward(dqkv_inout, num_heads=rstd.shape[1] // 2, length=length)
 
 
-# QK-norm with a gain for the queries' heads and one for the keys' (Qwen3, https://arxiv.org/abs/2505.09388), then the
+# QK-norm with one gain for the query heads and one for the key heads (Qwen3, https://arxiv.org/abs/2505.09388), then the
 # rotation: y = R(g n), n = x rstd. A gain may be zero, so the backward needs the input: with u = R^T dy,
 # dg = sum over rows and heads of u n,  dx = rstd (g u - n mean(g u n)).
 
@@ -133,13 +133,13 @@ def gained_qk_norm_rotary_forward(
     scale: float,
     epsilon: float,
 ) -> None:
-    """out, qkv (N, (H + 2K) D), rstd (N, H + K), gains (D): norm, gain, rotation; the values are copied."""
+    """out, qkv (N, (H + 2K) D), rstd (N, H + K), gains (D): norm, gain, rotation; copies the values."""
     num_heads = gained_norm(out, rstd, qkv, q_gain, k_gain, epsilon)
     rotary_forward(out, num_heads=num_heads, length=length, frequencies=frequencies, scale=scale)
 
 
 def gained_norm(out: Tensor, rstd: Tensor, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, epsilon: float) -> int:
-    """The norm, with its gains, before the rotation. Returns H."""
+    """The norm and its gains, without the rotation. Returns H."""
     num_heads = query_heads(qkv, rstd, q_gain)
     out.copy_(qkv)
     heads = qkv.view(len(qkv), -1, len(q_gain))[:, : rstd.shape[1]]
@@ -150,12 +150,12 @@ def gained_norm(out: Tensor, rstd: Tensor, qkv: Tensor, q_gain: Tensor, k_gain: 
 
 
 def query_heads(qkv: Tensor, rstd: Tensor, q_gain: Tensor) -> int:
-    """H of (H + 2K) D columns with H + K statistics."""
+    """H, from (H + 2K) D columns and H + K statistics."""
     return 2 * rstd.shape[1] - qkv.shape[1] // len(q_gain)
 
 
 def gains_of(rstd: Tensor, num_heads: int, q_gain: Tensor, k_gain: Tensor) -> Tensor:
-    """(H + K, D): the gain of every head, of rstd's dtype."""
+    """(H + K, D): the gain of every head, in rstd's dtype."""
     counts = torch.tensor([num_heads, rstd.shape[1] - num_heads], device=rstd.device)
     return torch.stack([q_gain, k_gain]).to(rstd.dtype).repeat_interleave(counts, 0)
 
@@ -174,7 +174,7 @@ def gained_qk_norm_rotary_backward(
     scale: float,
     scratch: Tensor | None = None,
 ) -> None:
-    """Turns the gradient after all three (N, (H + 2K) D) into the gradient before them. qkv: as it was before them."""
+    """Turns the gradient after all three (N, (H + 2K) D) into the gradient before them. qkv: their input."""
     num_heads, turned = query_heads(qkv, rstd, q_gain), rstd.shape[1]
     dheads, heads = (t.view(len(t), -1, len(q_gain))[:, :turned] for t in (dqkv_inout, qkv))
     du = dheads.to(rstd.dtype)

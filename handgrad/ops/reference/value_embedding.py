@@ -1,4 +1,4 @@
-"""Value embeddings: every token adds a row of a table to its values, as much of it as a gate lets pass."""
+"""Value embeddings: every token adds its row of a table, times a gate, to its values."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch import Tensor
 from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 
-# Value embeddings (after Zhou et al. 2024, https://arxiv.org/abs/2410.17897; as tables in modded-nanogpt, gated like this
-# in nanochat): of each head, v = u + g e, e = table[token], g = 2 sigmoid(z), z = sum_j W_j n_j over the first G channels
+# Value embeddings (after Zhou et al. 2024, https://arxiv.org/abs/2410.17897; tables from modded-nanogpt, this gate from
+# nanochat): per head, v = u + g e, e = table[token], g = 2 sigmoid(z), z = sum_j W_j n_j over the first G channels
 # of the block's normalised stream n.  Backward: du = dv,  de = g dv,  dz = g (1 - g / 2) sum(dv e),  dW_j = sum(dz n_j)
 # over the tokens,  dn_j += sum(dz W_j) over the heads.
 
@@ -15,8 +15,8 @@ from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 def value_embedding_forward(
     qkv_inout: Tensor, gate: Tensor, norm: Tensor, gate_weight: Tensor, tokens: Tensor, table: Tensor
 ) -> None:
-    """qkv_inout (N, 3C), of which the values change; gate (N, H); norm (N, C); gate_weight (H, G); tokens of N; table
-    (Vp, C)."""
+    """qkv_inout (N, 3C), only its values change; gate (N, H); norm (N, C); gate_weight (H, G); tokens, N in any shape;
+    table (Vp, C)."""
     wide, (H, G) = gate.dtype, gate_weight.shape
     gate.copy_(2 * torch.sigmoid(norm[:, :G].to(wide) @ gate_weight.to(wide).t()))
     values = heads_of_values(qkv_inout, H)
@@ -36,13 +36,13 @@ def value_embedding_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """dvalues (N, C): the gradient of the rows that were looked up, for `token_embedding_backward`; dqkv (N, 3C) keeps
-    dv as it is. Adds the gate's part to dnorm_inout (N, C)."""
+    """dvalues (N, C): the gradient of the looked-up rows, for `token_embedding_backward`; dqkv (N, 3C) does not change.
+    Adds the gate's share to dnorm_inout (N, C)."""
     wide, (H, G) = gate.dtype, gate_weight.shape
     dv = heads_of_values(dqkv, H).to(wide)
     dvalues.view(dv.shape).copy_(gate.unsqueeze(-1) * dv)
     dz = (dv * looked_up(table, tokens, H).to(wide)).sum(-1) * gate * (1 - gate / 2)
-    # A sum over the tokens, not a product: a BLAS cuts so long and thin a one by threads.
+    # A sum over the tokens, not a GEMM: a BLAS would split so long and thin a GEMM by threads.
     dgate_weight_acc.add_((dz.unsqueeze(2) * norm[:, :G].to(wide).unsqueeze(1)).sum(0))
     dnorm_inout[:, :G].add_(dz @ gate_weight.to(wide))
 
@@ -53,12 +53,12 @@ def heads_of_values(qkv: Tensor, num_heads: int) -> Tensor:
 
 
 def looked_up(table: Tensor, tokens: Tensor, num_heads: int) -> Tensor:
-    """The tokens' rows (N, H, D)."""
+    """The table rows (N, H, D) of the tokens."""
     return table.index_select(0, tokens.view(-1)).unflatten(1, (num_heads, -1))
 
 
 def value_embedding_decode(qkv_inout: Tensor, stream: Tensor, gate_weight: Tensor, tokens: Tensor, table: Tensor) -> None:
-    """The forward of one token per sequence, from the stream (B, C) itself, as generation keeps no norms."""
+    """The forward of one token per sequence. It reads the stream (B, C) itself, since generation keeps no norms."""
     wide = accumulation_dtype(stream.dtype)
     norm, rstd = torch.empty_like(stream), stream.new_empty(len(stream), dtype=wide)
     rmsnorm_forward(norm, rstd, stream)
