@@ -31,7 +31,7 @@ def multiplies_bf16() -> bool:
 
 
 def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
-    """(folder, version) of every control group whose controller limits this process, parent groups included."""
+    """(folder, version) of every control group that limits this process through a controller, parents included."""
     groups = root / "proc/self/cgroup"
     lines = groups.read_text().splitlines() if groups.exists() else []
     for _, controllers, group in (line.split(":", 2) for line in lines):

@@ -82,7 +82,7 @@ def quota(root: Path = Path("/")) -> float | None:
 
 
 def describe(threads: int) -> str:
-    """'2 threads on 2 cores, no CPU quota; GOMP_SPINCOUNT=1000 ...', with who set each."""
+    """'2 threads on 2 cores, no CPU quota; GOMP_SPINCOUNT=1000 ...', and who set each."""
     limit = quota()
     number = next((name for name in NUMBER if name in os.environ), "")
     by = f" by {source(number)}" if number else ""

@@ -26,7 +26,7 @@ N, C, H, F = B * T, 128, 2, 512
 SIZES = {"B": B, "T": T, "C": C, "H": H, "F": F, "V": V, "Vp": Vp, "G": 32}
 
 # Outputs <- inputs, in argument order | settings. Each tensor is name[dimensions], then optionally how to change the draw:
-#   *4   scaled by that factor      +   doubled and shifted     ^2   squared, with negative numbers (about half) set to 0
+#   *4   scaled by that factor      +   doubled and shifted     ^2   squared; negative numbers become 0 first
 CALLS = {
     "embedding_forward": "out[N C] <- tokens[B T] wte[Vp C] wpe[M C]",
     "embedding_backward": "dwte_acc[Vp C] dwpe_acc[M C] <- dout[N C] tokens[B T] sorted_positions[N]",

@@ -4,7 +4,6 @@ Few heads would leave most of a GPU idle. So S programs share the keys of a head
 2023). Part s takes the tiles s, s + S, s + 2 S, ... of the keys, so the parts are equally long at every position. The next
 GEMM adds the parts in order (`row_gemms.attended`): this needs no further launch, and no race decides the order.
 
-
 A prompt whose beginning is in the cache has several new queries (`attention_append`): the forward of FlashAttention-2
 (Dao 2023), with keys and values from the cache. A program takes a tile of one head's queries and walks over all keys up
 to the tile's last query.

@@ -1,9 +1,9 @@
 """Causal attention in Triton, directly on the packed rows, deterministic to the bit.
 
 The method is FlashAttention-2 (Dao 2023): score tiles live only in registers, the softmax runs online over blocks of keys,
-and the backward recomputes the probabilities from `lse`. Unlike it, these kernels use no atomics. One kernel computes the
-gradient of the queries, another those of keys and values (seven products instead of five). One program writes each output
-element once, after a loop of fixed order.
+and the backward recomputes the probabilities from `lse`. Unlike the original, these kernels use no atomics. One kernel
+computes the gradient of the queries, another the gradients of keys and values (seven products instead of five). One program
+writes each output element once, after a loop of fixed order.
 """
 
 from typing import Any

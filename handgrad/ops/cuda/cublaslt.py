@@ -110,8 +110,7 @@ class Plan:
         return heuristic[0]
 
     def frozen(self) -> np.ndarray | None:
-        """The table's algorithm or None: eight 64-bit words that only this library version understands. Raises `DataError`
-        if the library refuses them."""
+        """The table's algorithm or None: eight 64-bit words, valid only for this library version. Raises `DataError`."""
         words = frozen_algorithms().get(self.product.name())
         if words is None:
             return None

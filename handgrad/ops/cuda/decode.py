@@ -43,8 +43,8 @@ def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor | None, wte:
     B, C = out.shape
     block = triton.next_power_of_2(C)
     warps = min(16, max(1, block // 512))
-    # This kernel lets the next one begin, and itself waits for the end of the previous step: attention reads the positions
-    # that `advance` wrote without waiting for its own predecessor.
+    # This kernel lets the next one begin, and itself waits for the end of the previous step. So attention can read the
+    # positions that `advance` wrote before it waits for its own predecessor.
     options = {"OVERLAPS": overlaps(out.device), "num_warps": warps}
     launch(_embedding, (B,), out, tokens, positions, wte, wpe, C, block, **options)
 

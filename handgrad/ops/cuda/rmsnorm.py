@@ -101,8 +101,8 @@ def _gain_backward(
 
 @triton.jit
 def backward_rows(tensors, g, place, row, in_rows, inside, C: tl.constexpr):
-    """(the stream's gradient plus the gradient through the norm, in its dtype; each row's gradient of the gain g or None)
-    for a tile of rows."""
+    """(the stream's gradient plus the gradient through the norm, in its dtype; each row's gradient of the gain) for a tile
+    of rows. g: the gain, or None."""
     dresidual, dout, inp, rstd = tensors
     dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
