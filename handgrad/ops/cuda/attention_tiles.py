@@ -78,8 +78,8 @@ def query_block(
 def key_block(
     qkv, sums, dout, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr
 ):
-    """(keys, values, their head for the loops, their place) of this program. The first keys have the most queries, so they go
-    first: the longest programs start earliest."""
+    """(keys, values, their head for the loops, their place) of this program. The first keys have the most queries, so
+    they go first: the longest programs start earliest."""
     block, b, h, vector = head_of(tl.cdiv(T, KEYS), H, T)
     first = block * KEYS
     q_head = qkv + b * T * row_stride + h * D
