@@ -321,7 +321,7 @@ def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
     for row in parameter_rows(Weights, shape):
         if has(shape, row.name) and in_its_layer(shape, row.name):
             if row.name.endswith(VALUE_TENSORS):
-                # Separate buckets: those of the blocks keep equal sizes, and a table arrives just before its layer runs.
+                # A bucket of its own: all blocks' buckets keep one size, and a table arrives just before its layer runs.
                 row = replace(row, bucket=f"values.{row.name.split('.')[1]}")
             elif row.init == ZEROS and not shape.has("zero_init"):
                 init = EMBEDDING if row.name == "head" else RESIDUAL

@@ -298,8 +298,8 @@ class TrainStep:
         return StepResult(*numbers, slot.reports, slot.trained_tokens)
 
     def raise_norm_limit(self, norm: float) -> None:
-        """After a step that stays skipped: records a norm above the limit as the limit itself. So a lasting rise stops being
-        an outlier, and one huge norm does not blind the detector."""
+        """Call it after a step that stays skipped. Records an outlier as the limit itself: a lasting rise stops being an
+        outlier, and one huge norm does not blind the detector."""
         limit = self.norm_window.limit(self.design.guards.norm_z)
         if limit < norm < math.inf:
             self.norm_window.add(limit)
