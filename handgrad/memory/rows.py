@@ -172,7 +172,7 @@ def lay_out(
 
 def assigned_to_lanes(bucket: list[ParameterRow], loads: list[int]) -> list[ParameterRow]:
     """Assigns rows to lanes and sorts them by lane. Largest first, each goes to the lane with the fewest elements (Graham
-    1969, longest processing time first). `loads`: elements per lane so far, over all buckets: these balance, not one bucket."""
+    1969, longest processing time first). `loads`: elements per lane over all buckets so far, which balance as a whole."""
     parts: list[list[ParameterRow]] = [[] for _ in loads]
     for row in sorted(bucket, key=lambda row: -row.elements):
         lane = loads.index(min(loads))
