@@ -96,7 +96,7 @@ def activation_rows(
 
 
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What "16-bit" and "statistics" mean in a run with weights and activations of `dtype`."""
+    """The dtypes behind "16-bit" and "statistics" in a run with weights and activations of `dtype`."""
     return {"16-bit": dtype, "statistics": accumulation_dtype(dtype)}
 
 

@@ -88,8 +88,8 @@ def ticks_of(buffers: list[Buffer]) -> list[int]:
 
 
 def make_plan(buffers: Iterable[Buffer]) -> Plan:
-    """Places the buffers of each kind: first those that live throughout, in the given order, then the others, largest
-    first, each at the lowest offset free during its lifetime (greedy by size; within 1.6 % of the least that the
+    """Places the buffers of each kind: the permanent ones in the given order, then the others, largest first,
+    each at the lowest offset that is free during its lifetime (greedy by size; within 1.6 % of the least that the
     tables of this package need, which `tests/test_arena.py` measures)."""
     buffers = tuple(buffers)
     assert len({b.name for b in buffers}) == len(buffers), "buffer names must be unique"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Owned:
-    """What one update call covers: a range of the flat buffers, or a whole parameter with its shape."""
+    """The target of one update call: a range of the flat buffers, or a whole parameter with its shape."""
 
     kind: Hashable  # of its parameters
     published: Tensor  # the weights that the model reads

@@ -1,4 +1,4 @@
-"""How a run packs documents into samples, and its batches."""
+"""A run's packing of documents into samples, and its batches."""
 
 import hashlib
 import json
