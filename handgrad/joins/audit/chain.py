@@ -4,8 +4,8 @@
     step         a step's samples, loss, norm, learning rate and verdict, and the digests of the state after it
     checkpoint   the SHA-256 of a checkpoint's manifest, which lists its files' hashes, and the link of its state
 
-A `begin` or `step` is a link: `link` is the SHA-256 of its content, `previous` the `link` before it. The disk decides when a
-checkpoint line appears, so these lines form a second chain: `previous` is the `seal` before it. Format 1 had no
+A `begin` or `step` is a link: `link` is the SHA-256 of its content, `previous` the `link` before it. The disk decides when
+a checkpoint line appears, so these lines form a second chain: `previous` is the `seal` before it. Format 1 had no
 second chain, and its `begin` had no `chat`, no `files` and no hash of the sources.
 """
 
@@ -125,7 +125,7 @@ def numbers_text(fields: Iterable[str], one: Line, other: Line, between: str) ->
 
 
 def faults(lines: Iterable[Line], *, whole: bool = True) -> Iterator[str]:
-    """Yields a line about each edited, removed or added link. Unless the chain is `whole`, its links need not be consecutive.
+    """Yields a line about each edited, removed or added link. Unless the chain is `whole`, links need not be consecutive.
     A chain may begin late, after one that was lost."""
     last: Line | None = None
     known, seal, format = set[Any](), "", 1

@@ -155,7 +155,7 @@ class WithAdapters(Overlay):
         """B' (O, R)"""
         adapter = weight.adapter
         scaled_b = self.view("lora.wide", adapter.outputs, adapter.ranks)
-        if adapter.parts[0].outputs != slice(0, adapter.outputs):  # else the loop below writes every number
+        if adapter.parts[0].outputs != slice(0, adapter.outputs):  # else every number is written below
             scaled_b.zero_()
         for part, columns, rows in adapter.places():
             torch.mul(weight.b[rows], adapter.scale, out=scaled_b[part.outputs, columns])

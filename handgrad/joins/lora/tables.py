@@ -88,7 +88,7 @@ class LoraDesign:
         return lay_out((row for adapter in self.adapters for row in adapter.rows()), lanes)
 
     def flops_per_token(self, flops: float, frozen: Table, shape: ModelShape) -> float:
-        """FLOPs of forward and backward. `flops`: of the same model with all weights trained. Subtracts the weight gradients
+        """FLOPs of forward and backward. `flops`: of the model with all weights trained. Subtracts the weight gradients
         of the blocks' matrices and the head; adds the adapters' products, with x A^T computed twice."""
         untrained = sum(row.elements for row in frozen if row.group == "matrix") + shape.vocab_size * shape.channels
         a, b = (sum(math.prod(row.shape) for row in self.table(1) if row.name.endswith(end)) for end in ("_A", "_B"))

@@ -1,8 +1,8 @@
 """Gradient sync: sums the lanes' gradients in a fixed tree, then all-gathers the updated weights.
 
-A rank first adds its own lanes' gradients with a stack of partial sums. Then it exchanges each bucket: it receives the other
-ranks' sums for the parts that it owns, and adds them in the same tree. It sends a bucket on a separate stream, while the
-backward of the layers below still runs.
+A rank first adds its own lanes' gradients with a stack of partial sums. Then it exchanges each bucket: it receives the
+other ranks' sums for the parts that it owns, and adds them in the same tree. It sends a bucket on a separate stream, while
+the backward of the layers below still runs.
 
 With bf16 on the wire, every operand of every addition is rounded first, whether or not it crosses the wire.
 """
@@ -27,7 +27,7 @@ RING = 3  # blocks with gradients in memory at once, with ZeRO 2: current, in fl
 
 
 def gradient_ring(buckets: Buckets) -> dict[str, slice]:
-    """With ZeRO 2, bucket name -> range of its gradients: blocks share `RING` ranges in turn, other buckets have their own."""
+    """With ZeRO 2, bucket name -> range of its gradients. Blocks share `RING` ranges in turn, other buckets own theirs."""
     places, stop, blocks = {}, 0, block_buckets(buckets)
     for bucket in buckets:
         if bucket in blocks[RING:]:
@@ -160,8 +160,8 @@ class GradientSync:
         self.ops.squared_norms(sums, self.gradients[self.gradient_ranges[bucket.name]], block_elements=BLOCK_ELEMENTS)
 
     def overlaps_kernels(self, bucket: Bucket) -> bool:
-        """True if kernels run while this bucket travels. False for the first bucket in memory, which the backward sends last
-        and the next forward reads first."""
+        """True if kernels run while this bucket travels. False for the first bucket in memory: the backward sends it last,
+        the next forward reads it first."""
         return bucket is not self.buckets[0]
 
     def clear_ring(self, sent: Bucket) -> None:
@@ -216,7 +216,7 @@ class GradientSync:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def gather_sums(self) -> None:
-        """All-gathers the losses and, if gradients are sharded over ranks, the partial norms."""
+        """All-gathers the losses and, if each rank computes only its shard's, the partial norms."""
         parts = [("losses", self.state.losses_of_step)]
         if self.sharding.shards > 1:
             parts.append(("norms", self.state.norm_partials))

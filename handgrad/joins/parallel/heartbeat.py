@@ -1,7 +1,7 @@
 """The ranks' heartbeat: ends a run within bounded time if a process is lost or all ranks are stuck.
 
-A collective waits forever for a dead, stopped or stuck rank, or until a library's timeout that names no rank. So a thread of
-each rank writes heartbeats to the rendezvous store and reads others: rank 0 reads all, the rest read rank 0's. The first
+A collective waits forever for a dead, stopped or stuck rank, or until a library's timeout that names no rank. So a thread
+of each rank writes heartbeats to the rendezvous store and reads others: rank 0 reads all, the rest read rank 0's. The first
 rank to find a fault writes it under one key that all ranks read. The ranks never compare clocks of different machines, and
 a pause of all ranks together counts as silence of none (`RunningClock`).
 
@@ -81,7 +81,7 @@ class Seen:
 
 
 class Heartbeat:
-    """Publishes this rank's status. Ends the process if another rank is lost or has left with an error, or if all ranks wait
+    """Publishes this rank's status. Ends the process if another rank is lost or leaves with an error, or if all ranks wait
     for each other for `stall_seconds`."""
 
     def __init__(
@@ -124,8 +124,8 @@ class Heartbeat:
         self.status = step, operation, waiting, self.clock()
 
     def leave(self, text: str, exit_code: int = RESUMABLE) -> None:
-        """Tells the others the error that ends this rank or, with text "", its orderly end. Returns within `timeout_seconds`;
-        on an error of rank 0, which hosts the store, takes a few seconds more for the others to read it."""
+        """Tells the others the error that ends this rank or, with text "", its orderly end. Returns within
+        `timeout_seconds`; rank 0, which hosts the store, gives the others a few seconds more to read its error."""
         if self.closing.is_set():
             return
         self.closing.set()
@@ -146,8 +146,8 @@ class Heartbeat:
             time.sleep(READ_SECONDS)
 
     def await_verdict(self) -> None:
-        """Call it after a failed collective. Gives the threads time to find the rank at fault and to end the process. Counts
-        their rounds instead of seconds, because they run late on a busy machine."""
+        """Call it after a failed collective. Gives the threads time to find the rank at fault and to end the process.
+        Counts their rounds instead of seconds, because they run late on a busy machine."""
         self.limit_seconds = min(self.timeout_seconds, SUSPECT_SECONDS)
         last = self.rounds + int(self.timeout_seconds / self.interval) + 3
         while self.thread.is_alive() and self.rounds < last and not self.closing.wait(self.interval):

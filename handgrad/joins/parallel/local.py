@@ -36,7 +36,7 @@ from handgrad.errors import (
 )
 
 LAUNCHER = "HANDGRAD_LAUNCHER"  # variable with the launcher's process id, in its ranks' environment
-FORWARDED = (signal.SIGINT, *(number for number in STOPPING if number != signal.SIGXCPU))  # each rank has its own CPU time limit
+FORWARDED = (signal.SIGINT, *(number for number in STOPPING if number != signal.SIGXCPU))  # CPU time is a rank's own
 POLL_SECONDS = 0.05
 KILL_SECONDS = 30.0  # between SIGTERM and SIGKILL for a rank, after another one has failed
 PARENT_DEATH_SIGNAL = 1  # option of Linux's prctl

@@ -1,7 +1,7 @@
 """Checks that all ranks run the same sequence of collectives. Otherwise sums would be silently wrong.
 
-A collective's tag is its name, dtype and sizes. Steps repeat the same pairs of consecutive tags, and each rank remembers the
-pairs it has seen. Before a new pair, a rank sends no bytes until every rank has reached the same tag: each increments a
+A collective's tag is its name, dtype and sizes. Steps repeat the same pairs of consecutive tags, and each rank remembers
+the pairs it has seen. On a new pair, a rank sends no bytes until every rank has reached the same tag: each increments a
 counter in the rendezvous store. So a rank that skips a collective, or passes another size, stops before it corrupts a sum;
 the others wait for it, and the heartbeat compares the last collectives of all. A step that repeats known pairs exchanges
 nothing.

@@ -82,8 +82,8 @@ class Ranks:
     def all_to_all(
         self, received: Tensor, sent: Tensor, operation: str, shares: Sequence[int] = (), *, overlapped: bool = False
     ) -> dist.Work:
-        """sent (W pieces) -> received (W pieces): each rank's piece for this rank, in rank order. `shares`: elements of each
-        piece sent, if they differ. `overlapped`: kernels run meanwhile and must not be slowed down."""
+        """sent (W pieces) -> received (W pieces): each rank's piece for this rank, in rank order. `shares`: elements of
+        each sent piece, if they differ. `overlapped`: kernels run meanwhile and must not be slowed down."""
         return self._launch(all_to_all, received, sent, operation, shares, overlapped=overlapped)
 
     def all_gather(
@@ -208,7 +208,7 @@ class Ranks:
         return [row[3:] for row in rows]
 
     def _lost(self, error: RuntimeError, operation: str) -> NoReturn:
-        """Handles a failed collective: another rank is gone. The heartbeat names it and ends this process, else this does."""
+        """Raises `LostRank` for a failed collective, unless the heartbeat first names the rank and ends the process."""
         if self.heartbeat is not None:
             self.heartbeat.await_verdict()
         reason = " ".join(str(error).split())

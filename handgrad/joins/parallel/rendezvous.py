@@ -31,7 +31,7 @@ OVERLAPPED_CTAS = 4  # thread blocks of a collective that overlaps kernels
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How many seconds ranks wait for each other, and the folder for the thread stacks of a rank that waited too long."""
+    """The limits on waiting for other ranks, in seconds, and the folder for thread stacks of a rank that exceeds one."""
 
     join_seconds: float  # at the start
     silence_seconds: float  # without a heartbeat
@@ -177,9 +177,9 @@ def wait_for_all(
     """Waits until every rank of this start has joined; returns a name for the start, the same on all ranks. Raises
     `LostRank` naming the missing ranks.
 
-    torchrun's store survives a restart, with all that the last start's ranks wrote, and with c10d its agents do not agree on
-    the restart count. So each rank writes a random word. Rank 0 publishes a collection of the words that it finds, and each
-    rank confirms a collection with its own word. If all confirm, all words belong to this start.
+    torchrun's store survives a restart, with all that the last start's ranks wrote, and with c10d its agents do not agree
+    on the restart count. So each rank writes a random word. Rank 0 publishes the list of words that it finds, and a rank
+    confirms a list that contains its own word. If all ranks confirm, all words belong to this start.
     """
     deadline, own, pause = clock() + join_seconds, uuid.uuid4().hex, min(FIRST_RETRY_SECONDS, RETRY_SECONDS)
     store.set(f"joined/{info.rank}", own)
@@ -224,7 +224,7 @@ def absent(store: dist.Store, keys: list[str]) -> list[int]:
 
 
 def check_loopback(info: RankInfo) -> None:
-    """Raises `UsageError` if processes of one machine cannot reach each other. For any of its own addresses, the kernel uses
+    """Raises `UsageError` if processes of one machine cannot reach each other. For all of its own addresses the kernel uses
     the loopback interface."""
     if info.local_size == 1:
         return

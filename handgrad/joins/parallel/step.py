@@ -55,8 +55,8 @@ class ParallelStep(TrainStep):
         self.sync.await_gradients()
 
     def capture_ahead(self) -> None:
-        """Captures the kinds of micro-steps that later stages of the batch need, so that no step in the middle of a run waits
-        for a capture. Their launches have already run eagerly in another kind."""
+        """Captures the kinds of micro-steps that later stages of the batch need, so that no later step waits for a capture.
+        Their launches have already run eagerly in another kind."""
         self.captures_ahead = False
         batch, lanes = self.design.batch, self.sync.sharding.lanes_per_rank
         counts = [lanes * batch.micro_steps(stage.first_step) for stage in batch.schedule.stages]
