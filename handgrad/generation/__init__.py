@@ -1,1 +1,1 @@
-"""Writes text: decoding with a cache of keys and values, sampling, streams, files of prompts."""
+"""Text generation: decoding with a KV cache, sampling, streaming, prompt files."""

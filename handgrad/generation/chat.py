@@ -1,4 +1,4 @@
-"""Conversations with a model: the part of one that fits its context, and the tokens that end an answer."""
+"""Conversations with a model: cuts one to the context, and knows the tokens that end an answer."""
 
 import bisect
 import contextlib
@@ -14,16 +14,16 @@ from handgrad.errors import DataError, UsageError
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens after which the assistant speaks."""
+    """A conversation as tokens, ready for the assistant's answer."""
 
     tokens: list[int]
     messages: list[Message]  # the messages in `tokens`
-    max_tokens: int  # of the answer, so that it fits as well
-    note: str  # a line about all that did not fit, or ""
+    max_tokens: int  # most tokens of the answer that the context holds
+    note: str  # a line about dropped messages, or ""
 
 
 class Talk:
-    """The conversations of a tokenizer, by its own chat template or the plain one. `ends`: tokens that end an answer."""
+    """Renders conversations with the tokenizer's chat template or the plain one. `ends`: tokens that end an answer."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.template = ChatTemplate(tokenizer)
@@ -32,23 +32,23 @@ class Talk:
             self.ends |= self.template.end_tokens
 
     def prompt(self, messages: Sequence[Message], context: int, max_tokens: int) -> Prompt:
-        """The prompt of the longest end of a conversation that leaves an answer of `max_tokens` room in the context, or
-        a quarter of it; a system's message at the beginning stays.
+        """The prompt of the most recent messages that leave room in the context for an answer of `max_tokens`
+        or a quarter of it. Always keeps a leading system message.
 
-        Raises `UsageError` for messages that it cannot answer, `DataError` for some that the template refuses.
+        Raises `UsageError` for messages that it cannot answer, `DataError` for messages that the template refuses.
         """
         check_messages(messages)
         asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
         most = max(1, context - min(max_tokens, context // 4))
 
         def without(turns: int) -> list[Message]:
-            """The conversation without the first `turns` messages of the user and what follows each."""
+            """The conversation without its first `turns` user messages and the answers to them."""
             return [*messages[: asked[0]], *messages[asked[turns] :]]
 
         def fits(turns: int) -> bool:
             return len(self.template.render(without(turns), True)) <= most
 
-        # By halves: a conversation of thousands of messages is rendered a dozen times.
+        # Bisect: a conversation of thousands of messages takes a dozen renderings.
         turns = 0 if fits(0) else bisect.bisect_left(range(len(asked) - 1), True, key=fits)
         kept, left_out = without(turns), asked[turns] - asked[0]
         tokens = self.template.render(kept, True)
@@ -60,7 +60,7 @@ class Talk:
 
 
 def listed_ends(tokenizer: Tokenizer) -> set[int]:
-    """The tokens that transformers' `generate` ends at by the model's own file."""
+    """The end tokens that the model's own file gives transformers' `generate`."""
     found = (tokenizer.settings(GENERATION_FILE) or {}).get("eos_token_id")
     ids = found if isinstance(found, list) else [found]
     return {token for token in ids if type(token) is int and 0 <= token < tokenizer.vocab_size}

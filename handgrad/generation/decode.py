@@ -14,21 +14,21 @@ from handgrad.models import architecture
 from handgrad.settings.config import ModelShape
 
 KIND = "generation"
-PREFILL_TOKENS = 2048  # of prompts at once, if the batch has as many: enough for a GPU's GEMMs to run at full speed
+PREFILL_TOKENS = 2048  # most prompt tokens per prefill: enough for a GPU's GEMMs to run at full speed
 LEAST_CACHE = 1024  # tokens
-LENGTH_MULTIPLE = 64  # of the lengths that prompts are padded to
+LENGTH_MULTIPLE = 64  # padded prompt lengths are multiples of this
 
 
 def with_cache(shape: ModelShape, tokens: int) -> ModelShape:
-    """The shape whose cache holds so many tokens: a power of two from `LEAST_CACHE` on, at most the model's context."""
+    """The shape with a cache for `tokens`: a power of two, at least `LEAST_CACHE`, at most the model's context."""
     return replace(shape, sequence_length=min(shape.sequence_length, max(LEAST_CACHE, 1 << (tokens - 1).bit_length())))
 
 
 def decode_buffers(
     shape: ModelShape, batch: int, dtype: torch.dtype, ops: ModuleType, *, prefill_tokens: int = PREFILL_TOKENS
 ) -> list[Buffer]:
-    """The rows of the architecture's `Decoding`: `batch` sequences; prompts are prefilled by at most `prefill_tokens` at a
-    time, but at least by one whole context."""
+    """The rows of the architecture's `Decoding` for `batch` sequences. One prefill takes at most `prefill_tokens` tokens,
+    or one whole context if that is longer."""
     tokens = max(shape.sequence_length, min(prefill_tokens, batch * shape.sequence_length))
     rows = architecture(shape).decoding(shape, batch, tokens, dtype, ops)
     return [Buffer(f"{KIND}.{row.name}", row.shape, row.dtype, KIND, row.ticks) for row in rows]
@@ -40,9 +40,9 @@ def decode_tensors(shape: ModelShape, views: dict[str, Tensor]) -> Any:
 
 
 def padded_length(tokens: int, longest: int) -> int:
-    """The length that prompts of so many tokens are padded to, at most `longest`: a multiple of `LENGTH_MULTIPLE`, from 512
-    tokens on of a quarter of the power of two below. So few lengths occur, each of them a graph: 12 up to 1024 tokens, and
-    four more with every doubling."""
+    """The padded length of a prompt, at most `longest`: a multiple of `LENGTH_MULTIPLE` or, from 512 tokens on,
+    of a quarter of the power of two below. Each length needs its own graph; this rule limits them to 12 up to 1024 tokens,
+    and four more per doubling."""
     multiple = max(LENGTH_MULTIPLE, (1 << max(0, tokens - 1).bit_length()) // 8)
     return min(-(-tokens // multiple) * multiple, longest)
 
@@ -54,12 +54,12 @@ def prefill(
     slots: Sequence[int],
     starts: Sequence[int] | None = None,
 ) -> None:
-    """The keys and values of sequences (each of at most maxT tokens, or none) into their slots, from position 0 on, or from
-    `starts`, before which the slots hold earlier tokens. `launch(B', T, append=...)` runs the architecture's prefill over
-    as many rows of the buffers of prompts; `append`: from `starts` on.
+    """Writes the keys and values of sequences (0 to maxT tokens each) into their slots, from position 0 on or, after
+    tokens already in the slots, from `starts` on. `launch(B', T, append=...)` runs the architecture's prefill over that
+    many rows of the prompt buffers; `append`: from `starts` on.
 
-    Logits come from the step that reads the token after them. Longest first: sequences of about one length are padded
-    together.
+    A prefill computes no logits: the step that reads the next token does. Takes the longest first, so that sequences of
+    similar length are padded together.
     """
     rows, longest = buf.prompt_tokens.shape[0], buf.keys.shape[3]
     everything = list(zip(sequences, slots, starts or [0] * len(slots), strict=True))

@@ -1,4 +1,4 @@
-"""Prompts from a .jsonl file, and the texts written to them into another, in the same order, across interruptions."""
+"""Reads prompts from a .jsonl file and writes their texts to another, in the same order. Survives interruptions."""
 
 import contextlib
 import fcntl
@@ -12,13 +12,13 @@ from handgrad.errors import ConfigError, DataError, storage_error, storage_error
 from handgrad.files import check_free, write_durably
 from handgrad.parsing import numbered_lines, parse_record
 
-ADDED = ("text", "stopped", "tokens")  # the keys that an output line adds
+ADDED = ("text", "stopped", "tokens")  # keys that an output line adds to its prompt's
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file, each with a "prompt" and optionally its "max_tokens"; skips blank lines.
+    """The objects of a .jsonl file, each with a "prompt" and optionally "max_tokens". Skips blank lines.
 
-    Raises `DataError` with the line, `StorageError` if the file is unreadable.
+    Raises `DataError` naming the bad line, `StorageError` if the file cannot be read.
     """
     try:
         content = path.read_bytes()
@@ -38,18 +38,18 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return prompts
 
 
-Written = dict[int, dict[str, Any]]  # lines by their numbers, from 0
+Written = dict[int, dict[str, Any]]  # line number, from 0 -> object
 
 
 @contextlib.contextmanager
 def whole_lines(path: Path, identity: dict[str, Any]) -> Iterator[tuple[Written, Callable[[int, dict[str, Any]], None]]]:
-    """Yields the lines that an interrupted call has left, and a function that takes a line's number (in any order) and its
-    object. All lines, by number, are in `path` when the block ends well.
+    """Yields the lines that an interrupted call has left, and a function that writes a line: it takes the line's number, in
+    any order, and its object. If the block succeeds, `path` receives all lines, sorted by number.
 
-    Until then they lie in PATH.partial, in the order in which they came, after a line with the `identity` of prompts, model
-    and settings; it stays when the block ends badly, if it has any. Raises `UsageError` if `path` exists, `ConfigError` if
-    the lines belong to another identity or another process writes them, `DataError` if they are damaged, `StorageError` if
-    the disk refuses.
+    Until then PATH.partial holds them in order of arrival, after a line with the `identity` of prompts, model and settings.
+    If the block fails, PATH.partial stays unless it has no lines. Raises `UsageError` if `path` exists, `ConfigError` if
+    the lines have another identity or another process writes them, `DataError` if they are damaged, `StorageError` if the
+    disk refuses.
     """
     check_free(path)
     partial, doing = path.with_name(path.name + ".partial"), f"writing {path}"
@@ -83,7 +83,7 @@ def whole_lines(path: Path, identity: dict[str, Any]) -> Iterator[tuple[Written,
 
 
 def read_partial(partial: Path, identity: dict[str, Any]) -> Written:
-    """The lines of an interrupted call. Cuts off one that a kill has left unfinished. Raises OSError and the errors of
+    """The lines of an interrupted call. Cuts off a line that a kill left incomplete. Raises OSError and the errors of
     `whole_lines`."""
     content = partial.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]

@@ -1,1 +1,1 @@
-"""Joins to a plain training step at set-up: documents, masked targets, adapters, dropout, offload, ranks, audit, fp8."""
+"""Features added to a plain step at set-up: documents, masked targets, adapters, dropout, offload, ranks, audit, fp8."""

@@ -1,12 +1,12 @@
-"""Several documents in one row of the batch, each as if it were alone: the inputs that keep them apart.
+"""Document packing: several documents in one row of the batch, each computed as if alone. Inputs that keep them apart:
 
-    document_starts (B, T) int32       the offset in its row at which a token's document starts
-    positions (B, T) int64             of a token in its document, from 0, where a model learns its positions
-    sorted_by_position (N) int32       0..N-1 ordered by position, equal positions in their order
+    document_starts (B, T) int32       start of each token's document, as an offset in the row
+    positions (B, T) int64             each token's position in its document, from 0, for learned positions
+    sorted_by_position (N) int32       0..N-1 sorted by position, stable
 
-Attention reads the first: a token sees its own document. Rotary angles are relative, so nothing else changes for them. A
-table of positions is read and written like one of words. A model calls its operations as for rows of one document; the
-operations that read these inputs are bound here.
+Attention reads the first, so that a token sees only its own document. Rotary angles are relative and need no change.
+Operations read and update a position table like a word table. A model makes the same calls as for rows of one document;
+this module binds the operations that read these inputs.
 
 Targets below 0 mark tokens that are not trained. Only `Batches.fill` writes them, and only if `Batches.trains_all` is
 False; otherwise the classifier's kernels skip the test.
@@ -23,13 +23,13 @@ from handgrad.ops.reference.attention import Mask
 
 
 def scratch_sizes(ops: ModuleType) -> Any:
-    """The sizes of scratch where attention stays within documents: it has kernels of its own."""
+    """Scratch sizes for attention within documents, which has its own kernels."""
     own = partial(ops.attention_scratch_bytes, documents=True)
     return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)
 
 
 class WithDocuments(Overlay):
-    """The operations `ops` of passes over activations `act` that have these inputs."""
+    """The operations `ops` for passes over activations `act` with document inputs."""
 
     def __init__(self, ops: Any, act: Any):
         super().__init__(ops)
@@ -50,7 +50,7 @@ class WithDocuments(Overlay):
 
 
 class WithMasked(Overlay):
-    """The operations `ops`, with the classifier's told that targets may be below 0."""
+    """The operations `ops`, with a classifier that accepts targets below 0."""
 
     def __init__(self, ops: Any):
         super().__init__(ops)
@@ -59,7 +59,7 @@ class WithMasked(Overlay):
 
 
 def operations(ops: Any, act: Any, *, masked: bool = False) -> Any:
-    """The operations of passes over `act`, where its rows hold several documents or not; `masked`: some tokens are not
+    """The operations for passes over `act`, with or without several documents per row. `masked`: some tokens are not
     trained."""
     ops = WithMasked(ops) if masked else ops
     return ops if act.document_starts is None else WithDocuments(ops, act)

@@ -1,8 +1,8 @@
-"""The optimizer's state in host memory: master weights and moments lie in pinned memory and come to the GPU at the update.
+"""Optimizer offload: master weights and moments stay in pinned host memory and visit the GPU for the update.
 
-The update goes over them piece by piece, in two slots of device memory: while a piece is updated, the next one is copied in
-and the one before it out, each on a stream of its own. An element's update depends on that element alone, so the pieces
-give the bits of the whole.
+The update works piece by piece in two slots of device memory. While it runs on one piece, a copy stream brings the next one
+in and another takes the previous one out. An element's update depends on no other element, so updating in pieces gives the
+same bits.
 """
 
 import weakref
@@ -24,17 +24,17 @@ from handgrad.training.state import AT_UPDATE, OPTIMIZER_SCRATCH, TrainingState
 from handgrad.training.step import Program
 
 SLOTS = 2
-PIECE_ELEMENTS = 1 << 22  # 16 MiB of float32: a third of a millisecond over PCIe 5, long beside a launch
+PIECE_ELEMENTS = 1 << 22  # 16 MiB of float32: a third of a millisecond over PCIe 5, much longer than a launch
 
 
 def divided(rows: dict[str, Buffer]) -> tuple[dict[str, Buffer], list[Buffer]]:
-    """(rows of the device, rows of the host) of the flat buffers."""
+    """Splits the flat buffers into (device rows, host rows)."""
     host = [row for name, row in rows.items() if name == "master" or name.startswith("optimizer.")]
     return {name: row for name, row in rows.items() if row not in host}, host
 
 
 def buffers(host: list[Buffer]) -> list[Buffer]:
-    """The rows of the slots: among activations, which are dead at the update."""
+    """The rows of the slots. They reuse activation memory, which is dead at the update."""
     return [
         Buffer(slot_name(slot, row.name), (min(PIECE_ELEMENTS, *row.shape),), row.dtype, KIND, AT_UPDATE)
         for slot in range(SLOTS)
@@ -48,7 +48,7 @@ def slot_name(slot: int, name: str) -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of the state, where it lies and in its slot."""
+    """A range of the state, on the host and in its device slot."""
 
     copies: list[tuple[Tensor, Tensor]]  # (on the host, on the device)
     staged: Owned
@@ -63,7 +63,7 @@ class Piece:
 
 
 def pieces(state: TrainingState) -> Iterator[Piece]:
-    """The pieces of the ranges that this process updates, in slots that take turns."""
+    """Cuts the ranges that this process updates into pieces, in alternating slots."""
     number = 0
     for part in state.owned:
         for start in range(0, part.weight.numel(), PIECE_ELEMENTS):
@@ -73,7 +73,7 @@ def pieces(state: TrainingState) -> Iterator[Piece]:
 
 
 def piece(views: dict[str, Tensor], part: Owned, cut: slice, slot: int) -> Piece:
-    """Weights that the model reads as they are, without masters, stay on the device."""
+    """One piece. Without master weights, the weights themselves stay on the device."""
     elements, copies = cut.stop - cut.start, list[tuple[Tensor, Tensor]]()
 
     def staged(name: str, host: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def piece(views: dict[str, Tensor], part: Owned, cut: slice, slot: int) -> Piece
 
 
 class OffloadedUpdate:
-    """The optimizer's update of a state on the host: one launch of a step, which a CUDA graph can capture."""
+    """The optimizer's update of offloaded state, as one launch that a CUDA graph can capture."""
 
     def __init__(self, state: TrainingState):
         design = state.design
@@ -101,7 +101,7 @@ class OffloadedUpdate:
         tensors = state.controls, state.results, scratch
         self.updates = [partial(design.optimizer.update, design.ops, [piece.staged], *tensors) for piece in self.pieces]
         self.streams = [torch.cuda.Stream() for _ in range(2)] if design.device.type == "cuda" else []
-        self.emptied = [torch.cuda.Event() for _ in range(SLOTS)] if self.streams else []  # the slot is copied out
+        self.emptied = [torch.cuda.Event() for _ in range(SLOTS)] if self.streams else []  # after copying the slot out
 
     def __call__(self) -> None:
         if not self.streams:
@@ -124,28 +124,28 @@ class OffloadedUpdate:
             with torch.cuda.stream(outward):
                 piece.copy_out()
                 emptied.record(outward)
-        main.wait_stream(outward)  # the next forward writes where the slots are
+        main.wait_stream(outward)  # the next forward overwrites the slots
 
 
 def launches(program: Program, state: TrainingState) -> Program:
-    """The plain program with the update of a state on the host."""
+    """The plain program with the update of offloaded state."""
     verdict, _ = program.update
     return replace(program, update=[verdict, OffloadedUpdate(state)])
 
 
 def host_state(design: Design) -> dict[str, Tensor]:
-    """The views of the host's plan, zeroed: of the optimizer's state that a GPU's run keeps here, pinned."""
+    """Allocates the host plan, zeroed and, for a GPU, pinned; returns its views by name."""
     plan = design.host_plan
     storage = {kind: torch.empty(size, dtype=torch.uint8).zero_() for kind, size in plan.size_bytes.items()}
     for kind, memory in storage.items() if design.device.type == "cuda" else ():
         pin(memory, f"the {kind}", "--offload false")
-    # A view keeps the memory, but not its pinning: that ends with the tensor of the whole.
+    # Views keep the memory alive but not its pinning, which ends with the whole tensor: so return that too.
     return plan.lay_over(storage) | {f"pinned {kind}": memory for kind, memory in storage.items()}
 
 
 def pin(memory: Tensor, holds: str, remedy: str) -> None:
-    """Pins the memory of a tensor for as long as the tensor lives; raises `MemoryShort`, which says what it `holds` and the
-    setting that does without. torch's own pinned memory comes in powers of two, up to twice as much."""
+    """Pins a tensor's memory for the tensor's lifetime. Raises `MemoryShort`, which names its content (`holds`) and the
+    setting that avoids it (`remedy`). torch's own pinned allocator rounds up to powers of two, up to twice as much."""
     driver: Any = torch.cuda.cudart()
     if error := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
         raise MemoryShort(
@@ -153,4 +153,4 @@ def pin(memory: Tensor, holds: str, remedy: str) -> None:
             f" use {remedy}"
         )
     unpins: Any = weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())
-    unpins.atexit = False  # the process takes its memory along
+    unpins.atexit = False  # process exit frees the memory anyway

@@ -1,1 +1,1 @@
-"""Tensors as rows that become planned memory: parameters, activations and their lifetimes, flat buffers, allocations."""
+"""Memory planning: tables of parameters and activations with lifetimes, flat buffers, allocations."""

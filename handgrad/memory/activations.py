@@ -1,7 +1,7 @@
-"""The rows of a model's activations, and of their gradients: the fields of dataclasses, as the parameters' are.
+"""Tables of a model's activations and their gradients, declared like its parameters as fields of dataclasses.
 
-activation      shape, dtype, the stages it lives through, the recompute level from which it is recomputed; the gradients of
-                activations are such rows as well, each a buffer that all blocks use in turn
+activation      shape, dtype, lifetime in stages, and the recompute level from which it is recomputed. Activation gradients
+                are such rows too: one buffer each, which all blocks use in turn
 optional_input  an input that only some runs have
 """
 
@@ -29,16 +29,16 @@ def activation(
     of: str = "",
     optional: bool = False,
 ) -> Any:
-    """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for accumulators. `lives`:
-    the ticks it lives through (all by default); `recomputed_from`: the recompute level from which it lives at the first and
-    the last of them only (but see `recomputed_lifetimes`). `of`: it is another name of that tensor, with memory
-    only for its other forms. `optional`: a model may be without it."""
+    """An activation, or the gradient of one. `dtype`: "16-bit" is the run's dtype, "statistics" the accumulators'. `lives`:
+    the ticks it lives through, by default all. `recomputed_from`: from this recompute level on it lives only at its first
+    and last tick (but see `recomputed_lifetimes`). `of`: this row aliases that tensor, and allocates memory only
+    for its other forms. `optional`: a model may lack it."""
     row = {"shape": shape, "dtype": dtype, "lives": lives, "recomputed_from": recomputed_from, "of": of}
     return field(metadata=row | {"optional": optional})
 
 
 def optional_input() -> Any:
-    """An input that only some runs have: their view of this name, else None (`joins.documents`)."""
+    """An input that only some runs have: the view of this name, or None (`joins.documents`)."""
     return field(metadata={"optional": True})
 
 
@@ -49,21 +49,21 @@ class PassTensors:
     tokens: Tensor = activation("B T", torch.int64)
     targets: Tensor = activation("B T", torch.int64)
     sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
-    document_starts: Tensor | None = optional_input()  # where a row holds several documents
+    document_starts: Tensor | None = optional_input()  # if a row packs several documents
     losses: Tensor = activation("N", "statistics")
     scratch: Tensor = activation("scratch", torch.uint8)
 
 
 @dataclass(frozen=True)
 class ActivationRow:
-    """A tensor of a pass. `ticks`: its lifetimes; a gradient that the blocks use in turn has one per layer."""
+    """A tensor of a pass. `ticks`: its lifetimes, one per layer for a gradient that all blocks use in turn."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     ticks: tuple[Interval, ...]
     recomputed_from: int = NEVER
-    of: str = ""  # another name of that tensor: no memory of its own
+    of: str = ""  # the tensor that this row aliases, without memory of its own
     whole_blocks: tuple[Interval, ...] = ()  # the lifetimes of a block's tensor at the recompute level `WHOLE_BLOCKS`
 
     def lifetimes(self, recompute: int) -> tuple[Interval, ...]:
@@ -81,7 +81,7 @@ class ActivationRow:
 def activation_rows(
     tensors: type, dims: Dims, dtypes: Mapping[str, torch.dtype], clock: Clock, prefix: str = ""
 ) -> Iterator[ActivationRow]:
-    """The rows of a dataclass of activations in the order of its fields."""
+    """The rows of a dataclass of activations, in field order."""
     for f in fields(tensors):
         row = f.metadata
         if "block" in row:
@@ -96,7 +96,7 @@ def activation_rows(
 
 
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtypes of "16-bit" and "statistics" in a run whose weights and activations are of `dtype`."""
+    """The dtypes behind "16-bit" and "statistics" in a run with weights and activations of `dtype`."""
     return {"16-bit": dtype, "statistics": accumulation_dtype(dtype)}
 
 
@@ -111,8 +111,8 @@ def rows_of_pass(
     *,
     chunk: int,
 ) -> Iterator[ActivationRow]:
-    """The rows of an architecture's `Activations`, and in training of its `Gradients`, for `batch` samples of `length`
-    tokens. `chunk`: tokens that go through the loss head at a time."""
+    """The rows of an architecture's `Activations` and, in training, its `Gradients`, for `batch` samples of `length`
+    tokens. `chunk`: tokens per chunk of the loss head."""
     N = batch * length
     attention = {"num_heads": shape.num_heads, "kv_heads": shape.kv_heads, "head_width": shape.head_width}
     sizes = {**shape.letters, "B": batch, "T": length, "N": N, "chunk": chunk}

@@ -1,8 +1,8 @@
-"""Memory, planned: named buffers with lifetimes, placed in one allocation per kind before the first step.
+"""The memory planner: places named buffers with lifetimes in one allocation per kind, before the first step.
 
 A buffer's lifetime is a set of intervals on a clock of stages (the forward of layer 3's attention is one tick). Two
-buffers may share bytes when no tick has both alive. A recomputed activation, for example, lives at its forward tick and
-again at its backward tick, and lends its bytes to others in between.
+buffers may share bytes if they are never alive at the same tick. A recomputed activation, for example, lives at its forward
+tick and again at its backward tick; in between, other buffers use its bytes.
 """
 
 import bisect
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-ALIGNMENT_BYTES = 512  # of every buffer's start: enough for any vector load and any GPU's copy engine
+ALIGNMENT_BYTES = 512  # of each buffer's start: enough for any vector load and any GPU's copy engine
 
 Interval = tuple[int, int]  # first and last tick, both inclusive
 ALWAYS: tuple[Interval, ...] = ((-(1 << 60), 1 << 60),)
@@ -25,7 +25,7 @@ class Buffer:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kind: str  # the allocation it belongs to: "parameters", "gradients", "activations", ...
+    kind: str  # its allocation: "parameters", "gradients", "activations", ...
     lifetimes: tuple[Interval, ...] = ALWAYS
 
     @property
@@ -37,13 +37,13 @@ class Buffer:
         return -(-self.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def overlaps(self, other: "Buffer") -> bool:
-        """True if some tick has both buffers alive."""
+        """True if both buffers are alive at some tick."""
         return any(a[0] <= b[1] and b[0] <= a[1] for a in self.lifetimes for b in other.lifetimes)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The place of every buffer: pure arithmetic, so it can be made and printed without the memory it describes."""
+    """The offset of every buffer. Pure arithmetic: `handgrad plan` can print it without allocating the memory."""
 
     buffers: tuple[Buffer, ...]
     offsets: dict[str, int]  # bytes from the start of the kind's allocation, by buffer name
@@ -54,13 +54,13 @@ class Plan:
         return sum(self.size_bytes.values())
 
     def allocate(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """One zeroed allocation per kind, and a view of it for every buffer, by name."""
+        """Makes one zeroed allocation per kind; returns a view of it for each buffer, by name."""
         storage = {kind: torch.zeros(size, dtype=torch.uint8, device=device) for kind, size in self.size_bytes.items()}
         return self.lay_over(storage)
 
     def lay_over(self, storage: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same views in memory that is there: uint8, of each kind at least `size_bytes`. So one allocation can serve
-        two plans that are never at work at the same time."""
+        """Returns the views over existing memory: uint8, at least `size_bytes` of each kind. So two plans that never run at
+        the same time can share one allocation."""
         views = {}
         for buffer in self.buffers:
             start = self.offsets[buffer.name]
@@ -70,13 +70,13 @@ class Plan:
 
 
 def allocation_of(view: torch.Tensor) -> torch.Tensor:
-    """The whole allocation that a view of a plan lies in, as bytes (uint8)."""
+    """The whole allocation under a view, as bytes (uint8)."""
     return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
 
 
 def ticks_of(buffers: list[Buffer]) -> list[int]:
-    """The ticks of each buffer's life as bits of a number: two buffers overlap where both have a bit. Ticks at which no
-    interval begins have none, as intervals that overlap do so where the later one begins."""
+    """Each buffer's lifetime as a bit mask: two buffers overlap if their masks share a bit. Only ticks that begin an
+    interval need a bit, because two overlapping intervals are both alive when the later one begins."""
     begins = sorted({first for buffer in buffers for first, _ in buffer.lifetimes})
     found = []
     for buffer in buffers:
@@ -88,8 +88,8 @@ def ticks_of(buffers: list[Buffer]) -> list[int]:
 
 
 def make_plan(buffers: Iterable[Buffer]) -> Plan:
-    """Places the buffers of each kind: the lasting ones in the order given, then the others, largest first, each at the
-    lowest offset where no buffer alive at the same time lies (greedy by size; within 1.6 % of the least that the
+    """Places the buffers of each kind: the permanent ones in the given order, then the others, largest first,
+    each at the lowest offset that is free during its lifetime (greedy by size; within 1.6 % of the least that the
     tables of this package need, which `tests/test_arena.py` measures)."""
     buffers = tuple(buffers)
     assert len({b.name for b in buffers}) == len(buffers), "buffer names must be unique"
@@ -104,12 +104,12 @@ def make_plan(buffers: Iterable[Buffer]) -> Plan:
             offsets[buffer.name] = base
             base += buffer.padded_bytes
         top = base
-        placed: list[tuple[int, int, int]] = []  # start, stop and ticks of the buffers laid out, sorted by start
+        placed: list[tuple[int, int, int]] = []  # (start, stop, ticks) of each placed buffer, sorted by start
         for buffer, ticks in zip(passing, ticks_of(passing), strict=True):
             offset, size = base, buffer.padded_bytes
             for start, stop, others_ticks in placed:
                 if start >= offset + size:
-                    break  # the gap before this one is large enough, and the list is sorted
+                    break  # the buffer fits in the gap below this one
                 if stop > offset and ticks & others_ticks:
                     offset = stop
             offsets[buffer.name] = offset
@@ -121,13 +121,13 @@ def make_plan(buffers: Iterable[Buffer]) -> Plan:
 
 # The clock of a micro-step, and lifetimes on it.
 
-WHOLE_BLOCKS = 3  # the recompute level at which a block keeps its input alone
+WHOLE_BLOCKS = 3  # the recompute level at which a block keeps only its input
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The ticks of a micro-step: the embedding is 0, stage s of block l is 1 + S l + s, then comes the loss head, and the
-    backward mirrors the forward. Without a backward everything ends where the forward reads it last."""
+    """The ticks of a micro-step: the embedding is 0, stage s of block l is 1 + S l + s, the loss head comes next, and the
+    backward mirrors the forward. Without a backward a lifetime ends at the last read of the forward."""
 
     layers: int
     stages: int  # S, of a block
@@ -139,7 +139,7 @@ class Clock:
         return 1 + self.stages * self.layers
 
     def tick(self, stage: int) -> int:
-        """The forward tick of a stage of this layer; stage S is the next layer's first."""
+        """The forward tick of this layer's stage; stage S is the next layer's first."""
         return 1 + self.stages * self.layer + stage
 
     def mirrored(self, tick: int) -> int:
@@ -153,13 +153,13 @@ Lives = Callable[[Clock], tuple[Interval, ...]]
 
 
 def kept(stage: int, until: int | None = None) -> Lives:
-    """From its stage in the forward to the backward of stage `until` (by default the same)."""
+    """From the forward of `stage` to the backward of stage `until`, by default the same."""
     return lambda clock: ((clock.tick(stage), clock.mirrored(clock.tick(stage if until is None else until))),)
 
 
 def recomputed_lifetimes(clock: Clock, ticks: tuple[Interval, ...]) -> tuple[Interval, ...]:
-    """The ticks of a block's tensor at `WHOLE_BLOCKS`: to its last reader in the forward; then, recomputed as the block's
-    backward begins, to its last reader there. Tensors that only the blocks above read are kept."""
+    """A block tensor's lifetimes at `WHOLE_BLOCKS`. In the forward it lives to its last reader. The block's backward begins
+    by recomputing it, and it lives to its last reader there. Tensors that only later blocks read are kept."""
     ((first, last),) = ticks
     begin = clock.mirrored(clock.tick(clock.stages - 1))
     if last < clock.head:

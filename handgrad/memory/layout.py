@@ -1,12 +1,12 @@
-"""The layout of the flat buffers: lanes and ranks, buckets, the shard that a rank owns of each.
+"""The layout of the flat buffers: lanes and ranks, buckets, and each rank's shard.
 
-A bucket is complete at one moment of a backward pass: a block's parameters, the embeddings, the last layer norm. It is cut
-into as many parts as the run has lanes: equal ones or, where the optimizer updates parameters whole, at their borders. Of R
-ranks, each owns lanes / R neighbouring parts of every bucket. Work done part by part, or parameter by parameter, does not
-depend on R. With one lane there is one bucket: everything.
+A bucket holds parameters whose gradients a backward pass completes at the same time: a block, the embeddings, the last
+layer norm. Each bucket is cut into one part per lane: equal parts or, if the optimizer updates parameters whole, cuts at
+parameter borders. Each of R ranks owns lanes / R neighbouring parts of every bucket. Work that goes part by part, or
+parameter by parameter, does not depend on R. A run with one lane has one bucket for everything.
 
-A rank's shard of a flat buffer is its parts of the first bucket, then of the second, and so on. The shard of a single
-rank is the flat buffer itself.
+A rank's shard of a flat buffer concatenates its parts of the buckets, in order. With a single rank the shard is the flat
+buffer itself.
 """
 
 import itertools
@@ -19,14 +19,14 @@ from handgrad.memory.rows import BLOCK_ELEMENTS, ParameterRow, Table, flat_eleme
 
 @dataclass(frozen=True)
 class Sharding:
-    """A rank hosts lanes / ranks neighbouring lanes. With ZeRO 0 every rank keeps everything, with 1 its shard of master
-    weights and optimizer state, with 2 also its shard of the gradients alone."""
+    """A rank hosts lanes / ranks neighbouring lanes. With ZeRO 0 every rank keeps everything; with 1 only its shard of
+    master weights and optimizer state; with 2 also only its shard of the gradients."""
 
     lanes: int = 1
     rank: int = 0
     ranks: int = 1
     zero: int = 1
-    rounded: bool = False  # gradients are rounded to bf16 on their way
+    rounded: bool = False  # ranks exchange gradients in bf16
 
     @property
     def lanes_per_rank(self) -> int:
@@ -34,17 +34,17 @@ class Sharding:
 
     @property
     def levels(self) -> int:
-        """Gradient buffers of a rank: the lane at work, and a partial sum for every level of the tree over its lanes."""
+        """Gradient buffers of a rank: one for the current lane, and a partial sum per level of the tree over its lanes."""
         return self.lanes_per_rank.bit_length()
 
     @property
     def shards(self) -> int:
-        """Parts into which master weights and optimizer state are cut."""
+        """The number of shards of master weights and optimizer state."""
         return self.ranks if self.zero else 1
 
     @property
     def shard(self) -> int:
-        """This process's part."""
+        """The index of this process's shard."""
         return self.rank if self.zero else 0
 
     @property
@@ -54,11 +54,11 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range of a flat buffer, cut into a part for every lane."""
+    """A range of a flat buffer, cut into one part per lane."""
 
     name: str
-    cuts: tuple[int, ...]  # where the lanes' parts begin, and the bucket's end
-    before: tuple[int, ...]  # elements of the lanes' parts in the buckets before it
+    cuts: tuple[int, ...]  # start of each lane's part, then the bucket's end
+    before: tuple[int, ...]  # start of this bucket in each lane's shard
 
     @property
     def start(self) -> int:
@@ -77,22 +77,22 @@ class Bucket:
         return slice(self.start, self.stop)
 
     def owned(self, rank: int, ranks: int) -> slice:
-        """The range in the flat buffer that `rank` of `ranks` owns: the parts of its lanes."""
+        """The range of the flat buffer that `rank` of `ranks` owns."""
         lanes = len(self.before) // ranks
         return slice(self.cuts[rank * lanes], self.cuts[(rank + 1) * lanes])
 
     def local(self, rank: int, ranks: int) -> slice:
-        """The same in that rank's shard."""
+        """The offsets of that range in the rank's shard."""
         owned, lanes = self.owned(rank, ranks), len(self.before) // ranks
         start = sum(self.before[rank * lanes : (rank + 1) * lanes])
         return slice(start, start + owned.stop - owned.start)
 
     def shares(self, ranks: int) -> list[int]:
-        """The elements that each rank owns."""
+        """The number of elements that each rank owns."""
         return [owned.stop - owned.start for owned in (self.owned(rank, ranks) for rank in range(ranks))]
 
     def wire_elements(self, ranks: int) -> int:
-        """Elements of the communication buffer: the bucket, or the largest rank's share times the ranks."""
+        """Elements of the communication buffer: the bucket, or the largest share times `ranks` if that is more."""
         return max(self.elements, ranks * max(self.shares(ranks)))
 
 
@@ -100,7 +100,7 @@ Buckets = tuple[Bucket, ...]
 
 
 def buckets_of(table: Table, lanes: int, elements: int = 0) -> Buckets:
-    """The buckets of a table laid out for as many lanes, in memory order. `elements`: `flat_elements` if 0."""
+    """The buckets, in memory order, of a table laid out for `lanes`. `elements`: buffer length; 0: `flat_elements`."""
     rows: dict[str, list[ParameterRow]] = {}
     for row in table:
         rows.setdefault("all" if lanes == 1 else row.bucket, []).append(row)
@@ -130,9 +130,9 @@ class Layout:
 
 
 def state_layout(name: str, parameters: Layout, shapes: Callable[[ParameterRow], dict[str, tuple[int, ...]]]) -> Layout:
-    """The layout of one tensor of an optimizer's state, by its `shapes`: a row `name.PARAMETER` per parameter. Rows and
-    cuts lie where the parameters' do, less the elements that smaller rows before them save. Only a row that is updated
-    whole may be smaller: no cut divides it."""
+    """The layout of optimizer state tensor `name`, with a row `name.PARAMETER` per parameter. `shapes`: shapes of a
+    parameter's state. Rows and cuts follow the parameters' layout, moved down by the elements that smaller rows save. Only
+    a row that is updated whole may be smaller, because no cut divides it."""
     rows = tuple(replace(row, name=f"{name}.{row.name}", shape=shapes(row)[name]) for row in parameters.rows)
     pairs = [(row, parameter) for row, parameter in zip(rows, parameters.rows, strict=True) if row.shape != parameter.shape]
     assert all(row.whole and row.elements <= parameter.elements for row, parameter in pairs)
@@ -146,7 +146,7 @@ def state_layout(name: str, parameters: Layout, shapes: Callable[[ParameterRow],
 
 
 def shard_elements(buckets: Buckets, ranks: int) -> int:
-    """The length of a rank's shard: the longest."""
+    """The length of the longest shard."""
     return max(buckets[-1].local(rank, ranks).stop for rank in range(ranks))
 
 
@@ -156,7 +156,7 @@ def bucket_of(row: ParameterRow, buckets: Buckets) -> Bucket:
 
 @dataclass(frozen=True)
 class Part:
-    """A range in the flat buffer and in the rank's shard."""
+    """A range as offsets in the flat buffer and in the rank's shard."""
 
     flat: slice
     local: slice
@@ -164,14 +164,14 @@ class Part:
 
 @dataclass(frozen=True)
 class NormPart(Part):
-    """A part whose blocks' sums of squares lie at `partials` among the rank's."""
+    """A part; `partials` locates the sums of squares of its blocks among the rank's."""
 
     partials: slice
 
 
 def norm_parts(buckets: Buckets, lanes: int, rank: int, ranks: int) -> list[NormPart]:
-    """The rank's parts, each cut into blocks of its own: part after part, in each bucket after bucket, so that the ranks'
-    sums one after another are a single rank's."""
+    """The rank's parts, each with its own blocks, ordered by lane, then bucket. So concatenating all ranks' sums gives the
+    sums of a single rank."""
     parts, most = [], norm_blocks_per_lane(buckets, lanes)
     for place, part in enumerate(range(rank * lanes // ranks, (rank + 1) * lanes // ranks)):
         partial = place * most
@@ -187,30 +187,30 @@ def norm_parts(buckets: Buckets, lanes: int, rank: int, ranks: int) -> list[Norm
 
 
 def norm_blocks_per_lane(buckets: Buckets, lanes: int) -> int:
-    """The most sums of squares that any lane has. A lane with fewer leaves the rest at zero."""
+    """The most sums of squares of any lane. A lane with fewer leaves the rest zero."""
     shares = [bucket.shares(lanes) for bucket in buckets]
     return max(sum(-(-elements[lane] // BLOCK_ELEMENTS) for elements in shares) for lane in range(lanes))
 
 
 def norm_blocks(buckets: Buckets, lanes: int) -> int:
-    """The number of sums of squares behind the global norm."""
+    """The number of sums of squares in the global norm."""
     return lanes * norm_blocks_per_lane(buckets, lanes)
 
 
 @dataclass(frozen=True)
 class UpdatePart(Part):
-    """A part that the optimizer updates in one call, or, frozen, leaves as it is."""
+    """A part that the optimizer updates in one call or, if frozen, skips."""
 
     kind: Hashable
     frozen: bool
-    shape: tuple[int, ...] | None  # of the parameter that it is; None: a range
+    shape: tuple[int, ...] | None  # of a whole parameter; None: a range
 
 
 def update_parts(
     table: Table, buckets: Buckets, rank: int, ranks: int, kind: Callable[[ParameterRow], Hashable]
 ) -> list[UpdatePart]:
-    """The rank's shard: parameters that are updated whole, and ranges of one kind, frozen or not. Alignment gaps between
-    tensors belong to the range before them; they hold zeros and stay zero."""
+    """The rank's shard as parameters updated whole, and ranges of one kind, frozen or not. An alignment gap belongs to the
+    range before it; gaps hold zeros and stay zero."""
     parts: list[UpdatePart] = []
     for bucket in buckets:
         owned, shard = bucket.owned(rank, ranks), bucket.local(rank, ranks)
@@ -230,13 +230,13 @@ def update_parts(
 
 
 def follows(last: UpdatePart, part: UpdatePart) -> bool:
-    """True if the two are one range of one kind."""
+    """True if `part` extends `last` as one range of one kind."""
     adjacent = (last.flat.stop, last.local.stop) == (part.flat.start, part.local.start)
     return adjacent and (last.kind, last.frozen, last.shape, None) == (part.kind, part.frozen, None, part.shape)
 
 
 def row_ranges(table: Table, bucket: Bucket) -> Iterator[tuple[int, int, ParameterRow]]:
-    """The bucket's parameters in memory order as ranges (start, stop), each up to the beginning of the next."""
+    """Yields (start, stop, row) of the bucket's parameters in memory order; each range ends at the next one's start."""
     rows = sorted((row for row in table if bucket.start <= row.offset < bucket.stop), key=lambda row: row.offset)
     for row, following in zip(rows, (*rows[1:], None), strict=True):
         yield row.offset, following.offset if following else bucket.stop, row

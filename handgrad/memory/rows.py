@@ -1,11 +1,11 @@
-"""The rows of a model's parameters, and the places, initial weights and views that derive from them.
+"""The parameter table of a model, and the offsets, initial weights and views derived from it.
 
-An architecture declares its tensors once, as fields of dataclasses: the field's name is the tensor's, its metadata is the
-row. A shape is written in the alphabet of `handgrad.ops` ("N 3C", "B H T"); the sizes of the letters come with the model.
+An architecture declares each tensor once, as a field of a dataclass: the field's name names the tensor, its metadata is the
+row. Shapes use the letters of `handgrad.ops` ("N 3C", "B H T"); the model sets their sizes.
 
     parameter   shape, initial distribution, bucket, optimizer group
     activation  shape, dtype, lifetimes (`memory.activations`)
-    shared      a block's name for a tensor that all blocks use
+    shared      a block's alias of a tensor that all blocks use
     repeated    a dataclass per layer
 """
 
@@ -26,9 +26,9 @@ from handgrad.errors import UsageError
 from handgrad.names import nearest_name
 from handgrad.networks import ModelShape
 
-ALIGN_ELEMENTS = 128  # a parameter starts at a multiple: 512 bytes of float32, 256 of bf16
-BLOCK_ELEMENTS = 1 << 16  # gradient elements behind one partial sum of the global norm
-LAYERS = re.compile(r"blocks\.(\d+)-(\d+)(\..*)?")  # of blocks, in a pattern of names
+ALIGN_ELEMENTS = 128  # alignment of a parameter's start: 512 bytes of float32, 256 of bf16
+BLOCK_ELEMENTS = 1 << 16  # gradient elements per partial sum of the global norm
+LAYERS = re.compile(r"blocks\.(\d+)-(\d+)(\..*)?")  # a range of blocks in a name pattern
 KIND = "activations"  # the arena's allocation of a model's activations
 
 Dims = Mapping[str, int]  # the size of each letter
@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Init:
-    """An initial distribution, or the one `value` of a constant. `residual`: of a projection into the residual stream,
-    scaled by 1/sqrt(2L); `by_inputs`: scaled by 1/sqrt(I) of a matrix with I columns."""
+    """An initial distribution, or a constant `value`. `residual`: a projection into the residual stream, scaled by
+    1/sqrt(2L); `by_inputs`: scaled by 1/sqrt(I) for a matrix with I columns."""
 
     kind: Literal["normal", "zeros", "constant"]
     std: float = 0.0
@@ -69,16 +69,16 @@ def parameter(
     optional: bool = False,
     rate: float = 1.0,
 ) -> Any:
-    """A parameter. `bucket`: the parameters whose gradients are complete at the same moment (a block's have its name);
-    `stored_rows`: the letter of the rows that are saved, where padding rows follow them. A model may be without it, if it
-    is `optional` or has a `fallback`: the tensor that serves in its place. `rate`: its learning rate over the
-    step's, with AdamW."""
+    """A parameter. `bucket`: groups parameters whose gradients complete at the same time (a block's bucket has the block's
+    name). `stored_rows`: the letter for the number of saved rows; padding rows follow them. A model may lack an
+    `optional` parameter, or one with a `fallback`, the tensor to use instead. `rate`: multiplies the learning rate,
+    with AdamW."""
     row = {"shape": shape, "init": init, "group": group, "bucket": bucket, "stored": stored_rows}
     return field(metadata=row | {"of": fallback, "optional": optional, "rate": rate})
 
 
 def shared(of: str = "") -> Any:
-    """A block's name for a tensor that all blocks use in turn; `of`: its name outside, if that is another one."""
+    """A block's alias of a tensor that all blocks use in turn; `of`: the tensor's name, if it differs."""
     return field(metadata={"of": of})
 
 
@@ -96,20 +96,20 @@ def sizes(shape: str, dims: Dims) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """A parameter in the flat buffers: weights, gradients and optimizer state share its offset."""
+    """A parameter in the flat buffers. Weights, gradients and optimizer state use the same offset."""
 
     name: str
     shape: tuple[int, ...]  # as allocated
-    stored_rows: int  # as saved: the embedding without its padding
+    stored_rows: int  # as saved, without the embedding's padding
     init: Init
     std: float
     group: Group
     bucket: str
     offset: int = 0  # elements from the start of a flat buffer
-    frozen: bool = False  # left as it is by the optimizer
-    whole: bool = False  # updated in one call, with its shape
-    lane: int | None = None  # the lane whose part holds all of it; None: any lanes' parts do
-    rate: float = 1.0  # of learning, over the step's
+    frozen: bool = False  # the optimizer skips it
+    whole: bool = False  # the optimizer updates it in one call, with its shape
+    lane: int | None = None  # the lane that holds all of it; None: cuts may divide it
+    rate: float = 1.0  # multiplies the step's learning rate
 
     @property
     def elements(self) -> int:
@@ -117,7 +117,7 @@ class ParameterRow:
 
     @property
     def aligned_elements(self) -> int:
-        """With the gap that follows it."""
+        """Elements including the alignment gap after it."""
         return rounded_up(self.elements, ALIGN_ELEMENTS)
 
     @property
@@ -128,7 +128,7 @@ class ParameterRow:
         return flat[self.offset : self.offset + self.elements].view(self.shape)
 
     def stored(self, flat: Tensor) -> Tensor:
-        """The part that is saved and exchanged: no padding rows."""
+        """The part that checkpoints and exports hold, without padding rows."""
         return self.view(flat)[: self.stored_rows]
 
 
@@ -136,7 +136,7 @@ Table = tuple[ParameterRow, ...]
 
 
 def parameter_rows(tensors: type, shape: ModelShape, prefix: str = "") -> Iterator[ParameterRow]:
-    """The rows of a dataclass of parameters in the order of its fields."""
+    """The rows of a dataclass of parameters, in field order."""
     dims = shape.letters
     for f in fields(tensors):
         if "block" in f.metadata:
@@ -154,8 +154,8 @@ def parameter_rows(tensors: type, shape: ModelShape, prefix: str = "") -> Iterat
 def lay_out(
     rows: Iterable[ParameterRow], lanes: int = 1, whole: Callable[[ParameterRow], bool] = lambda row: False
 ) -> Table:
-    """The rows with their offsets. With several `lanes` each bucket can be cut into as many aligned parts: equal ones, or,
-    where some of its parameters are updated `whole`, parts that cut no parameter."""
+    """Assigns offsets to the rows. With several `lanes`, each bucket can be cut into one aligned part per lane: equal parts
+    or, if `whole` holds for any of its parameters, cuts at parameter borders."""
     placed: dict[str, ParameterRow] = {}
     rows = [row if row.whole == (by_itself := whole(row)) else replace(row, whole=by_itself) for row in rows]
     offset, loads = 0, [0] * lanes
@@ -171,8 +171,8 @@ def lay_out(
 
 
 def assigned_to_lanes(bucket: list[ParameterRow], loads: list[int]) -> list[ParameterRow]:
-    """The rows in the order of their lanes. Largest first, each goes to the lane with the fewest elements (Graham 1969,
-    longest processing time first). `loads`: the lanes' elements, which even out over a model's buckets, not within one."""
+    """Assigns rows to lanes and sorts them by lane. Largest first, each goes to the lane with the fewest elements (Graham
+    1969, longest processing time first). `loads`: elements per lane over all buckets so far, which balance as a whole."""
     parts: list[list[ParameterRow]] = [[] for _ in loads]
     for row in sorted(bucket, key=lambda row: -row.elements):
         lane = loads.index(min(loads))
@@ -186,22 +186,22 @@ def rounded_up(elements: int, multiple: int) -> int:
 
 
 def flat_elements(table: Table, lanes: int = 1) -> int:
-    """Length of a flat buffer: the table's end, rounded up to whole blocks, or to a part for every lane."""
+    """Length of a flat buffer: the table's end, rounded up to whole blocks or, with lanes, to equal aligned parts."""
     end = max(row.offset + row.elements for row in table)
     return rounded_up(end, BLOCK_ELEMENTS if lanes == 1 else ALIGN_ELEMENTS * lanes)
 
 
 def count_parameters(table: Iterable[ParameterRow]) -> int:
-    """Without the padding."""
+    """The number of parameters, without padding."""
     return sum(math.prod(row.stored_shape) for row in table)
 
 
 def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], object]) -> None:
-    """Hands the initial weights to `put`, the stored part of each parameter in float32 on the CPU, from several threads;
-    skips zeros.
+    """Draws the initial weights and passes the stored part of each parameter, float32 on the CPU, to `put` from several
+    threads. Skips parameters that start at zero.
 
-    Each tensor has a generator of its own, keyed by (seed, its place in the table): every device, precision and number of
-    ranks starts from the same numbers.
+    Each tensor has its own generator, keyed by (seed, index in the table), so every device, precision and number of ranks
+    starts from the same values.
     """
 
     def draw(index: int) -> None:
@@ -211,20 +211,20 @@ def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], ob
             values.normal_(0.0, row.std, generator=torch.Generator().manual_seed(seed * 1_000_003 + index))
         put(row, values)
 
-    # A thread per processor: the draws of one tensor are a sequence, different tensors are independent.
+    # A thread per processor: one tensor's draws are sequential, different tensors are independent.
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         list(threads.map(draw, [index for index, row in enumerate(table) if row.init.kind != "zeros"]))
 
 
-# Parameters that a run leaves as they are, by their names.
+# Frozen parameters, by name.
 
 
 def freeze(table: Table, patterns: str) -> Table:
-    """The table with the rows frozen that one of the patterns names.
+    """Freezes every row that one of the patterns matches.
 
-    Patterns are separated by commas. One names a row (`wte`, `blocks.3.qkv_weight`), all rows below a name (`blocks.3`),
-    what a glob matches (`blocks.*.ln1_*`), or one of these for several layers (`blocks.0-5`, `blocks.0-5.fc_*`). Raises
-    `UsageError` for a pattern that names no row, or a layer that is not there, and when nothing is left to train.
+    Commas separate patterns. A pattern is a row (`wte`, `blocks.3.qkv_weight`), a prefix of rows (`blocks.3`), a glob
+    (`blocks.*.ln1_*`), or one of these for a range of layers (`blocks.0-5`, `blocks.0-5.fc_*`). Raises `UsageError` for a
+    pattern that matches no row, a layer that does not exist, or if no parameter is left to train.
     """
     frozen: set[str] = set()
     for given in filter(None, (part.strip() for part in patterns.split(","))):
@@ -243,7 +243,7 @@ def freeze(table: Table, patterns: str) -> Table:
 
 
 def by_layer(pattern: str) -> Iterator[str]:
-    """`blocks.2-3.fc_*` -> `blocks.2.fc_*`, `blocks.3.fc_*`; another pattern as it is, and so a range without layers."""
+    """`blocks.2-3.fc_*` -> `blocks.2.fc_*`, `blocks.3.fc_*`. Yields other patterns, and empty ranges, unchanged."""
     ranged = LAYERS.fullmatch(pattern)
     layers = range(int(ranged[1]), int(ranged[2]) + 1) if ranged else range(0)
     if not ranged or not layers:
@@ -257,8 +257,8 @@ def by_layer(pattern: str) -> Iterator[str]:
 
 
 def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str = "") -> T:
-    """A dataclass of tensors with the views that bear its fields' names: of a block's field `blocks.3.name`, or the `name`
-    that all blocks share. A tensor that the model lacks is None."""
+    """Fills a dataclass of tensors with the views named after its fields. A block's field takes `blocks.3.name`, or `name`
+    if all blocks share the tensor. A tensor that the model lacks is None."""
 
     def lookup(f: Field) -> Any:
         row = f.metadata

@@ -7,8 +7,8 @@ llama        Llama, Qwen2, Qwen3 and their relatives
 decoding     the buffers of generation
 overlay      operations with some of them replaced
 
-An architecture computes with the operations and tensors that it is given. It knows no memory, no optimizer and no other
-process. Adding one takes a file here and one in `handgrad.networks`.
+An architecture computes with the operations and tensors that its caller passes. It knows nothing of memory planning,
+optimizers or ranks. A new one takes a file here and one in `handgrad.networks`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,12 +30,12 @@ HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this muc
 
 
 def architecture(shape: ModelShape) -> ModuleType:
-    """The file of a model of this shape."""
+    """The module that computes models of this shape."""
     return import_module(f"handgrad.models.{shape.architecture}")
 
 
 def parameter_table(shape: ModelShape, lanes: int = 1, whole: Callable[[ParameterRow], bool] = lambda row: False) -> Table:
-    """The parameters with their offsets in the flat buffers; `whole`: if the optimizer updates a row in one call."""
+    """The parameters with their offsets in the flat buffers; `whole(row)`: the optimizer updates the row in one call."""
     return lay_out(architecture(shape).parameters(shape), lanes, whole)
 
 
@@ -55,7 +55,7 @@ def forward_buffers(
 
 
 def document_buffers(model: ModuleType, batch: int, length: int) -> list[Buffer]:
-    """The inputs of rows that hold several documents (see `joins.documents`), as far as the architecture has them."""
+    """The document inputs (see `joins.documents`) that the architecture has."""
     places = (batch, length)
     rows = {
         "document_starts": (places, torch.int32),
@@ -86,8 +86,8 @@ def named_activations(shape: ModelShape, views: Mapping[str, Any]) -> Any:
 
 
 def head_chunk_tokens(requested: int, tokens: int, padded_vocab_size: int, dtype: torch.dtype) -> int:
-    """Tokens per chunk of the loss head: as requested, or the largest power of two that fits `HEAD_CHUNK_BYTES`, at least
-    128. With GPT-2's vocabulary in bf16 it is 4096, where all three GEMMs run at their best rate."""
+    """Tokens per chunk of the loss head: `requested`, or the largest power of two that fits `HEAD_CHUNK_BYTES`, at least
+    128. For GPT-2's vocabulary in bf16 that is 4096, where all three GEMMs run at their best rate."""
     if requested:
         return min(requested, tokens)
     fitting = HEAD_CHUNK_BYTES // (padded_vocab_size * dtype.itemsize)

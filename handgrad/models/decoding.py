@@ -1,8 +1,8 @@
-"""The buffers of generation, which differ between architectures in their blocks alone.
+"""The buffers of generation. Architectures differ only in their blocks.
 
-A prompt's tokens but the last go through `prefill`, many at once; the last one, and then every token that was chosen,
-through `decode_step`, one per sequence. The two take turns in the same memory: ticks 1 and 2 are a block of the prefill,
-3 and 4 one of a step. Every block writes its buffers anew, the stream in place.
+`prefill` reads all tokens of a prompt but the last, many at a time. `decode_step` reads the last one and then each chosen
+token, one per sequence. The two share memory: ticks 1 and 2 are a block of the prefill, 3 and 4 a block of a step. Every
+block overwrites the same buffers, and updates the residual stream in place.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ Block = TypeVar("Block")
 
 @dataclass
 class Sequences:
-    """The state of B sequences, and the buffers for R tokens of prompts or one token per sequence."""
+    """The state of B sequences, and the buffers for R prompt tokens or one token per sequence."""
 
-    tokens: Tensor = activation("B", torch.int64)  # the last token of each, which the next step reads
+    tokens: Tensor = activation("B", torch.int64)  # each sequence's last token, the next step's input
     chosen: Tensor = activation("B", torch.int64)  # the step's choice, or -1
     positions: Tensor = activation("B", torch.int64)  # of `tokens` in the context, from 0
-    places: Tensor = activation("B", torch.int64)  # of the token to be chosen in the whole text
-    active: Tensor = activation("B", torch.int64)  # 1 where a sequence is, 0 where a slot is free
+    places: Tensor = activation("B", torch.int64)  # index of the next token in the whole text
+    active: Tensor = activation("B", torch.int64)  # 1 for a slot in use, 0 for a free one
     seeds: Tensor = activation("B", torch.int64)
     seen: Tensor = activation("B V", torch.bool)  # the tokens each sequence has
     keys: Tensor = activation("L B K maxT D")
@@ -38,15 +38,15 @@ class Sequences:
     scratch: Tensor = activation("scratch", torch.uint8)
     prompt_tokens: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)
     prompt_positions: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)  # of an append
-    prompt_slots: Tensor = activation("B", torch.int64, lives=lambda _: PROMPTS)  # the sequences that they belong to
+    prompt_slots: Tensor = activation("B", torch.int64, lives=lambda _: PROMPTS)  # the slot of each prompt
     logits: Tensor = activation("B Vp", lives=lambda _: STEP)
 
 
 def decode_rows(
     block: type, shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
-    """The rows of `Sequences` and of two of `block`, the prefill's and the step's, for `batch` sequences, and for prompts
-    that are prefilled by `prompt_tokens` at a time."""
+    """The rows of `Sequences` and of two copies of `block`, for prefill and step. `batch`: sequences; `prompt_tokens`: most
+    tokens per prefill."""
     tokens, C = max(batch, prompt_tokens), shape.channels
     sizes = {**shape.letters, "B": batch, "R": prompt_tokens}
     choosing = ops.decode.choosing_scratch_bytes(batch=batch, vocab_size=shape.vocab_size)
@@ -71,7 +71,7 @@ def step_attention(ops: ModuleType, block: Any, sequences: Sequences, layer: int
 
 
 def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool) -> None:
-    """The keys and values of `batch` prompts into the layer's cache: from position 0 on, or, with `append`, at
+    """Stores the keys and values of `batch` prompts in the layer's cache, from position 0 on or, with `append`, at
     `prompt_positions`."""
     cache, slots = (sequences.keys[layer], sequences.values[layer]), sequences.prompt_slots[:batch]
     if append:
@@ -84,8 +84,8 @@ def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int,
 def prompt_attention(
     ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool
 ) -> Attention:
-    """Stores the keys and values of prompts, whose tokens attend to each other, or, with `append`, over the layer's
-    cache."""
+    """Stores the prompts' keys and values. Their tokens attend to their own prompt or, with `append`, to the whole cache of
+    the layer."""
 
     def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         store_prompts(ops, block, sequences, layer, batch, append=append)
@@ -101,7 +101,7 @@ def prompt_attention(
 
 
 def prefill_block(buffers: Block, batch: int, length: int, num_heads: int) -> Block:
-    """The buffers of the prefill's block, cut to (`batch`, `length`) tokens."""
+    """The prefill block's buffers, sliced to (`batch`, `length`) tokens."""
     N, found = batch * length, dict[str, Any]()
     for f in fields(buffers):  # type: ignore[arg-type]
         whole = getattr(buffers, f.name)

@@ -5,8 +5,8 @@ A block is two halves, each `x + f(LN(x))`:
     a = x + Attention(LN1(x) Wqkv^T + bqkv) Wproj^T + bproj
     y = a + GELU(LN2(a) Wfc^T + bfc) Wfcproj^T + bfcproj
 
-The loss head shares the token embedding and works in chunks of tokens: a chunk's logits become its losses and, in place,
-its gradient, so the full (N, Vp) logits never exist.
+The loss head shares the token embedding and works on chunks of tokens. It turns a chunk's logits into losses and, in
+place, into their gradient, so the full (N, Vp) logits never exist.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prom
 from handgrad.models.passes import Attention, Stage, head_backward
 from handgrad.networks import ModelShape
 
-# Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
+# Forward. A stage is the section of the pass that first reads one bucket's weights.
 
 
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
@@ -51,8 +51,8 @@ def block_forward(
     attend: Attention | None = None,
     rerun: bool = False,
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `attend`: generation's attention, which also reads the cache; without it the
-    tokens of a row attend to each other. `rerun`: in the backward, which does not read the last product."""
+    """x (N, C) -> act.residual_out (N, C). `attend`: generation's attention, which also reads the cache; by default the
+    tokens of a row attend to each other. `rerun`: recompute for the backward, which never reads the last GEMM's output."""
     ln1, ln2 = (act.ln1, act.ln1_mean, act.ln1_rstd), (act.ln2, act.ln2_mean, act.ln2_rstd)
     qkv, proj = (w.qkv_weight, w.qkv_bias), (w.proj_weight, w.proj_bias)
     fc, fcproj = (w.fc_weight, w.fc_bias), (w.fcproj_weight, w.fcproj_bias)
@@ -69,7 +69,7 @@ def block_forward(
         ops.linear_residual_forward(act.residual_out, act.residual_mid, act.gelu, *fcproj, scratch=s)  # a + h W^T + b
 
 
-# Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
+# Backward: the forward mirrored, last line first. A stage is the section that completes one bucket's gradients.
 
 
 def backward(
@@ -83,10 +83,10 @@ def backward(
     *,
     recompute: int,
 ) -> list[Stage]:
-    """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
+    """Runs after `forward`. Computes act.losses (N), and adds scale (1) * the gradient of their sum to `g`."""
     layers = len(w.blocks)
     stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
-    # The gradient of `stream`, and the bias gradient of the GEMM that wrote it: the embedding has none.
+    # The gradient of `stream`, and the bias gradient of the GEMM that wrote it. The embedding has no bias.
     above = [
         (d.dresidual, None),
         *((d.blocks[layer].dresidual_out, g.blocks[layer].fcproj_bias) for layer in range(layers)),
@@ -118,11 +118,11 @@ def block_backward(
     whole: Activations,
     recompute: int,
 ) -> None:
-    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`.
+    """d.dresidual_out -> dx in place, in one buffer; adds the weights' gradients to `g`.
 
-    The bias gradient of a GEMM that writes into the stream is the column sum of the stream's gradient. The layer norm's
-    backward above it has that gradient at hand and adds the sums: the call before added this block's `fcproj_bias`,
-    and `dbias_below` (None in the lowest block) belongs to the block below.
+    The bias gradient of a GEMM that writes the residual stream is the column sum of the stream's gradient. The layer norm
+    backward above it reads that gradient anyway and adds the sums: the call for the block above added this block's
+    `fcproj_bias`, and this call adds `dbias_below` (None in the lowest block) for the block below.
     """
     s, ln1, ln2 = whole.scratch, (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
     if recompute == WHOLE_BLOCKS:
@@ -147,12 +147,12 @@ def block_backward(
 
 # Tables.
 
-ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
+ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the next block's first
 
 NORMAL, RESIDUAL = Init("normal", 0.02), Init("normal", 0.02, residual=True)
 
 
-# Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
+# Parameters. Matrices come before vectors, so that the optimizer decays one contiguous range.
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Weights:
     """The weights, or their gradients."""
 
     wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V")
-    head: Tensor = shared(of="wte")  # the same, as the loss head reads it
+    head: Tensor = shared(of="wte")  # the loss head reads the same tensor
     wpe: Tensor = parameter("maxT C", NORMAL, "embedding", bucket="embedding")
     blocks: list[BlockWeights] = repeated(BlockWeights)
     lnf_weight: Tensor = parameter("C", ONES, "vector", bucket="lnf")
@@ -187,7 +187,7 @@ def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
     return parameter_rows(Weights, shape)
 
 
-# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
+# Activations. The backward reads kept inputs or, from a recompute level on, reruns the same operation for the same bits.
 
 
 @dataclass
@@ -209,7 +209,7 @@ class BlockActivations:
 
 @dataclass
 class Activations(PassTensors):
-    positions: Tensor | None = optional_input()  # of each token in its document, where a row holds several
+    positions: Tensor | None = optional_input()  # of each token in its document, if a row packs several
     sorted_by_position: Tensor | None = optional_input()
     embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
@@ -221,7 +221,7 @@ class Activations(PassTensors):
 
 @dataclass
 class BlockGradients:
-    """The gradients that the blocks make one after another in the same memory."""
+    """The gradients that each block writes in turn to the same memory."""
 
     dqkv: Tensor = shared()
     dresidual_mid: Tensor = shared(of="dresidual")
@@ -231,8 +231,8 @@ class BlockGradients:
 
 @dataclass
 class Gradients:
-    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
-    is, and each layer norm adds its own path."""
+    """Gradients of activations. The backward updates the residual stream's gradient in place: the identity path passes it
+    through, and each layer norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
     dresidual: Tensor = activation("N C", lives=in_backward)
@@ -240,7 +240,7 @@ class Gradients:
     datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
     dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION))
     dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
-    # The stream's gradient is written a tick before the GEMM that reads it.
+    # The stream's gradient is complete one tick before the GEMM that reads it.
     dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
     dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
@@ -266,13 +266,13 @@ class Decoding(Sequences):
 def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
-    """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
+    """The rows of `Decoding` for `batch` sequences and at most `prompt_tokens` tokens per prefill."""
     return decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """b.tokens (B) at b.positions, over the cached keys and values of the tokens before them -> b.logits (B, Vp) for
-    the next tokens. `ops`: generation's, one row per sequence."""
+    """b.tokens (B) at b.positions -> b.logits (B, Vp) for the next tokens. Attends to the cached keys and values of the
+    earlier tokens. `ops`: generation's operations, one row per sequence."""
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     ops.embedding_decode(x, b.tokens, b.positions, w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks):
@@ -284,11 +284,11 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
 def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
-    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
-    or, with `append`, at b.prompt_positions (N), behind the prompts' earlier tokens.
+    """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
+    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens.
 
-    Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
-    before it reads it."""
+    Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
+    it."""
     N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out, b.prompt_tokens[:N]
@@ -298,7 +298,7 @@ def prefill(
         ops.embedding_forward(x, tokens.view(batch, length), w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks[:-1]):
         block_forward(ops, weights, act, x, s, attend=prompt_attention(ops, act, b, layer, batch, append=append))
-    last = w.blocks[-1]  # of which the keys and values alone are read
+    last = w.blocks[-1]  # prefill needs only its keys and values
     norm = act.ln1, act.ln1_mean, act.ln1_rstd, x, last.ln1_weight, last.ln1_bias
     ops.layernorm_linear_forward(act.qkv, *norm, last.qkv_weight, last.qkv_bias, scratch=s)
     store_prompts(ops, act, b, len(w.blocks) - 1, batch, append=append)

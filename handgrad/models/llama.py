@@ -1,12 +1,12 @@
 """The Llama family (docs/llama.md): its tensors as rows, forward, backward, generation.
 
-The stream begins with x = wte[token]. A block is two halves, each `x + f(RMS(x))`, the norms with gains:
+The residual stream starts as x = wte[token]. A block is two halves, each `x + f(RMS(x))`; the norms have gains:
 
     a = x + Attention(q, k, v) Wproj^T,    [q k v] = RMS(x) Wqkv^T + b,  q and k of each head rotated
     y = a + (silu(g) u) Wdown^T,           [g u] = RMS(a) Wgate_up^T
 
-and the logits are z = RMS(y) Whead^T. Keys and values may have fewer heads than queries. Qwen2 has the bias b, Qwen3 a norm
-of each head of q and k before the rotation; the head may be the embedding. Tensors that a member lacks do not exist.
+and the logits are z = RMS(y) Whead^T. Keys and values may have fewer heads than queries. Qwen2 has the bias b; Qwen3
+normalises each head of q and k before the rotation; the head may share the embedding. A model allocates only its tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from handgrad.models.passes import Attention, Launch, Stage, head_backward
 from handgrad.networks import ModelShape
 from handgrad.networks.network import NEVER
 
-# Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
+# Forward. A stage is the section of the pass that first reads one bucket's weights.
 
 
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
@@ -56,8 +56,8 @@ def block_forward(
     rerun: bool = False,
 ) -> None:
     """x (N, C) -> act.residual_out (N, C). `before_attention` changes act.qkv. `attend`: generation's attention, which also
-    reads the cache; without it the tokens of a row attend to each other. `rerun`: in the backward, which does not read the
-    last product."""
+    reads the cache; by default the tokens of a row attend to each other. `rerun`: recompute for the backward, which does
+    not read the last GEMM's output."""
     queries_keys_values(ops, w, act, x, s, epsilon)
     before_attention()  # q, k = R(q), R(k)
     if attend is None:
@@ -76,20 +76,20 @@ def block_forward(
 def queries_keys_values(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, s: Tensor, epsilon: float
 ) -> None:
-    """[q k v] = RMS(x) W^T + b, where `norm_and_rotate` expects them."""
+    """[q k v] = RMS(x) W^T + b, written to the buffer that `norm_and_rotate` reads."""
     out = act.qkv if act.heads is None else act.heads
     norm = act.norm1, act.norm1_rstd, x, w.norm1_gain
     ops.rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
 
 
 def rotation(shape: ModelShape) -> dict[str, Any]:
-    """The arguments of a rotation that every position shares."""
+    """The arguments of a rotation that do not depend on the position."""
     return {"frequencies": shape.family.frequencies, "scale": shape.family.rope_scale}
 
 
 def norm_and_rotate(ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
-    """Queries and keys before attention: normalised, if the model does, and rotated. `place`: the `length` of the samples
-    at hand, or the `positions` of one token per sequence."""
+    """Normalises queries and keys, if the model does, and rotates them. `place`: the `length` of the samples, or the
+    `positions` of one token per sequence."""
     options = rotation(shape) | place
     if act.heads is None:
         return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
@@ -97,7 +97,7 @@ def norm_and_rotate(ops: ModuleType, w: BlockWeights, act: BlockActivations, sha
     return partial(ops.gained_qk_norm_rotary_forward, *norm, epsilon=shape.family.norm_epsilon, **options)
 
 
-# Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
+# Backward: the forward mirrored, last line first. A stage is the section that completes one bucket's gradients.
 
 
 def backward(
@@ -111,7 +111,7 @@ def backward(
     *,
     recompute: int,
 ) -> list[Stage]:
-    """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
+    """Runs after `forward`. Computes act.losses (N), and adds scale (1) * the gradient of their sum to `g`."""
     stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
     norm = below[-1], g.lnf_gain, d.dlnf, stream[-1], act.lnf_rstd, w.lnf_gain
@@ -141,7 +141,7 @@ def block_backward(
     shape: ModelShape,
     recompute: int,
 ) -> None:
-    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
+    """d.dresidual_out -> dx in place, in one buffer; adds the weights' gradients to `g`."""
     s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
     if recompute == WHOLE_BLOCKS:
         rotated = norm_and_rotate(ops, w, act, shape, length=length)
@@ -169,7 +169,7 @@ def block_backward(
 def norm_and_rotate_backward(
     ops: ModuleType, w: BlockWeights, g: BlockWeights, act: BlockActivations, dqkv: Tensor, s: Tensor, shape: ModelShape
 ) -> None:
-    """Turns the gradient after `norm_and_rotate` into the gradient before it."""
+    """The backward of `norm_and_rotate`, in place in `dqkv`."""
     options = rotation(shape) | {"length": act.lse.shape[2]}
     if act.heads is None:
         ops.rotary_backward(dqkv, num_heads=shape.num_heads, **options)
@@ -180,7 +180,7 @@ def norm_and_rotate_backward(
 
 # Tables.
 
-ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
+ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the next block's first
 
 NORMAL = Init("normal", 0.02)
 RESIDUAL = Init("normal", 0.02, residual=True)
@@ -196,14 +196,14 @@ def has(shape: ModelShape, name: str) -> bool:
     return last != "head" or not family.tied
 
 
-# Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
+# Parameters. Matrices come before vectors, so that the optimizer decays one contiguous range.
 
 
 @dataclass
 class BlockWeights:
     qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix")
     proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix")
-    # The rows of the gates g, then of the numbers u.
+    # Rows of the gates g, then of u.
     gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix")
     down_weight: Tensor = parameter("C F", RESIDUAL, "matrix")
     qkv_bias: Tensor = parameter("QKV", ZEROS, "vector", optional=True)
@@ -229,7 +229,7 @@ def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
             yield row
 
 
-# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
+# Activations. The backward reads kept inputs or, from a recompute level on, reruns the same operation for the same bits.
 
 
 @dataclass
@@ -246,7 +246,7 @@ class BlockActivations:
     residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
     norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), recomputed_from=2)
     norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
-    hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), recomputed_from=1)  # gates g, then the numbers u
+    hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), recomputed_from=1)  # gates g, then u
     swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), recomputed_from=1)
     residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
 
@@ -262,7 +262,7 @@ class Activations(PassTensors):
 
 @dataclass
 class BlockGradients:
-    """The gradients that the blocks make one after another in the same memory."""
+    """The gradients that each block writes in turn to the same memory."""
 
     dqkv: Tensor = shared()
     dresidual_mid: Tensor = shared(of="dresidual")
@@ -273,8 +273,8 @@ class BlockGradients:
 
 @dataclass
 class Gradients:
-    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
-    is, and each norm adds its own path."""
+    """Gradients of activations. The backward updates the residual stream's gradient in place: the identity path passes it
+    through, and each norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
     dresidual: Tensor = activation("N C", lives=in_backward)
@@ -283,7 +283,7 @@ class Gradients:
     dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION))
     dhidden: Tensor = activation("N 2F", lives=backward_of(FEED_FORWARD))
     dswiglu: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
-    # The stream's gradient is written a tick before the GEMM that reads it.
+    # The stream's gradient is complete one tick before the GEMM that reads it.
     dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
     dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
@@ -293,8 +293,8 @@ class Gradients:
 def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
-    """The rows of a pass, as in `rows_of_pass`. Without a norm of queries and keys, qkv is the output of their product,
-    rotated in place, and is kept."""
+    """The rows of a pass, as in `rows_of_pass`. Without a norm of queries and keys, their GEMM writes qkv and the rotation
+    works in place, so qkv is kept."""
     clock = Clock(shape.num_layers, stages=2, training=training)
     for row in rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk):
         if has(shape, row.name):
@@ -313,14 +313,14 @@ class Decoding(Sequences):
 def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
-    """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
+    """The rows of `Decoding` for `batch` sequences and at most `prompt_tokens` tokens per prefill."""
     rows = decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
     return (row for row in rows if has(shape, row.name))
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """b.tokens (B) at b.positions, over the cached keys and values of the tokens before them -> b.logits (B, Vp) for
-    the next tokens. `ops`: generation's, one row per sequence."""
+    """b.tokens (B) at b.positions -> b.logits (B, Vp) for the next tokens. Attends to the cached keys and values of the
+    earlier tokens. `ops`: generation's operations, one row per sequence."""
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     epsilon = shape.family.norm_epsilon
     ops.token_embedding_decode(x, b.tokens, w.wte)
@@ -334,11 +334,11 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
 def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
-    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
-    or, with `append`, at b.prompt_positions (N), behind the prompts' earlier tokens.
+    """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
+    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens.
 
-    Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
-    before it reads it."""
+    Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
+    it."""
     N, s, epsilon = batch * length, b.scratch, shape.family.norm_epsilon
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
@@ -349,7 +349,7 @@ def prefill(
         rotated = norm_and_rotate(at_places, weights, act, shape, **place)
         attention = prompt_attention(ops, act, b, layer, batch, append=append)
         block_forward(ops, weights, act, x, rotated, s, epsilon, attend=attention)
-    last = w.blocks[-1]  # of which the keys and values alone are read
+    last = w.blocks[-1]  # prefill needs only its keys and values
     queries_keys_values(ops, last, act, x, s, epsilon)
     norm_and_rotate(at_places, last, act, shape, **place)()
     store_prompts(ops, act, b, len(w.blocks) - 1, batch, append=append)

@@ -1,14 +1,14 @@
 """The modern network (docs/modern.md): its tensors as rows, forward, backward, generation.
 
-The stream begins with x = RMS(wte[token]). A block is two halves, each `x + f(RMS(x))`, without biases or gains:
+The residual stream starts as x = RMS(wte[token]). A block is two halves, each `x + f(RMS(x))`, without biases or gains:
 
     a = x + Attention(q, k, v) Wproj^T,    [q k v] = RMS(x) Wqkv^T,  q and k of each head normalised, then rotated
     y = a + max(RMS(a) Wfc^T, 0)^2 Wfcproj^T
 
-With scalars, x <- r x + s x0 comes before a block, x0 the stream that enters the first one; with value embeddings, in every
-second block up to the last, v <- v + 2 sigmoid(RMS(x)[:G] Wgate^T) ve[token] for each head comes before attention. And the
-logits are z = c tanh(RMS(y) Whead^T / c). A model has some of `config.TECHNIQUES`: the tensors and operations of the others
-do not exist.
+Scalars mix x <- r x + s x0 before each block; x0 is the input of the first block. Value embeddings add to each head, before
+attention, v <- v + 2 sigmoid(RMS(x)[:G] Wgate^T) ve[token], in every second block up to and including the last. The logits
+are z = c tanh(RMS(y) Whead^T / c). A model has some of `config.TECHNIQUES`: it has no tensors and runs no operations of the
+others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prom
 from handgrad.models.passes import Attention, Launch, Stage, head_backward, no_launch
 from handgrad.networks import ModelShape
 
-# Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
+# Forward. A stage is the section of the pass that first reads one bucket's weights.
 
 
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
@@ -56,7 +56,7 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
 def before_attention_of(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, whole: Activations, shape: ModelShape
 ) -> Launch:
-    """The `before_attention` of a training."""
+    """`block_forward`'s `before_attention` in training."""
     return with_values(ops, norm_and_rotate(ops, act, shape, length=act.lse.shape[2]), w, act, whole.tokens)
 
 
@@ -73,8 +73,8 @@ def block_forward(
     rerun: bool = False,
 ) -> None:
     """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `before_attention` changes act.qkv. `attend`:
-    generation's attention, which also reads the cache; without it the tokens of a row attend to each other. `rerun`: in the
-    backward, which does not read the last product."""
+    generation's attention, which also reads the cache; by default the tokens of a row attend to each other. `rerun`:
+    recompute for the backward, which does not read the last GEMM's output."""
     x = queries_keys_values(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
     before_attention()  # q, k = R(RMS(q)), R(RMS(k)), v = v + g ve[token]
     if attend is None:
@@ -89,11 +89,11 @@ def block_forward(
         ops.linear_residual_forward(act.residual_out, *fcproj, scratch=s)  # a + h W^T
 
 
-# Queries and keys before attention, and back: normalised and rotated, one of the two, or as they are.
+# Norm and rotation of queries and keys, forward and backward: both, one of the two, or neither.
 
 
 def norm_and_rotate(ops: ModuleType, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
-    """`place`: the `length` of the samples at hand, or the `positions` of one token per sequence."""
+    """`place`: the `length` of the samples, or the `positions` of one token per sequence."""
     if not shape.has("rotary"):
         return no_launch if act.qk_rstd is None else partial(ops.qk_norm_forward, act.qkv, act.qk_rstd)
     if act.qk_rstd is None:
@@ -102,7 +102,7 @@ def norm_and_rotate(ops: ModuleType, act: BlockActivations, shape: ModelShape, *
 
 
 def norm_and_rotate_backward(ops: ModuleType, act: BlockActivations, dqkv: Tensor, shape: ModelShape) -> None:
-    """Turns the gradient after `norm_and_rotate` into the gradient before it."""
+    """The backward of `norm_and_rotate`, in place in `dqkv`."""
     length = act.lse.shape[2]
     if not shape.has("rotary"):
         if act.qk_rstd is not None:
@@ -113,11 +113,11 @@ def norm_and_rotate_backward(ops: ModuleType, act: BlockActivations, dqkv: Tenso
         ops.qk_norm_rotary_backward(dqkv, act.qkv, act.qk_rstd, length=length)
 
 
-# Value embeddings, before attention as well.
+# Value embeddings, also before attention.
 
 
 def with_values(ops: ModuleType, before: Launch, w: BlockWeights, act: BlockActivations, tokens: Tensor) -> Launch:
-    """`before`, and then the value embeddings of `tokens` where the block has them."""
+    """Runs `before`, then adds the value embeddings of `tokens` if the block has them."""
     if w.value_embedding is None:
         return before
 
@@ -134,7 +134,7 @@ def with_values(ops: ModuleType, before: Launch, w: BlockWeights, act: BlockActi
 def queries_keys_values(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, s: Tensor
 ) -> Tensor:
-    """[q k v] = RMS(x) W^T, x as the scalars change it: returns that stream."""
+    """[q k v] = RMS(x) W^T, after the scalars have mixed x. Returns the mixed stream."""
     if act.mixed is None:
         ops.rmsnorm_linear_forward(act.qkv, act.norm1, act.norm1_rstd, x, None, w.qkv_weight, None, scratch=s)
         return x
@@ -144,7 +144,7 @@ def queries_keys_values(
 
 
 def norm1_again(ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None) -> None:
-    """The block's first norm once more, from its input."""
+    """Recomputes the block's first norm from the block's input."""
     if act.mixed is None:
         ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x)
     else:
@@ -162,7 +162,7 @@ def norm1_backward(
     first: Tensor | None,
     s: Tensor,
 ) -> None:
-    """The block's first norm and its scalars, backward: dx, so far of the stream between them, becomes x's gradient."""
+    """The backward of the block's first norm and scalars. dx enters as the mixed stream's gradient, leaves as x's."""
     if act.mixed is None:
         ops.rmsnorm_backward(dx, None, shared.dnorm, x, act.norm1_rstd, None, scratch=s)
         return
@@ -171,7 +171,7 @@ def norm1_backward(
     ops.mix_rmsnorm_backward(dx, shared.dfirst, *sums, shared.dnorm, *mixture, scratch=s)
 
 
-# Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
+# Backward: the forward mirrored, last line first. A stage is the section that completes one bucket's gradients.
 
 
 def backward(
@@ -185,7 +185,7 @@ def backward(
     *,
     recompute: int,
 ) -> list[Stage]:
-    """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
+    """Runs after `forward`. Computes act.losses (N), and adds scale (1) * the gradient of their sum to `g`."""
     stream = [act.first, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
     last_norm = partial(last_norm_backward, ops, act, d, stream[-1], below[-1])
@@ -203,7 +203,7 @@ def backward(
 
 
 def last_norm_backward(ops: ModuleType, act: Activations, d: Gradients, x: Tensor, dx: Tensor) -> None:
-    """Adds to dx (N, C) the gradient of the stream x that enters the last norm. Zeroes the first stream's."""
+    """Adds the gradient of the last norm's input x to dx (N, C). Zeroes d.dfirst."""
     if d.dfirst is not None:
         d.dfirst.zero_()
     ops.rmsnorm_backward(dx, None, d.dlnf, x, act.lnf_rstd, None, scratch=act.scratch)
@@ -222,7 +222,7 @@ def block_backward(
     shape: ModelShape,
     recompute: int,
 ) -> None:
-    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
+    """d.dresidual_out -> dx in place, in one buffer; adds the weights' gradients to `g`."""
     s = whole.scratch
     if recompute == WHOLE_BLOCKS:
         before = before_attention_of(ops, w, act, whole, shape)
@@ -247,7 +247,7 @@ def block_backward(
 
 
 def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradients) -> None:
-    """d.dresidual, the gradient of the first block's input, -> g.wte."""
+    """Backpropagates d.dresidual, the gradient of the first block's input, into g.wte."""
     dembedded = d.dresidual
     if d.dfirst is not None:
         ops.residual_forward(d.dresidual, d.dresidual, d.dfirst)
@@ -260,18 +260,18 @@ def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradien
 
 # Tables.
 
-ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
+ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the next block's first
 
-# The norm that follows makes the embedding's scale a matter of its learning rate alone; 0.5 is half the scale of an
-# orthogonal matrix's numbers.
+# A norm follows the embedding, so its scale only affects its effective learning rate. 0.5 is half the scale of the entries
+# of an orthogonal matrix.
 EMBEDDING, MATRIX = Init("normal", 0.02), Init("normal", 0.5, by_inputs=True)
-RESIDUAL = Init("normal", 0.5, by_inputs=True, residual=True)  # instead of zeros
-INPUT_SHARE = Init("constant", value=0.1)  # of the first stream in every block's
+RESIDUAL = Init("normal", 0.5, by_inputs=True, residual=True)  # without `zero_init`
+INPUT_SHARE = Init("constant", value=0.1)  # s: weight of the first block's input in each block's
 
-# Learning rates over the step's, at which the head learns: docs/modern.md has their sources.
+# Multiples of the step's learning rate, which the head uses. docs/modern.md has their sources.
 INPUT_SCALAR_RATE, VALUE_TABLE_RATE = 100.0, 75.0
 
-# The tensors that a model has with one of these techniques alone.
+# Tensors that exist only with one of these techniques.
 OF_TECHNIQUE: dict[str, tuple[str, ...]] = {"head": ("untied_head",), "qk_rstd": ("qk_norm",)}
 OF_TECHNIQUE |= dict.fromkeys(("normed_embedding", "embedding_rstd", "dembedded"), ("embedding_norm",))
 OF_TECHNIQUE |= {"residual_scalar": ("residual_scalars",), "mixed": ("residual_scalars", "input_scalars")}
@@ -287,7 +287,7 @@ def has(shape: ModelShape, name: str) -> bool:
 
 
 def in_its_layer(shape: ModelShape, name: str) -> bool:
-    """True if the layer of a block's tensor has it: value embeddings are in every second one, the last among them."""
+    """True if the tensor's layer has it: every second layer, including the last, has value embeddings."""
     _, _, rest = name.partition("blocks.")
     layer, _, tensor = rest.partition(".")
     return tensor not in VALUE_TENSORS or (shape.num_layers - int(layer)) % 2 == 1
@@ -321,7 +321,7 @@ def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
     for row in parameter_rows(Weights, shape):
         if has(shape, row.name) and in_its_layer(shape, row.name):
             if row.name.endswith(VALUE_TENSORS):
-                # Buckets of their own: the blocks' stay equal, and a table arrives when its layer comes.
+                # A bucket of its own: all blocks' buckets keep one size, and a table arrives just before its layer runs.
                 row = replace(row, bucket=f"values.{row.name.split('.')[1]}")
             elif row.init == ZEROS and not shape.has("zero_init"):
                 init = EMBEDDING if row.name == "head" else RESIDUAL
@@ -329,12 +329,12 @@ def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
             yield row
 
 
-# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
+# Activations. The backward reads kept inputs or, from a recompute level on, reruns the same operation for the same bits.
 
 
 @dataclass
 class BlockActivations:
-    # The stream as the scalars change it: attention's product adds to it, the backward makes it again.
+    # The stream after the scalars. Attention's output projection adds to it; the backward recomputes it.
     mixed: Tensor = activation("N C", lives=lambda clock: ((clock.tick(ATTENTION), clock.tick(ATTENTION)),), optional=True)
     norm1: Tensor = activation("N C", lives=kept(ATTENTION), recomputed_from=2)
     norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
@@ -352,7 +352,7 @@ class BlockActivations:
 
 @dataclass
 class Activations(PassTensors):
-    # The first block's input if there is no norm after it.
+    # The first block's input, unless a norm follows.
     embedded: Tensor = activation("N C", lives=lambda clock: ((0, max(clock.tick(ATTENTION), clock.mirrored(0))),))
     normed_embedding: Tensor = activation("N C", lives=from_embedding(ATTENTION), optional=True)
     embedding_rstd: Tensor = activation("N", "statistics", lives=lambda clock: ((0, clock.mirrored(0)),), optional=True)
@@ -363,16 +363,16 @@ class Activations(PassTensors):
 
     @property
     def first(self) -> Tensor:
-        """The stream that enters the first block."""
+        """The first block's input."""
         return self.embedded if self.normed_embedding is None else self.normed_embedding
 
 
 @dataclass
 class BlockGradients:
-    """The gradients that the blocks make one after another in the same memory."""
+    """The gradients that each block writes in turn to the same memory."""
 
     dqkv: Tensor = shared()
-    dvalues: Tensor = shared(of="datty")  # of the rows of the value embeddings, once attention's backward has read `datty`
+    dvalues: Tensor = shared(of="datty")  # of the looked-up value embeddings, after attention's backward has read `datty`
     dresidual_mid: Tensor = shared(of="dresidual")
     dhidden: Tensor = shared()  # before the squared ReLU
     dresidual_out: Tensor = shared(of="dresidual")
@@ -380,8 +380,8 @@ class BlockGradients:
 
 @dataclass
 class Gradients:
-    """Gradients of activations. The residual stream's is changed in place: the stream's identity path leaves it as it
-    is, and each norm adds its own path."""
+    """Gradients of activations. The backward updates the residual stream's gradient in place: the identity path passes it
+    through, and each norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
     dresidual: Tensor = activation("N C", lives=in_backward)
@@ -389,7 +389,7 @@ class Gradients:
     datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
     dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION))
     dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
-    # The stream's gradient is written a tick before the GEMM that reads it.
+    # The stream's gradient is complete one tick before the GEMM that reads it.
     dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), of="dresidual")
     dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), of="dresidual")
     dfirst: Tensor = activation("N C", lives=in_backward, optional=True)  # of `first`
@@ -408,7 +408,7 @@ def activations(
 
 
 def as_read(shape: ModelShape, clock: Clock, row: ActivationRow) -> ActivationRow:
-    """The row as the model's techniques read it: the first block's input lives as long as a block reads it."""
+    """Adapts the row to the model's techniques: the first block's input lives until the last block that reads it."""
     if shape.has("input_scalars") and row.name == ("normed_embedding" if shape.has("embedding_norm") else "embedded"):
         return replace(row, ticks=((0, max(clock.head, clock.mirrored(0))),))
     return row
@@ -416,7 +416,7 @@ def as_read(shape: ModelShape, clock: Clock, row: ActivationRow) -> ActivationRo
 
 @dataclass
 class DecodingBlock(BlockActivations):
-    """A block of generation, which the layers use in turn."""
+    """A block's buffers in generation, shared by all layers in turn."""
 
     first: Tensor = activation("N C", lives=lambda clock: ((clock.tick(0), clock.tick(1)),), optional=True)
 
@@ -432,14 +432,14 @@ class Decoding(Sequences):
 def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
-    """The rows of `Decoding` for `batch` sequences, and for prompts that are prefilled by `prompt_tokens` at a time."""
+    """The rows of `Decoding` for `batch` sequences and at most `prompt_tokens` tokens per prefill."""
     rows = decode_rows(DecodingBlock, shape, batch, prompt_tokens, dtype, ops)
     return (row for row in rows if has(shape, row.name))
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """b.tokens (B) at b.positions, over the cached keys and values of the tokens before them -> b.logits (B, Vp) for
-    the next tokens. `ops`: generation's, one row per sequence."""
+    """b.tokens (B) at b.positions -> b.logits (B, Vp) for the next tokens. Attends to the cached keys and values of the
+    earlier tokens. `ops`: generation's operations, one row per sequence."""
     s, act = b.scratch, b.blocks[1]
     x = act.residual_out if act.first is None else act.first
     rotated = norm_and_rotate(ops, act, shape, positions=b.positions)
@@ -458,7 +458,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
 def values_of_step(
     ops: ModuleType, before: Launch, w: BlockWeights, act: DecodingBlock, x: Tensor, tokens: Tensor
 ) -> Launch:
-    """`with_values` of one token per sequence, from the stream x: generation's products keep no norms."""
+    """`with_values` for one token per sequence. Reads the stream x: generation's GEMMs do not store the norms."""
     if w.value_embedding is None:
         return before
     stream = x if act.mixed is None else act.mixed
@@ -473,11 +473,11 @@ def values_of_step(
 def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
-    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
-    or, with `append`, at b.prompt_positions (N), behind the prompts' earlier tokens.
+    """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
+    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens.
 
-    Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
-    before it reads it."""
+    Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
+    it."""
     N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out if act.first is None else act.first, b.prompt_tokens[:N].view(batch, length)
@@ -493,7 +493,7 @@ def prefill(
         attention = prompt_attention(ops, act, b, layer, batch, append=append)
         block_forward(ops, weights, act, x, act.first, before, s, attend=attention)
         x = act.residual_out
-    last = w.blocks[-1]  # of which the keys and values alone are read
+    last = w.blocks[-1]  # prefill needs only its keys and values
     queries_keys_values(ops, last, act, x, act.first, s)
     with_values(ops, rotated, last, act, tokens)()
     store_prompts(ops, act, b, len(w.blocks) - 1, batch, append=append)

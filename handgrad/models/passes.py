@@ -1,5 +1,5 @@
-"""A pass through a model as a list of stages, and the part of it that all architectures share: the loss head, which takes a
-chunk of tokens at a time."""
+"""A pass through a model as a list of stages, and the loss head, which all architectures share. The head works on one chunk
+of tokens at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, res
 
 
 def no_launch() -> None:
-    """Launches nothing, for an operation that a model lacks, or in a stage that only marks where its bucket's weights are
-    needed."""
+    """Launches nothing: stands in for an operation that a model lacks, or for the work of a stage that only marks the first
+    use of its bucket's weights."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of a pass: the first one that reads the weights of `bucket`, or, with `done`, the one after which the
-    bucket's gradients are complete."""
+    """A section of a pass. It is the first to read the weights of `bucket` or, with `done`, the one that completes the
+    bucket's gradients."""
 
     bucket: str
     run: Launch
@@ -36,7 +36,7 @@ def run(stages: Iterable[Stage]) -> None:
 
 
 def head_logits(ops: ModuleType, w: Any, act: Any) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, logits) of one chunk of tokens after the other, all in one buffer: the products of act.lnf with w.head."""
+    """Yields (rows, logits) chunk by chunk: logits = act.lnf[rows] w.head^T. All chunks share one buffer."""
     N, chunk = act.lnf.shape[0], act.logits.shape[0]
     for start in range(0, N, chunk):
         rows = slice(start, min(start + chunk, N))
@@ -55,8 +55,8 @@ def head_losses(ops: ModuleType, w: Any, act: Any, shape: ModelShape) -> None:
 def head_backward(
     ops: ModuleType, w: Any, g: Any, act: Any, d: Any, scale: Tensor, shape: ModelShape, last_norm: Launch
 ) -> None:
-    """`head_losses`, and d.dlnf (N, C) = scale * dL/dlnf; adds the gradient of the head's weight to `g`. `last_norm`: the
-    norm's backward, which adds its part to d.dresidual (N, C), 0 before it."""
+    """Computes `head_losses` and d.dlnf (N, C) = scale * dL/dlnf, and adds the head's weight gradient to `g`. `last_norm`:
+    the norm's backward, which adds to d.dresidual (N, C), zeroed here."""
     sizes = {"vocab_size": shape.vocab_size, "softcap": shape.softcap}
     for rows, logits in head_logits(ops, w, act):
         targets = act.targets.view(-1)[rows]

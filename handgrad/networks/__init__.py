@@ -1,11 +1,11 @@
-"""Networks, a file each: all that is known of one without computing it, as a `Network`. Free of torch.
+"""Networks, a file each: everything about one but its computation, as a `Network`. Does not import torch.
 
 network  the record
 gpt2     GPT-2
 modern   the network of docs/modern.md, and the list of its techniques
-llama    Llama, Qwen2, Qwen3 and their relatives, and the numbers that they differ by
+llama    Llama, Qwen2, Qwen3 and their relatives, and the sizes in which they differ
 lora     the adapters of a run
-fp8      the shapes and settings that fp8 GEMMs take
+fp8      the shapes and settings that fp8 GEMMs support
 """
 
 import functools
@@ -18,13 +18,13 @@ from handgrad.networks.llama import LLAMA, LlamaShape, parse_llama
 from handgrad.networks.modern import MODERN, names_of
 from handgrad.networks.network import Fp8, Gemm, Network
 
-VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this: GEMMs run on full tiles
+VOCABULARY_MULTIPLE = 128  # padding of the vocabulary, so that GEMMs run on full tiles
 NETWORKS: dict[str, Network] = {"gpt2": GPT2, "modern": MODERN, "llama": LLAMA}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A network and its sizes; the parameter table follows from them."""
+    """A network and its sizes. They determine the parameter table."""
 
     vocab_size: int  # V
     sequence_length: int  # the longest T
@@ -32,8 +32,8 @@ class ModelShape:
     num_heads: int  # H
     channels: int  # C
     architecture: str = "gpt2"  # of `NETWORKS`, and a file of `models`
-    techniques: str = ""  # of a modern network, all that it has, with commas; empty: the defaults
-    llama: str = ""  # what a Llama has beside, as the text of a `LlamaShape`
+    techniques: str = ""  # a modern network's techniques, separated by commas; empty: the defaults
+    llama: str = ""  # a Llama's further sizes, as the text of a `LlamaShape`
 
     def __post_init__(self) -> None:
         if setting := self.network.setting:
@@ -45,16 +45,16 @@ class ModelShape:
 
     @property
     def family(self) -> LlamaShape:
-        """The numbers of a Llama."""
+        """A Llama's further sizes."""
         return parse_llama(self.llama)
 
     def has(self, technique: str) -> bool:
-        """True if a modern network has this one of `TECHNIQUES`."""
+        """True for a modern network with this one of `TECHNIQUES`."""
         return technique in names_of(self.techniques)
 
     @property
     def variant(self) -> str:
-        """The beginning of a line about the model: any network but GPT-2, and its difference from the defaults."""
+        """The start of a line about the model: its network unless GPT-2, and how it differs from the defaults."""
         return self.network.variant(self)
 
     @functools.cached_property
@@ -69,7 +69,7 @@ class ModelShape:
 
     @property
     def feed_forward(self) -> int:
-        """F: the width of the hidden layer of the feed-forward half."""
+        """F: the hidden width of the feed-forward half."""
         return self.network.feed_forward(self)
 
     @property
@@ -85,7 +85,7 @@ class ModelShape:
 
     @property
     def letters(self) -> dict[str, int]:
-        """The sizes of the letters in the shapes of tensors; HD and such are the columns of so many heads."""
+        """The sizes of the letters in tensor shapes. HD and its like are the columns of all heads together."""
         C, F, H, K, D = self.channels, self.feed_forward, self.num_heads, self.kv_heads, self.head_width
         heads = {"H": H, "2H": 2 * H, "K": K, "H+K": H + K, "D": D, "HD": H * D, "QKV": (H + 2 * K) * D}
         ends = {"V": self.vocab_size, "Vp": self.padded_vocab_size, "L": self.num_layers, "maxT": self.sequence_length}
@@ -103,27 +103,27 @@ class ModelShape:
 
     @property
     def fp8_parts(self) -> tuple[str, ...]:
-        """GEMMs of a block that go to fp8 together."""
+        """The groups of a block's GEMMs that switch to fp8 together."""
         return tuple(dict.fromkeys(gemm.part for gemm in self.gemms))
 
     @property
     def forms(self) -> dict[str, Fp8]:
-        """The fp8 forms of tensors, by their names in a block or beside it."""
+        """The fp8 forms of tensors, by name, inside and outside the blocks."""
         weights = {gemm.weight: Fp8(gemm.part) for gemm in self.gemms}
-        head = "wte" if self.network.tied(self) else "head"  # no GEMM reads another embedding
+        head = "wte" if self.network.tied(self) else "head"  # GEMMs read no other embedding
         return {**weights, head: Fp8("head"), **self.network.fp8(self)}
 
     @property
     def flops_per_token(self) -> float:
-        """Forward and backward: 6 per parameter of a GEMM, and 6 L H D T for attention's two causal products. Embeddings
-        are looked up; scalars, gates and norms are next to nothing, and count where their network says so."""
+        """FLOPs of forward and backward: 6 per GEMM parameter, and 6 L H D T for attention's two causal products. Embedding
+        lookups cost none. Scalars, gates and norms are negligible and count only if their network's `counted` says so."""
         in_blocks = self.num_layers * sum(gemm.inputs * sum(gemm.outputs.values()) for gemm in self.gemms)
         parameters = in_blocks + self.vocab_size * self.channels + self.network.counted(self)
         return 6.0 * parameters + 6.0 * self.num_layers * self.num_heads * self.head_width * self.sequence_length
 
 
 def check_network(config: Any) -> None:
-    """Raises `UsageError` for a configuration that makes no model of its network, or whose settings are another's."""
+    """Raises `UsageError` for a configuration that is invalid for its network, or has settings of another network."""
     name, network = config.architecture, NETWORKS[config.architecture]
     if network.head_width is None and config.channels % config.num_heads:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The shapes and settings that fp8 GEMMs take: checks of a run's configuration, which imports them."""
+"""Checks that a run's shapes and settings support fp8 GEMMs. `RunConfig` imports them."""
 
 import math
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from handgrad.errors import UsageError
 from handgrad.networks import VOCABULARY_MULTIPLE, ModelShape
 
-WIDEST_HEAD_OF_FP8 = 128  # attention that rounds to fp8 in the same pass spills at wider ones
-HEAD_GEMMS = ("forward", "dgrad", "wgrad")  # of the loss head: each is in fp8 or not
-FP8_MULTIPLE = 16  # of every side of a GEMM in fp8: cuBLASLt reads 16 bytes at a time
+WIDEST_HEAD_OF_FP8 = 128  # wider heads spill registers in attention kernels that also write fp8
+HEAD_GEMMS = ("forward", "dgrad", "wgrad")  # of the loss head; each switches to fp8 by itself
+FP8_MULTIPLE = 16  # every side of an fp8 GEMM is a multiple: cuBLASLt reads 16 bytes at a time
 
 
 def check_fp8(config: Any) -> None:
-    """Raises `UsageError` for settings that fp8 does not go with, and for shapes that its GEMMs cannot take."""
+    """Raises `UsageError` for settings or shapes that fp8 does not support."""
     shape: ModelShape = config.shape(VOCABULARY_MULTIPLE)
     if not shape.network.fp8(shape):
         raise UsageError(f"architecture {config.architecture} has no forms in fp8; --precision bf16 trains it")
@@ -50,11 +50,11 @@ def check_fp8(config: Any) -> None:
 
 
 def fitting_heads(channels: int) -> int:
-    """The fewest heads of `channels` that fp8 takes."""
+    """The fewest heads into which fp8 can divide `channels`."""
     least = -(-channels // WIDEST_HEAD_OF_FP8)
     return next(heads for heads in range(least, channels + 1) if channels % heads == 0)
 
 
 def takes_micro_batch(config: Any, samples: int) -> bool:
-    """True if the GEMMs of the run's precision take the tokens of so many samples."""
+    """True if the GEMMs of the run's precision support a micro-batch of this many samples."""
     return config.precision != "fp8" or samples * config.sequence_length % FP8_MULTIPLE == 0

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019). models/gpt2.py computes it.
 
-Their Conv1D, in transformers, keeps a matrix as (in, out), ours is (out, in). The head is the token embedding.
+Conv1D in transformers stores a matrix as (in, out); ours is (out, in). The head is the token embedding.
 """
 
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ FP8 = {
 
 
 def gemms(shape: "ModelShape") -> tuple[Gemm, ...]:
-    """fc and fcproj share the GELU kernels, and so a part."""
+    """fc and fcproj share the GELU kernels and therefore an fp8 part."""
     C, F = shape.channels, shape.feed_forward
     return (
         Gemm("qkv_weight", "qkv", C, {"qkv": 3 * C}),
@@ -44,7 +44,7 @@ def gemms(shape: "ModelShape") -> tuple[Gemm, ...]:
 
 
 def counted(shape: "ModelShape") -> int:
-    """Positions, biases and layer norms: llm.c counts every parameter."""
+    """Positions, biases and layer norms. llm.c also counts every parameter."""
     C, biases = shape.channels, sum(sum(gemm.outputs.values()) for gemm in shape.gemms)
     return shape.sequence_length * C + shape.num_layers * (biases + 4 * C) + 2 * C
 

@@ -1,7 +1,7 @@
 """The Llama family: Llama, Qwen2, Qwen3 and their relatives. models/llama.py computes them.
 
-The numbers that a member has beside the sizes of every model have a text in a configuration:
-`kv_heads=2,rotary_base=500000.0,tied`. What is not named has its default; a switch is named alone.
+A configuration writes the sizes that only this family has as a text: `kv_heads=2,rotary_base=500000.0,tied`. A size left
+out has its default; a switch is its bare name.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from handgrad.networks import ModelShape
 
 STRETCHED = ("rope_factor", "rope_length", "rope_slow", "rope_fast")
-# The rules of frequencies, each with the numbers that it reads.
+# The rules for rotary frequencies, and the settings that each reads.
 ROPES = {"plain": (), "linear": ("rope_factor",), "llama3": STRETCHED, "yarn": (*STRETCHED, "rope_scale")}
 FEED_FORWARD_MULTIPLE = 64
 WIDEST_HEAD = 1024
@@ -34,23 +34,23 @@ FP8 = {
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """A member of the family. 0 stands for what follows from the model's sizes (`resolved`)."""
+    """A member of the family. 0: `resolved` derives the size from the model's."""
 
-    kv_heads: int = 0  # heads of keys and values, each read by num_heads / kv_heads queries' heads; 0: num_heads
+    kv_heads: int = 0  # heads of keys and values; num_heads / kv_heads query heads share one; 0: num_heads
     head_width: int = 0  # D; 0: channels / num_heads
-    feed_forward: int = 0  # F; 0: 8/3 of the channels, as many weights as GPT-2's two matrices of 4 C
+    feed_forward: int = 0  # F; 0: 8/3 of the channels, for as many weights as GPT-2's two matrices of 4 C
     norm_epsilon: float = 1e-5
     tied: bool = False  # the head is the embedding
     qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # with gains, of every head: Qwen3
+    qk_norm: bool = False  # per head, with gains: Qwen3
     rotary_base: float = 10000.0
-    # Frequencies for contexts longer than the pretraining's: `frequencies`.
+    # Frequencies for contexts longer than in pretraining; see `frequencies`.
     rope: str = "plain"
     rope_factor: float = 1.0
-    rope_length: int = 8192  # positions of the pretraining
-    rope_slow: float = 1.0  # turns within that length up to which a frequency is divided by the factor
-    rope_fast: float = 4.0  # and from which it stays
-    rope_scale: float = 1.0  # of rotated queries and keys
+    rope_length: int = 8192  # context length in pretraining
+    rope_slow: float = 1.0  # a pair with at most this many turns within that length divides its frequency by the factor
+    rope_fast: float = 4.0  # a pair with at least this many turns keeps its frequency
+    rope_scale: float = 1.0  # multiplies rotated queries and keys
 
     def __str__(self) -> str:
         parts = []
@@ -60,7 +60,7 @@ class LlamaShape:
         return ",".join(parts)
 
     def resolved(self, num_heads: int, channels: int) -> "LlamaShape":
-        """With the sizes that zeros stand for."""
+        """Replaces zeros by the sizes they stand for."""
         widest = -(-8 * channels // 3)
         return replace(
             self,
@@ -71,8 +71,8 @@ class LlamaShape:
 
     @functools.cached_property
     def frequencies(self) -> tuple[float, ...]:
-        """Angle per position of each pair of a head's channels, in radians: base^(-2i/D), less where the context is longer
-        than the pretraining's (docs/operations/rotary.md)."""
+        """Angle per position of each channel pair of a head, in radians: base^(-2i/D), or less to extend the pretraining
+        context (docs/operations/rotary.md)."""
         return tuple(self.stretched(pair, self.rotary_base ** (-2 * pair / self.head_width)) for pair in self.pairs)
 
     @property
@@ -95,11 +95,11 @@ class LlamaShape:
         return frequency * (kept + (1 - kept) / self.rope_factor)
 
     def pair_of(self, turns: float) -> float:
-        """The place, a fraction, of the frequency that makes so many turns within the pretraining's length."""
+        """The fractional pair index whose frequency makes this many turns within the pretraining context."""
         return self.head_width * math.log(self.rope_length / (2 * math.pi * turns)) / (2 * math.log(self.rotary_base))
 
     def check(self, num_heads: int, channels: int) -> None:
-        """Raises `UsageError` for numbers that make no model."""
+        """Raises `UsageError` for invalid sizes."""
         if not self.head_width and channels % num_heads:
             raise UsageError(
                 f"channels must be a multiple of num_heads, found {channels} and {num_heads};"
@@ -128,22 +128,22 @@ class LlamaShape:
 
 @functools.lru_cache(maxsize=64)
 def parse_llama(text: str) -> LlamaShape:
-    """The numbers in a text; `UsageError` for a name or a value that none has."""
+    """Parses the text of a configuration. Raises `UsageError` for an unknown name or an invalid value."""
     return named_values(LlamaShape, "llama", text, "kv_heads=2,rotary_base=500000.0,tied")
 
 
 def settle(shape: "ModelShape") -> str:
-    """The text with every size in it."""
+    """The configuration text with every size spelled out."""
     return str(parse_llama(shape.llama).resolved(shape.num_heads, shape.channels))
 
 
 def check(config: Any) -> None:
-    """Raises `UsageError` for numbers that make no model."""
+    """Raises `UsageError` for invalid sizes."""
     parse_llama(config.llama).check(config.num_heads, config.channels)
 
 
 def gemms(shape: "ModelShape") -> tuple[Gemm, ...]:
-    """gate_up and down share the SwiGLU, and so a part."""
+    """gate_up and down share the SwiGLU and therefore an fp8 part."""
     C, F, D = shape.channels, shape.feed_forward, shape.head_width
     queries, keys = shape.num_heads * D, shape.kv_heads * D
     return (

@@ -9,17 +9,17 @@ from handgrad.names import check_choice, named_values
 from handgrad.networks import NETWORKS, ModelShape
 
 EXAMPLE = "rank=16,alpha=32,on=q+v"
-MOST_SCALE = 3.4e38  # what a float32 holds
-REASONS = {"optimizer": "; muon's step is one of a whole matrix, not of two factors"}  # why a setting is refused
+MOST_SCALE = 3.4e38  # the float32 maximum
+REASONS = {"optimizer": "; muon's step is one of a whole matrix, not of two factors"}  # reasons for refused settings
 
 
 @dataclass(frozen=True)
 class LoraShape:
-    """Adapters of one rank for the products that `on` names."""
+    """Adapters of one rank, on the products that `on` names."""
 
     rank: int = 16  # r
-    alpha: float = 0.0  # the addition is alpha / r times the adapter's product; 0: twice the rank
-    on: str = ""  # products, with plus signs; empty: all
+    alpha: float = 0.0  # alpha / r scales the adapter's output; 0: twice the rank
+    on: str = ""  # products, joined by plus signs; empty: all
 
     @property
     def scale(self) -> float:
@@ -27,7 +27,7 @@ class LoraShape:
         return self.alpha / self.rank if self.alpha else 2.0
 
     def products(self, shape: ModelShape) -> tuple[str, ...]:
-        """The products with adapters, in the order of the block."""
+        """The products with adapters, in block order."""
         return tuple(name for name in products(shape) if not self.on or name in self.on.split("+"))
 
 
@@ -38,7 +38,7 @@ def products(shape: ModelShape) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def parse_lora(text: str) -> LoraShape:
-    """The adapters of a text; `UsageError` for a name or a value that they do not have."""
+    """Parses the text of a configuration. Raises `UsageError` for an unknown name or an invalid value."""
     lora = named_values(LoraShape, "lora", text, EXAMPLE)
     if lora.rank < 1 or not 0 <= lora.alpha <= MOST_SCALE * lora.rank:
         raise UsageError(
@@ -49,8 +49,8 @@ def parse_lora(text: str) -> LoraShape:
 
 
 def check_lora(text: str, shape: ModelShape, init_from: str, refused: Iterable[tuple[str, object, object]]) -> None:
-    """Raises `UsageError` for adapters that do not exist or that these settings do not train. `refused`: (a setting, its
-    value, the one that adapters need)."""
+    """Raises `UsageError` for adapters that the model or the settings do not support. `refused`: (setting, its value, the
+    value that adapters need)."""
     lora = parse_lora(text)
     if not shape.network.adapters:
         able = (name for name, network in NETWORKS.items() if network.adapters)

@@ -1,7 +1,7 @@
 """The modern network (docs/modern.md), and its techniques by name. models/modern.py computes it.
 
-A model's list of techniques is whole: it names all that the model has, in the table's order, so that a change of the
-defaults changes no stored model. In transformers, which has no such model, its tensors have our names without `_weight`.
+A model stores its complete list of techniques, in table order, so that new defaults change no stored model. transformers
+has no such model; an export uses our tensor names without `_weight`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,13 +16,13 @@ from handgrad.networks.network import COMMON_FORMS, Fp8, Network
 if TYPE_CHECKING:
     from handgrad.networks import ModelShape
 
-# One number, the depth, makes a model: its width grows with it (Karpathy 2025, nanochat).
+# The depth alone sizes a model: the width grows with it (Karpathy 2025, nanochat).
 CHANNELS_PER_LAYER, HEAD_WIDTH = 64, 128
 DEPTHS = {f"m{depth}": depth for depth in range(4, 49, 2)}
 SOFTCAP = 15.0  # bound of the logits
-GATE_CHANNELS = 32  # of the stream: the gates of the value embeddings read these
+GATE_CHANNELS = 32  # G: stream channels that the gates of the value embeddings read
 
-# The name: true if a model has it unless its configuration says otherwise. The one place of the defaults.
+# Technique -> on by default. The only place that sets the defaults.
 TECHNIQUES = {
     "rotary": True,
     "qk_norm": True,
@@ -35,28 +35,28 @@ TECHNIQUES = {
     "value_embeddings": False,
 }
 NONE = "none"  # the list of a model without any
-# The techniques of older configurations, which have `without` instead of a list.
+# The techniques of older configurations, which store `without` instead of a list.
 EARLIER = ("rotary", "qk_norm", "softcap", "embedding_norm", "zero_init", "untied_head")
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """The names of a list with commas."""
+    """Splits a comma-separated list."""
     return tuple(filter(None, (name.strip() for name in text.split(","))))
 
 
 def listed(names: Iterable[str]) -> str:
-    """The list of these techniques, in the table's order."""
+    """The comma-separated list of these techniques, in table order."""
     names = set(names)
     return ",".join(name for name in TECHNIQUES if name in names) or NONE
 
 
 def resolve_techniques(architecture: str, techniques: str) -> str:
-    """A model's list: as given, in order, or the defaults if it is empty. Only the modern network has one."""
+    """A model's list of techniques: as given, in table order, or the defaults if empty. Other networks have none."""
     if architecture != "modern":
         return ""
     names = set(names_of(techniques))
     if names and not names <= TECHNIQUES.keys() | {NONE}:
-        return techniques  # `check_techniques` says what is wrong with it
+        return techniques  # `check_techniques` reports the error
     return listed(names or default())
 
 
@@ -71,8 +71,8 @@ def check_techniques(techniques: str) -> None:
 
 
 def changed(techniques: str, without: str = "", added: str = "") -> str:
-    """The list less the names in `without`, and with those in `added`. Raises `UsageError` for an unknown name, and for one
-    that changes nothing."""
+    """Removes the names in `without` from the list and adds the names in `added`. Raises `UsageError` for an unknown name,
+    or one that changes nothing."""
     check_techniques(techniques)
     names = set(names_of(techniques)) - {NONE}
     for option, text, has, state in (
@@ -88,8 +88,8 @@ def changed(techniques: str, without: str = "", added: str = "") -> str:
 
 
 def of_stored(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates a stored configuration: `without` becomes the list of techniques that it meant, and a saturated tensor
-    only warns where the GEMMs that read it once left fp8."""
+    """Updates a stored configuration: replaces `without` by the list of techniques that it meant, and the old rule that
+    moved GEMMs of a saturated tensor to bf16 by a warning."""
     found = dict(settings)
     if found.get("fp8_on_saturation") == "bf16":
         found["fp8_on_saturation"] = "warn"
@@ -102,7 +102,7 @@ def of_stored(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def difference(techniques: str) -> tuple[str, str]:
-    """(the defaults that this list lacks, the names that it adds to them), with commas."""
+    """(defaults that this list lacks, names that it adds to the defaults), comma-separated."""
     names, usual = names_of(techniques), default()
     return ",".join(n for n in usual if n not in names), ",".join(n for n in TECHNIQUES if n in names and n not in usual)
 
@@ -121,8 +121,8 @@ def check(config: Any) -> None:
 
 
 def fp8(shape: "ModelShape") -> dict[str, Fp8]:
-    """Value embeddings read norm1 and dqkv in 16 bits. Where nothing turns queries and keys, attention's backward makes
-    dqkv."""
+    """Value embeddings read norm1 and dqkv in 16 bits. Without norm and rotation of queries and keys, attention's backward
+    writes dqkv itself."""
     values, turns = shape.has("value_embeddings"), shape.has("rotary") or shape.has("qk_norm")
     dqkv = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # of attention's inputs, normalised and rotated
     return {

@@ -1,4 +1,4 @@
-"""A network without its equations: the record that each file of this folder makes."""
+"""The record of a network, without its equations. Each file of this folder defines one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,26 +14,26 @@ class Gemm(NamedTuple):
     """A GEMM of a block."""
 
     weight: str  # its matrix, like qkv_weight
-    part: str  # the GEMMs of one part go to fp8 together
+    part: str  # GEMMs of one part switch to fp8 together
     inputs: int  # I
-    outputs: dict[str, int]  # of each projection in the matrix, one above the other, by the name that adapters have for it
+    outputs: dict[str, int]  # of each projection stacked in the matrix, by its name for adapters
 
 
 @dataclass(frozen=True)
 class Fp8:
-    """The fp8 forms of a tensor: `rows` as it is, for forward and input gradient, and `columns`, transposed, for the weight
-    gradient. Which GEMMs read them is named by `part`; parts are switched to bf16 one by one."""
+    """The fp8 forms of a tensor: `rows` in its own layout, for forward and input gradient, and `columns`, transposed, for
+    the weight gradient. `part` names the GEMMs that read them; a run can switch each part to bf16."""
 
     part: str
-    gradient: bool = False  # of an activation; the blocks make theirs one after another in the same memory
-    keeps_16bit: bool = False  # another reader wants it in 16 bits as well
-    rerun_from: int = NEVER  # recompute level from which the GEMM that reads `rows` runs again in the backward
-    late_columns: bool = False  # `columns` are made in the backward
-    wide: bool = False  # a gradient whose parts differ in size by more than e4m3's range
-    workspace: str = ""  # a 16-bit tensor that its producer passes through
+    gradient: bool = False  # an activation's gradient, in memory that all blocks use in turn
+    keeps_16bit: bool = False  # another reader also needs it in 16 bits
+    rerun_from: int = NEVER  # from this recompute level on, the backward reruns the GEMM that reads `rows`
+    late_columns: bool = False  # the backward writes `columns`
+    wide: bool = False  # a gradient whose values span more than e4m3's range
+    workspace: str = ""  # a 16-bit intermediate of its producer
 
 
-# Of tensors that every network here has: attention's output, the head's input, the gradient of the stream.
+# Tensors that every network has: attention's output, the head's input, the stream's gradient.
 COMMON_FORMS = {
     "atty": Fp8("proj", keeps_16bit=True),
     "lnf": Fp8("head", keeps_16bit=True),
@@ -45,7 +45,7 @@ COMMON_FORMS = {
 
 @dataclass(frozen=True)
 class Network:
-    """A network, for all code that does not compute it. Functions take the model's shape."""
+    """A network, for all code that does not compute it. The functions take the model's shape."""
 
     title: str  # in a sentence
     gemms: Callable[["ModelShape"], tuple[Gemm, ...]]  # of a block, in the order of its forward
@@ -55,26 +55,26 @@ class Network:
     kv_heads: Callable[["ModelShape"], int] = lambda shape: shape.num_heads  # K
     feed_forward: Callable[["ModelShape"], int] = lambda shape: 4 * shape.channels  # F
     softcap: Callable[["ModelShape"], float] = lambda shape: 0.0  # the bound c of logits c tanh(x / c), or 0 for none
-    letters: Callable[["ModelShape"], dict[str, int]] = lambda shape: {}  # sizes by letters that it alone has
-    # A setting that it alone has.
+    letters: Callable[["ModelShape"], dict[str, int]] = lambda shape: {}  # sizes of letters that only it has
+    # A setting that only it has.
     setting: str = ""  # its name in a configuration
     settle: Callable[["ModelShape"], str] = lambda shape: ""  # its text, with every default in it
-    check: Callable[[Any], None] = lambda config: None  # raises `UsageError` for a configuration that makes no model
+    check: Callable[[Any], None] = lambda config: None  # raises `UsageError` for an invalid configuration
     # Texts.
     variant: Callable[["ModelShape"], str] = lambda shape: f"{shape.architecture}, "  # begins a line about a model
-    # What runs can do with it.
+    # Features that it supports.
     dropout: bool = False
     adapters: bool = True
-    any_context: bool = False  # positions are computed: a run on shorter samples does not shorten its context
+    any_context: bool = False  # positions are computed: training on shorter samples keeps the context length
     tied: Callable[["ModelShape"], bool] = lambda shape: True  # the loss head is the token embedding
-    counted: Callable[["ModelShape"], int] = lambda shape: 0  # parameters outside GEMMs, 6 FLOPs each like those inside
-    sides: Callable[["ModelShape"], dict[str, int]] = lambda shape: {}  # of matrices that do not follow from channels
-    # Tensors that fp8 GEMMs read and weights are not, by their names in a block or beside it.
+    counted: Callable[["ModelShape"], int] = lambda shape: 0  # parameters outside GEMMs that also count 6 FLOPs each
+    sides: Callable[["ModelShape"], dict[str, int]] = lambda shape: {}  # matrix sides that are not derived from channels
+    # Tensors other than weights that fp8 GEMMs read, by name, inside and outside the blocks.
     fp8: Callable[["ModelShape"], Mapping[str, Fp8]] = lambda shape: {}
     # In transformers.
     model_types: tuple[str, ...] = ()
-    prefix: str = ""  # of every name, which a file may leave out
+    prefix: str = ""  # of every name; a file may omit it
     blocks: str = "blocks"
-    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # our tensors -> theirs, one above the other
-    transposed: bool = False  # a block's matrices are (in, out) there
-    brings_code: bool = False  # transformers lacks it, so that an exported folder has its code
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # our tensor -> theirs, stacked by rows
+    transposed: bool = False  # transformers stores a block's matrices as (in, out)
+    brings_code: bool = False  # transformers lacks it, so an exported folder includes its code

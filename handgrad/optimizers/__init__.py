@@ -1,15 +1,15 @@
-"""An optimizer is a file: the tensors of its state, and its update of any range of the flat buffers.
+"""Optimizers, a file each: its state tensors, and its update of any range of the flat buffers.
 
-It is a frozen dataclass with
+An optimizer is a frozen dataclass with
 
-    state(row)          the shapes of a parameter's state by name, in a checkpoint NAME.parameter, float32 or bf16: the
-                        parameter's own shape or, if one call updates it whole, a smaller one
-    whole(row)          true for a parameter that one call updates whole, with its shape; the others may be cut anywhere
+    state(row)          shapes of a parameter's state by name (NAME.parameter in a checkpoint), float32 or bf16: the
+                        parameter's shape or, if one call updates it whole, a smaller one
+    whole(row)          true if one call updates the parameter whole, with its shape; others may be cut anywhere
     kind(row)           equal for parameters that one call may update together
-    scratch_bytes(...)  bytes of `scratch` in its update: planned, where activations lie until the update
-    update(...)         the new weights of the parameters and ranges that this process owns
+    scratch_bytes(...)  bytes of `scratch` for an update, planned in memory that activations use before it
+    update(...)         updates the parameters and ranges that this process owns
 
-Nothing else knows the names or the meaning of its state.
+No other code knows the names or the meaning of its state.
 """
 
 from collections.abc import Hashable
@@ -20,11 +20,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Owned:
-    """A range of the flat buffers, or, with its shape, a parameter, that this process updates in one call."""
+    """The target of one update call: a range of the flat buffers, or a whole parameter with its shape."""
 
     kind: Hashable  # of its parameters
     published: Tensor  # the weights that the model reads
     weight: Tensor  # float32 master weights, or `published` itself
     gradient: Tensor
-    state: dict[str, Tensor]  # of the same range; of a parameter with the shapes of its state
-    first_element: int  # its place in the whole buffer
+    state: dict[str, Tensor]  # for the same range, or in the shapes of a whole parameter's state
+    first_element: int  # offset in the whole flat buffer

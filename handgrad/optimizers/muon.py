@@ -7,9 +7,9 @@ With the gradient G of a matrix W (R, C), momentum b and learning rate lr:
     v = b2 v + (1 - b2) mean_c(O^2),  N = O / sqrt(v)                 a second moment for each row (Li et al. 2025)
     W = W - lr (s N + decay W where N W > 0),  s = 0.2 sqrt(R C) / |N|
 
-N is scaled to a root mean square of 0.2, about as AdamW's updates have, so that one learning rate serves both (Liu et al.
-2025, https://arxiv.org/abs/2502.16982). The row-wise moment is NorMuon's (https://arxiv.org/abs/2510.05491); weights decay
-only where the update shrinks them (Chen et al. 2025, https://arxiv.org/abs/2510.12402).
+s scales N to a root mean square of 0.2, close to AdamW's updates, so that one learning rate serves both (Liu et al. 2025,
+https://arxiv.org/abs/2502.16982). The row-wise moment is NorMuon's (https://arxiv.org/abs/2510.05491). Weights decay only
+where the update shrinks them (Chen et al. 2025, https://arxiv.org/abs/2510.12402).
 """
 
 from collections import Counter, defaultdict
@@ -27,7 +27,7 @@ from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 
 MATRIX = "matrix"
-BATCH_ELEMENTS = 1 << 27  # of the matrices of one shape that go through the polynomials together, at most
+BATCH_ELEMENTS = 1 << 27  # most elements in one batch of equally shaped matrices
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Muon:
     momentum: float
     beta2: float  # of the rows' second moment
     weight_decay: float
-    rate: float  # of the matrices, over the learning rate of the step
+    rate: float  # of the matrices: multiplies the step's learning rate
 
     def state(self, row: ParameterRow) -> dict[str, tuple[int, ...]]:
-        """A matrix has its momentum, and a second moment for each row."""
+        """A matrix has a momentum, and a second moment per row."""
         return {"m": row.shape, "v": row.shape[:1]} if self.whole(row) else self.adamw.state(row)
 
     def whole(self, row: ParameterRow) -> bool:
@@ -50,7 +50,7 @@ class Muon:
         return MATRIX if self.whole(row) else self.adamw.kind(row)
 
     def scratch_bytes(self, ops: Any, table: Table, dtype: torch.dtype, device: torch.device) -> int:
-        """The largest batch of the model, whatever part of it this process owns, and the operations' scratch behind it."""
+        """Bytes for the model's largest batch, even if this process owns only a part, and the operations' scratch."""
         needs = [0]
         for (rows, columns), count in Counter(row.shape for row in table if self.whole(row)).items():
             count = min(count, batch_size(rows, columns))
@@ -62,8 +62,8 @@ class Muon:
     def update(
         self, ops: ModuleType, owned: Iterable[Owned], controls: Tensor, results: Tensor, scratch: Tensor | None
     ) -> None:
-        """AdamW's calls, then the matrices in batches of one shape; `controls` holds the step and the learning rate,
-        `results` the verdict and the clip factor."""
+        """Updates vectors and embeddings by AdamW, then the matrices in batches of one shape. `controls` holds step and
+        learning rate, `results` the verdict and the clip factor."""
         owned = list(owned)
         self.adamw.update(ops, [part for part in owned if part.kind != MATRIX], controls, results, None)
         for parts in batches([part for part in owned if part.kind == MATRIX]):
@@ -71,7 +71,7 @@ class Muon:
             self.update_batch(ops, parts, controls, results, scratch)
 
     def update_batch(self, ops: ModuleType, parts: list[Owned], controls: Tensor, results: Tensor, scratch: Tensor) -> None:
-        """A batch goes through the polynomials together; no matrix's bits depend on the others."""
+        """Updates a batch of matrices. A matrix's bits do not depend on the rest of the batch."""
         weight = parts[0].weight
         dtype, (rows, columns) = polar_dtype(weight.device, weight.dtype), weight.shape
         size = len(parts) * rows * columns * dtype.itemsize
@@ -87,8 +87,8 @@ class Muon:
 
 
 def polar_dtype(device: torch.device, exact: torch.dtype) -> torch.dtype:
-    """On a GPU 16 bits: each polynomial sends singular values that rounding moved back towards 1 (docs/operations/muon.md).
-    "meta" is a GPU that is not here."""
+    """16 bits on a GPU: each polynomial pulls singular values back towards 1 and so corrects the rounding
+    (docs/operations/muon.md). "meta" stands for a GPU that this machine lacks."""
     return torch.bfloat16 if device.type in ("cuda", "meta") else exact
 
 

@@ -1,5 +1,5 @@
-"""Assembles a training from its design: memory, feed and step. Here fp8, dropout, adapters, offload, lanes and ranks join
-the plain path."""
+"""Assembles a training from its design: memory, feed and step. Adds fp8, dropout, adapters, offload, lanes and ranks to the
+plain path."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from handgrad.training.feed import SAMPLE_NUMBERS, BatchFeed, Source
 from handgrad.training.state import FROZEN, TrainingState, make_state
 from handgrad.training.step import Feed, TrainStep, plain_program
 
-TrainedTokens = Callable[[int, int], int]  # (first sample, samples) -> the number of their tokens that are trained
+TrainedTokens = Callable[[int, int], int]  # (first sample, number of samples) -> their trained tokens
 
 
 @dataclass
@@ -38,12 +38,12 @@ class Assembly:
     stepper: TrainStep
     scaling: Scaling | None  # of fp8
     sync: GradientSync | None  # of several lanes or ranks
-    validation_ops: Any  # which read `state.weights`
-    plain_ops: Any  # of text and tasks: they read `state.plain_weights`
+    validation_ops: Any  # read `state.weights`
+    plain_ops: Any  # for sampling and tasks: read `state.plain_weights`
     digest: StateDigest | None  # of an audited run
 
     def load_frozen_weight(self, row: ParameterRow, values: Tensor) -> None:
-        """Loads the stored part of a frozen weight that is no parameter."""
+        """Loads the stored part of a weight that adapters leave frozen."""
         if row.name in self.design.fp8_only:
             assert self.scaling is not None
             with_lora.quantize_frozen(self.scaling, self.state.views, row.name, values)
@@ -51,19 +51,19 @@ class Assembly:
             row.stored(self.state.views[FROZEN]).copy_(values)
 
     def await_weights(self) -> None:
-        """Waits until the weights of the last update are complete here, and the state on the host."""
+        """Waits until this rank has all weights of the last update and, with offload, the host has the state."""
         self.await_state()
         if self.sync is not None:
             self.sync.await_all_weights()
 
     def await_state(self) -> None:
-        """With offload, waits until no copy of the state is under way: nothing else orders the host behind them."""
+        """With offload, waits for all copies of the state: nothing else makes the host wait for them."""
         if self.design.host_plan.buffers:
             devices.synchronize(self.design.device)
 
 
 def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
-    """Allocates the plan's memory, with initial weights, and the scales of an fp8 run."""
+    """Allocates the plan's memory, draws the initial weights, and makes the scales of an fp8 run."""
     views = design.plan.allocate(design.device)
     if design.host_plan.buffers:
         views |= host_state(design)
@@ -75,7 +75,7 @@ def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
     scaling = None
     if design.fp8_only:
         views |= with_lora.shared_operand_views(design.fp8, views)
-    if design.fp8 is not None and design.fp8.table:  # empty if all GEMMs stay in bf16
+    if design.fp8 is not None and design.fp8.table:  # the table is empty if all GEMMs stay in bf16
         scaling = Scaling(design.fp8, design.ops, views, weights)
         scaling.reset(1.0 / design.batch.gradient_tokens)
         weights |= {name: scaling.tensors[name] for name in design.fp8_only}
@@ -103,7 +103,7 @@ def assemble(
 
 
 def training_operations(state: TrainingState, *, masked: bool) -> Any:
-    """The operations of the model's passes over micro-batches. `masked`: some of their tokens are not trained."""
+    """The operations for the model's forward and backward. `masked`: some tokens are not trained."""
     design = state.design
     ops = documents.operations(frozen_operations(state), state.activations, masked=masked)
     if design.lora is not None:
@@ -116,7 +116,7 @@ def training_operations(state: TrainingState, *, masked: bool) -> Any:
 
 
 def frozen_operations(state: TrainingState) -> Any:
-    """The run's operations, and where weights exist only in fp8, GEMMs that read these."""
+    """The run's operations, with GEMMs that read fp8 for weights that exist only in fp8."""
     design = state.design
     if not design.fp8_only:
         return design.ops
@@ -129,8 +129,8 @@ def adapter_operations(state: TrainingState, ops: Any) -> Any:
 
 
 def evaluation_operations(state: TrainingState) -> tuple[Any, Any]:
-    """The operations (of validation, which reads `state.weights`; of text and tasks, which read
-    `state.plain_weights`). `mean_loss` joins documents and masked targets."""
+    """(operations for validation, which read `state.weights`; operations for sampling and tasks, which read
+    `state.plain_weights`). `mean_loss` adds documents and masked targets."""
     design = state.design
     if design.lora is None:
         return design.ops, design.plain_ops
@@ -151,9 +151,9 @@ def bind(
     graphs: bool | None = None,
     trained_tokens: TrainedTokens | None = None,
 ) -> Assembly:
-    """The step over a state: the plain program, and the launches of its joins. `feed`: used instead of one that reads
-    `source`. `graphs`: captures CUDA graphs, by default where the backend can. `trained_tokens`: of a source that does not
-    train all of them."""
+    """Builds the step over a state: the plain program plus the launches of its joins. `feed`: replaces the feed that reads
+    `source`. `graphs`: capture CUDA graphs, by default if the backend can. `trained_tokens`: for a source with tokens that
+    are not trained."""
     design, ranks = state.design, ranks or Ranks()
     batch, guards = design.batch, design.guards
     devices.keep_freed_memory(design.device)
@@ -190,5 +190,5 @@ def bind(
     else:
         stepper = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
     assembly = Assembly(design, state, feed, stepper, scaling, sync, *evaluation_operations(state), digest)
-    assembly.await_state()  # compiling ahead has copied it; now the host may write it
+    assembly.await_state()  # compiling ahead launched copies of it; afterwards the host may write it
     return assembly

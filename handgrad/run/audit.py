@@ -1,4 +1,4 @@
-"""The chain that a run writes as it trains. All ranks make every link, rank 0 writes it."""
+"""The audit chain that a run writes during training. All ranks compute each link, rank 0 writes it."""
 
 import hashlib
 from pathlib import Path
@@ -22,20 +22,20 @@ from handgrad.training.step import StepResult
 
 
 class Audit:
-    """The chain of one run: continued where a checkpoint left it, or begun."""
+    """The chain of one run. Begins it, or continues it from a checkpoint."""
 
     def __init__(self, every: int, ranks: Ranks, log: RunLog):
-        """`every`: steps between two links; 0 writes none."""
+        """`every`: steps between links; 0: no chain."""
         self.every, self.ranks, self.log = every, ranks, log
         self.last: Line = {}  # the newest link
-        self.last_seal = ""  # of the newest checkpoint's line, on rank 0
+        self.last_seal = ""  # of the newest checkpoint line, on rank 0
 
     def due(self, completed: int) -> bool:
         return bool(self.every) and completed % self.every == 0
 
     def begin(self, training: Assembly, facts: Line, resumed: Checkpoint | None, *, allow_changes: bool) -> None:
         """Continues the chain of a checkpoint, or begins one. `facts`: configuration, versions, data. Raises `ConfigError`
-        if the chain on the disk is not that checkpoint's."""
+        if the chain on disk does not match the checkpoint."""
         if not self.every:
             return
         completed = resumed.step if resumed else 0
@@ -47,12 +47,12 @@ class Audit:
             self.write({"kind": BEGIN, "step": completed, "format": FORMAT, **facts, "state": state})
         seals = [line for line in self.log.chain if line["kind"] == CHECKPOINT]
         self.last_seal = seals[-1].get("seal", "") if seals else ""
-        # A kill came between the checkpoint and its line, or the chain begins here.
+        # Either a kill hit between the checkpoint and its line, or the chain begins here.
         if resumed and not any(line["step"] == completed for line in seals):
             self.seal(resumed.folder, resumed.manifest)
 
     def fitting(self, resumed: Checkpoint | None, *, allow_changes: bool) -> tuple[Line, Line]:
-        """(the last link on the disk, the facts of the last `begin`), on rank 0; empty where a chain has to begin."""
+        """(last link on disk, facts of the last `begin`), on rank 0; empty if a chain must begin."""
         named = resumed.manifest.get("audit") if resumed else None
         lines = [line for line in self.log.chain if line["kind"] in LINKS]
         last = lines[-1] if lines else {}
@@ -62,23 +62,23 @@ class Audit:
             fault = (
                 fault or f"the checkpoint names link {named['link'][:12]} of step {named['step']}, the chain has {found}"
             )
-        elif resumed and named is None and last.get("step"):  # it went on without an audit
+        elif resumed and named is None and last.get("step"):  # the run continued without an audit
             if not (fault := contradiction(lines, resumed.manifest, "")):
                 return last, {}
-            allow_changes = True  # as they were when the settings changed
+            allow_changes = True  # the user allowed the change of settings then
         if fault:
             path = self.log.folder / AUDIT_FILE
             if not allow_changes:
                 remedy = "restore it, or begin a chain: --allow-changes"
                 raise ConfigError(f"{path} does not fit the checkpoint: {fault}; {remedy}")
-            # A chain holds as a whole or not at all. The new one hangs on the link that the checkpoint names.
+            # A chain is valid as a whole or not at all. The new one continues from the link that the checkpoint names.
             self.log.notes.append(f"{path}: set aside in {self.log.set_chain_aside()}, a chain begins here; {fault}")
             return {"link": named["link"]} if named else {}, {}
         begun = next((line for line in reversed(lines) if line["kind"] == BEGIN), {})
         return last, {key: value for key, value in begun.items() if key in FACTS}
 
     def add(self, training: Assembly, completed: int, result: StepResult) -> None:
-        """Adds the link of the step that was just read, if one is due."""
+        """Adds a link for the step whose result was just read, if one is due."""
         if not self.due(completed):
             return
         digest, batch = training.digest, training.design.batch
@@ -102,15 +102,15 @@ class Audit:
         self.log.audit(self.last)
 
     def named(self) -> dict[str, Any]:
-        """The part of a checkpoint's manifest that names its link."""
+        """The manifest entry that names a checkpoint's link."""
         return {"audit": {"step": self.last["step"], "link": self.last["link"]}} if self.last else {}
 
     def seal(self, folder: Path, manifest: Line) -> None:
-        """Binds a complete checkpoint to its link, and to the line of the checkpoint before."""
+        """Writes the line that binds a complete checkpoint to its link and to the previous checkpoint's line."""
         if self.last and self.ranks.is_rank_0:
             with storage_errors(f"reading {folder}"):
                 digest = file_sha256(folder / MANIFEST)
-            link = manifest.get("audit", self.last)["link"]  # of a checkpoint from before the chain: the chain's first
+            link = manifest.get("audit", self.last)["link"]  # a checkpoint older than the chain takes its first link
             content = {"kind": CHECKPOINT, "step": step_of(folder), "link": link, "manifest": digest}
             line = linked(content, self.last_seal, "seal")
             self.last_seal = line["seal"]
@@ -121,8 +121,8 @@ FACTS = ("config", "versions", "identity", "init", "chat", "files")
 
 
 def facts(config: RunConfig, versions: dict[str, str], identity: Line, origin: Line | None, dataset: Dataset) -> Line:
-    """Everything that the numbers of a run, or the text of its model, depend on: settings, versions and device, the hashes
-    of the data, of the initial weights and of the tokenizer's files, and whether the data are conversations."""
+    """Everything that determines a run's numbers or its model's text: settings, versions and device, hashes of the data,
+    the initial weights and the tokenizer's files, and whether the data are conversations."""
     touching = {name: value for name, value in to_dict(config).items() if not FIELDS[name].metadata["free"]}
     init = {name: value for name, value in (origin or {}).items() if name != "path"}
     known = {"config": touching, "versions": versions, "identity": identity, **({"init": init} if origin else {})}
@@ -130,6 +130,6 @@ def facts(config: RunConfig, versions: dict[str, str], identity: Line, origin: L
 
 
 def text_facts(dataset: Dataset) -> Line:
-    """The chat flag and the hashes of the tokenizer's files, as `facts` and a checkpoint's manifest have them."""
+    """The chat flag and the hashes of the tokenizer's files, for `facts` and for a checkpoint's manifest."""
     files = tokenizer_files(dataset.tokenizer).items()
     return {CHAT: dataset.is_chat, "files": {name: hashlib.sha256(content).hexdigest() for name, content in files}}

@@ -1,12 +1,12 @@
-"""The run that suits data and machine, for `handgrad train --data DIR` without a preset or sizes, and the run that suits
+"""Chooses the settings of a run: by data and machine, for `handgrad train --data DIR` without a preset or sizes, or by the
 weights, with `--init-from WEIGHTS`.
 
-A model as large as its tokens can teach, about twenty for each parameter (Hoffmann et al. 2022,
-https://arxiv.org/abs/2203.15556), each seen at most four times, which is nearly as good as new ones (Muennighoff et al.
+Takes the largest model that the tokens can teach, at about twenty per parameter (Hoffmann et al. 2022,
+https://arxiv.org/abs/2203.15556), and repeats each at most four times, nearly as good as new tokens (Muennighoff et al.
 2023, https://arxiv.org/abs/2305.16264). Small corpora train small models for more epochs; a CPU trains for minutes.
 
-Weights train in short rows, however long their context is, in small steps and for three epochs. The learning rates come
-from docs/finetuning.md: weights from elsewhere have seen much more text; a run of ours continues at half of its rate.
+Finetuning uses short rows, however long the weights' context, small steps and three epochs. docs/finetuning.md has the
+learning rates: weights from elsewhere have seen much more text; a handgrad run continues at half of its rate.
 """
 
 import os
@@ -27,22 +27,22 @@ from handgrad.settings.config import AUTO, WHOLE, RunConfig
 from handgrad.storage import checkpoint
 
 CPU_FLOPS = 2.5e13  # of the whole run: three minutes on two cores
-MEMORY_SHARE = 0.85  # of a GPU's memory that the plan may take
+MEMORY_SHARE = 0.85  # most of a GPU's memory that the plan may take
 LEAST_STEPS, MOST_STEPS = 20, 20_000
 MOST_WARM_UP_STEPS = 700
 
-# By the kind of device: tokens of a row at most, tokens of a step, rows of a micro-batch at most.
+# By kind of device: most tokens per row, tokens per step, most rows per micro-batch.
 CPU_LIMITS, GPU_LIMITS = (512, 2048, 4), (2048, 16384, 16)
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 3e-5, 2e-4
 EPOCHS, WARMUP_SHARE = 3, 0.05
-ENOUGH_STEPS = 100  # with fewer, a few conversations would move the weights by next to nothing
-FEW_ROWS = 16  # of an epoch, at least: conversations need no longer rows than the longest, and short rows make more steps
+ENOUGH_STEPS = 100  # with fewer, a few conversations would barely move the weights
+FEW_ROWS = 16  # least rows per epoch: rows need only hold the longest conversation, and short rows make more steps
 ENDING: dict[str, Any] = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model for corpora of at least `tokens` training tokens, and how it trains."""
+    """A model for corpora of at least `tokens` training tokens, and its training settings."""
 
     tokens: float
     num_layers: int
@@ -74,7 +74,7 @@ GPU_SIZES = (
 
 
 def suited_settings(dataset: Dataset, device: torch.device) -> dict[str, Any]:
-    """The settings of a run on `dataset`: the largest model that its tokens can teach and the device can hold."""
+    """Settings for a run on `dataset`: the largest model that its tokens can teach and the device can hold."""
     training = dataset.tokens("train")
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for size in reversed([size for size in sizes if training >= size.tokens]):
@@ -82,11 +82,11 @@ def suited_settings(dataset: Dataset, device: torch.device) -> dict[str, Any]:
             if fits(config, dataset.tokenizer.vocab_size, device):
                 return settings_of(config, size, dataset, device)
     smallest = replace(fitted(sizes[0], dataset), micro_batch=1)
-    return settings_of(smallest, sizes[0], dataset, device)  # does not fit: the run refuses it with advice
+    return settings_of(smallest, sizes[0], dataset, device)  # if it does not fit, the run refuses it with advice
 
 
 def fitted(size: Size, dataset: Dataset) -> RunConfig:
-    """The size, with a shorter context where no shard has such windows, and steps of at most a quarter of the corpus."""
+    """Shortens the context to the longest window that the shards hold, and steps to at most a quarter of the corpus."""
     length = min(size.sequence_length, power_of_two(longest_window(dataset)))
     windows = sum((shard.token_count - 1) // length for shard in dataset.splits["train"])
     samples = min(size.tokens_per_step // length, power_of_two(max(1, windows // 4)))
@@ -97,24 +97,24 @@ def fitted(size: Size, dataset: Dataset) -> RunConfig:
 
 
 def longest_window(dataset: Dataset) -> int:
-    """The longest context for which every split has a window, which is a token longer."""
+    """The longest context for which every split has a window (one token longer)."""
     return min(max(shard.token_count - 1 for shard in dataset.splits[split]) for split in SPLITS)
 
 
 def power_of_two(number: int) -> int:
-    """The largest power of two up to `number`."""
+    """The largest power of two not above `number`."""
     return 1 << number.bit_length() - 1
 
 
 def smaller_batches(config: RunConfig) -> Iterator[RunConfig]:
-    """The same steps in smaller and smaller micro-batches."""
+    """Yields the same steps with ever smaller micro-batches."""
     while config.micro_batch >= 1:
         yield config
         config = replace(config, micro_batch=config.micro_batch // 2)
 
 
 def fits(config: RunConfig, vocab_size: int, device: torch.device) -> bool:
-    """Compares with a GPU's whole memory, which is equal on equal ranks, unlike its free memory; a CPU's run is small."""
+    """Compares with a GPU's total memory: unlike its free memory, equal ranks agree on it. A CPU's run is always small."""
     if device.type != "cuda":
         return True
     most = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
@@ -129,7 +129,7 @@ def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.d
 def paced(
     config: RunConfig, dataset: Dataset, device: torch.device, epochs: float, warmup_share: float, steps: float = 0
 ) -> dict[str, Any]:
-    """The number of steps, unless it is given, and the intervals of validations, samples, saves and log lines."""
+    """Chooses the number of steps, unless given, and the intervals of validations, samples, saves and log lines."""
     training, validation = dataset.tokens("train"), dataset.tokens("validation")
     if not steps:
         steps = epochs * training / config.tokens_per_step
@@ -157,7 +157,7 @@ CHOSEN = (*CHOSEN_SIZES, "steps", "warmup_steps", "eval_every", "eval_tokens", "
 
 
 def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """`suited_settings` for the data and the device of these settings. A run that has begun in `out` keeps its own.
+    """`suited_settings` for the data and device in `settings`. A run that has already begun in `out` keeps its own.
 
     Raises the errors of `open_dataset` and `resolve_device`.
     """
@@ -168,7 +168,7 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
-    """The settings beside those given, for weights of these `sizes`. A run that has `begun` in `out` from the same weights
+    """Chooses the settings not given, for weights of these `sizes`. A run that has `begun` in `out` from the same weights
     keeps its own. Without data, for `plan`, the weights alone decide.
 
     Raises the errors of `open_dataset` and `resolve_device`.
@@ -184,16 +184,16 @@ def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: di
         epochs = max(EPOCHS, ENOUGH_STEPS * config.tokens_per_step / dataset.tokens("train"))
         chosen |= paced(config, dataset, device, epochs, WARMUP_SHARE, settings.get("steps", 0))
         if dataset.is_chat:
-            chosen["sample_tokens"] = 0  # a document from nothing is no conversation
+            chosen["sample_tokens"] = 0  # a text without a prompt is no conversation
     return chosen
 
 
 def fitted_to_weights(
     settings: dict[str, Any], sizes: dict[str, Any], dataset: Dataset | None, device: torch.device
 ) -> RunConfig:
-    """Rows of at most the weights' context, the longest window of the shards and the device's limit, or that hold the
-    longest conversation; steps of at most a quarter of the corpus; the largest micro-batch that fits, by the `settings`
-    that are given."""
+    """Chooses what `settings` leave open. Rows hold the longest conversation, or fill the smallest of the weights' context,
+    the shards' longest window and the device's limit. Steps take at most a quarter of the corpus. The micro-batch is the
+    largest that fits."""
     longest, tokens, most = CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
     length = min(sizes.get("sequence_length", longest), longest)
     corpus, usual = tokens * 4, length
@@ -206,7 +206,7 @@ def fitted_to_weights(
         else:
             length = min(length, power_of_two(max(1, longest_window(dataset))))
     micro = settings.get("micro_batch", 0)
-    together = (micro or 1) * (settings.get("lanes", 0) or find_rank_info(os.environ).size)  # rows, in all lanes
+    together = (micro or 1) * (settings.get("lanes", 0) or find_rank_info(os.environ).size)  # rows over all lanes
     if "tokens_per_step" in settings:
         tokens = settings["tokens_per_step"]
         shorter = [max(1, min(length, tokens) >> halvings) for halvings in range(4)]
@@ -225,18 +225,18 @@ def fitted_to_weights(
         smaller = [found for found in smaller_batches(config) if fits(found, dataset.tokenizer.vocab_size, device)]
         if not smaller and usual < length and "sequence_length" not in settings:
             return fitted_to_weights(settings | {"sequence_length": usual}, sizes, dataset, device)
-        config = smaller[0] if smaller else config  # does not fit: the run refuses it with advice
+        config = smaller[0] if smaller else config  # if none fits, the run refuses it with advice
     return config
 
 
 def suited_rate(source: str, *, adapters: bool) -> float:
-    """The peak learning rate for weights: of a run of ours half of its own; for adapters all of it, if it is no less than
-    that for other weights."""
+    """The peak learning rate for finetuning. A handgrad run continues at half of its own rate; adapters use all of it, but
+    no less than for other weights."""
     run = Path(source).parent if checkpoint.is_best_alias(Path(source)) else Path(source)
     config = checkpoint.peek_config(run) or {}
-    if not config.get("data"):  # of weights from elsewhere, imported or not
+    if not config.get("data"):  # weights from elsewhere, imported or not
         return ADAPTERS_LEARNING_RATE if adapters else LEARNING_RATE
     rate = float(config["learning_rate"])
     if adapters:
         return max(rate, ADAPTERS_LEARNING_RATE)
-    return LEARNING_RATE if config.get("lora") else rate / 2  # the rate of adapters is too high for all weights
+    return LEARNING_RATE if config.get("lora") else rate / 2  # an adapter's rate is too high to train all weights

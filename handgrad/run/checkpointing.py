@@ -1,5 +1,5 @@
-"""Saves the state of a run into a checkpoint and loads it, on any number of ranks. Has the copy in host memory from
-which a save is written while training goes on."""
+"""Saves the state of a run to a checkpoint and loads it, on any number of ranks. Keeps the copy in host memory that a
+background save writes while training continues."""
 
 import functools
 import hashlib
@@ -37,11 +37,11 @@ from handgrad.training.design import Design
 from handgrad.training.state import SavedBuffer, TrainingState
 from handgrad.training.step import SpikeWindow
 
-SOURCES = "sources"  # the version that is a hash of the package; chains of format 1 and older checkpoints lack it
+SOURCES = "sources"  # the entry with the package's hash; chains of format 1 and older checkpoints lack it
 # Settings that the scales in a checkpoint depend on.
 SCALING_RULES = ("fp8_gradients", "fp8_scaling", "fp8_window", "fp8_margin", "fp8_count_every")
 COPY = "copy for saves"
-REST_BYTES = 1 << 30  # of a GPU's process beside the copy: libraries, batches, pages on their way to the disk
+REST_BYTES = 1 << 30  # of a GPU process without the copy: libraries, batches, dirty pages
 
 
 def save_state(
@@ -55,7 +55,7 @@ def save_state(
     """Saves the state; returns the checkpoint's folder.
 
     Rank 0 writes; the others send it their shards, bucket by bucket. All wait until the checkpoint is complete. Raises
-    `StorageError`, on all ranks, when the disk does not take it.
+    `StorageError` on all ranks if the disk refuses.
     """
     tensors = list(stored_tensors(state, ranks))
 
@@ -63,7 +63,7 @@ def save_state(
         try:
             return checkpoint.save(checkpoints, step, tensors, manifest, extra_files)
         finally:
-            fetch_rest(tensors)  # after an error: the others wait to send them
+            fetch_rest(tensors)  # after an error too: the other ranks wait to send them
 
     if not ranks.is_rank_0:
         fetch_rest(tensors)
@@ -77,7 +77,7 @@ def fetch_rest(tensors: list[Stored]) -> None:
 
 
 def stored_tensors(state: TrainingState, ranks: Ranks) -> Iterator[Stored]:
-    """The tensors of a checkpoint, weights first, then the optimizer's state; shards are gathered when they are fetched."""
+    """The tensors of a checkpoint, weights first, then optimizer state. Fetching one gathers its shards."""
     gathered = GatheredBucket(state, ranks)
     for saved in state.saved:
         for row in saved.layout.rows:
@@ -88,14 +88,14 @@ def stored_tensors(state: TrainingState, ranks: Ranks) -> Iterator[Stored]:
 
 
 class GatheredBucket:
-    """The last bucket that was asked for, of one of the sharded buffers, in the memory that buckets travel through."""
+    """Caches one bucket of a sharded buffer, the last one gathered, in the communication buffer."""
 
     def __init__(self, state: TrainingState, ranks: Ranks):
         self.state, self.ranks = state, ranks
         self.held: tuple[int, str] | None = None
 
     def row(self, saved: SavedBuffer, row: ParameterRow) -> Tensor:
-        """The stored part of a row."""
+        """The stored part of a row. Gathers its bucket if another one is cached."""
         bucket = bucket_of(row, saved.layout.buckets)
         start = row.offset - bucket.start
         return self(saved.values, bucket)[start : start + row.elements].view(row.shape)[: row.stored_rows]
@@ -112,7 +112,7 @@ class GatheredBucket:
 
 
 def run_facts(config: RunConfig, dataset: Dataset, origin: dict[str, Any] | None) -> dict[str, Any]:
-    """The parts of the manifest that stay the same during a run. `origin`: of the weights that it started from."""
+    """The parts of the manifest that stay constant during a run. `origin`: source of its initial weights."""
     return {
         "handgrad": handgrad.__version__,
         "config": to_dict(config),
@@ -124,7 +124,7 @@ def run_facts(config: RunConfig, dataset: Dataset, origin: dict[str, Any] | None
 
 
 def run_numbers(training: Assembly) -> dict[str, Any]:
-    """The numbers that a run resumes with, for the manifest, and the schema of a state smaller than its parameters."""
+    """The manifest's numbers for resuming, and the schema of optimizer state that is smaller than its parameters."""
     shapes = {tuple(row.shape for row in saved.layout.rows) for saved in training.state.saved}
     return {
         **({"schema": STATE_SCHEMA} if len(shapes) > 1 else {}),
@@ -138,8 +138,8 @@ def run_numbers(training: Assembly) -> dict[str, Any]:
 def begin_state(
     training: Assembly, config: RunConfig, weights: Weights | None, resumed: Checkpoint | None
 ) -> tuple[int, int]:
-    """Loads initial weights and the checkpoint to resume from, where there are any; returns (completed steps, skipped
-    updates in a row). Raises the errors of `load_run`."""
+    """Loads the initial weights and the checkpoint to resume from, if any. Returns (completed steps, skipped updates in a
+    row). Raises the errors of `load_run`."""
     if weights is not None:
         load_initial_weights(weights, training)
     if resumed is None:
@@ -149,8 +149,8 @@ def begin_state(
 
 
 def load_initial_weights(weights: Weights, training: Assembly) -> None:
-    """Loads initial weights from elsewhere, with adapters the weights under them. A run with fewer positions takes the
-    first of theirs."""
+    """Loads initial weights that another run or model supplies; with adapters, these are the base. A run with fewer
+    positions takes the first ones."""
     design = training.design
     load = training.load_frozen_weight if design.frozen else training.state.load_weight
     for theirs, row in zip(parameter_table(weights.shape), design.frozen or design.parameters, strict=True):
@@ -159,8 +159,8 @@ def load_initial_weights(weights: Weights, training: Assembly) -> None:
 
 
 def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
-    """Resumes from a checkpoint: loads its tensors and `run_numbers`, as far as they suit the configuration. Raises
-    `ConfigError` for a state of another optimizer."""
+    """Resumes from a checkpoint: loads its tensors, and the `run_numbers` that apply to the configuration. Raises
+    `ConfigError` for the state of another optimizer."""
     made_by = source.manifest["config"].get("optimizer", RunConfig.optimizer)
     if made_by != config.optimizer:
         remedy = f"start a new run from its weights: --init-from {source.folder}"
@@ -178,15 +178,15 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
     stepper.loss_window, stepper.norm_window = SpikeWindow(manifest["loss_window"]), SpikeWindow(manifest["norm_window"])
     if manifest["config"].get("precision") == config.precision == "fp16":
         training.state.set_loss_scale(*manifest["loss_scale"])
-    # Scales that were made by other rules are made anew.
+    # Scales made under other rules are recalibrated.
     unchanged = all(manifest["config"].get(name) == getattr(config, name) for name in SCALING_RULES)
     if training.scaling is not None and unchanged and training.scaling.restore(manifest.get("fp8", {})):
         training.scaling.requantize()
 
 
 def with_parts_left(config: RunConfig, manifest: dict[str, Any]) -> RunConfig:
-    """Keeps in bf16 the parts that the run of a checkpoint moved there: earlier versions did so where a tensor saturated,
-    and the checkpoint has no scales for them."""
+    """Keeps parts in bf16 that the checkpoint's run moved there. Earlier versions did so when a tensor saturated, and saved
+    no scales for them."""
     left = manifest.get("left_fp8", {}).get("left", [])
     if not left:
         return config
@@ -195,7 +195,7 @@ def with_parts_left(config: RunConfig, manifest: dict[str, Any]) -> RunConfig:
 
 
 def load_state(source: Checkpoint, state: TrainingState) -> None:
-    """Weights and optimizer state of a checkpoint. Raises `DataError` if shapes differ."""
+    """Loads weights and optimizer state. Raises `DataError` if shapes differ."""
     _, *buffers = state.saved
     weights = {row.name: (row.stored_shape, partial(state.load_weight, row)) for row in state.design.parameters}
     source.load(checkpoint.WEIGHTS_FILE, weights)
@@ -204,19 +204,19 @@ def load_state(source: Checkpoint, state: TrainingState) -> None:
 
 
 def origin_of(source: Checkpoint) -> dict[str, Any] | None:
-    """The weights from which the run of a checkpoint started, opened or imported; None if it drew them."""
+    """The source of the initial weights of a checkpoint's run, opened or imported; None if it drew them."""
     return source.manifest.get("init") or source.manifest.get("imported")
 
 
 def versions_of(device: torch.device, ops: ModuleType) -> dict[str, str]:
-    """The versions that the bits depend on, beside the configuration and the data. `ops`: the plain operations."""
+    """The versions that determine the bits, besides configuration and data. `ops`: the plain operations."""
     named = {"handgrad": handgrad.__version__, SOURCES: sources_sha256(), "torch": torch.__version__}
     return {**named, "device": devices.describe(device), **ops.versions()}
 
 
 @functools.cache
 def sources_sha256() -> str:
-    """SHA-256 over the paths and contents of the package's Python files: two checkouts may share a version number."""
+    """SHA-256 over paths and contents of the package's Python files, because checkouts may share a version number."""
     package, digest = Path(handgrad.__file__).parent, hashlib.sha256()
     for name, path in sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py")):
         with storage_errors(f"reading {path}"):
@@ -226,7 +226,7 @@ def sources_sha256() -> str:
 
 
 def changed_versions(source: Checkpoint, now: dict[str, str]) -> list[str]:
-    """The versions that differ between a checkpoint and this run, in lines for the log."""
+    """Log lines about versions that differ between a checkpoint and this run."""
     then = source.manifest["versions"]
     return [
         f"{key} {then.get(key)} -> {now.get(key)} (the bits may differ from an unbroken run's)"
@@ -239,7 +239,7 @@ def changed_versions(source: Checkpoint, now: dict[str, str]) -> list[str]:
 
 
 def checkpoint_rows(design: Design) -> list[Buffer]:
-    """The tensors of a checkpoint, whole, in the order in which it holds them."""
+    """The tensors of a checkpoint, unsharded, in its order."""
     dtypes = {buffer.name: buffer.dtype for buffer in design.buffers}
     tables = [(design.parameters, dtypes.get("master", dtypes["parameters"]))]
     tables += [(layout.rows, dtypes[f"optimizer.{name}"]) for name, layout in design.optimizer_state.items()]
@@ -247,13 +247,13 @@ def checkpoint_rows(design: Design) -> list[Buffer]:
 
 
 def copy_plans(design: Design, ranks: int) -> list[Plan]:
-    """The memory for the tensors that each rank writes."""
+    """Each rank's memory plan for the tensors that it writes."""
     shares = checkpoint.split_among_writers(checkpoint_rows(design), ranks)
     return [make_plan(buffer for buffers in files.values() for buffer in buffers) for files in shares]
 
 
 def host_memory(design: Design, ranks: Ranks) -> tuple[float, float]:
-    """(bytes that a machine's ranks need for their copies and the rest, bytes that are free), the same on all ranks."""
+    """(bytes that a machine's ranks need for copies and processes, free bytes), equal on all ranks."""
     rest = design.host_plan.total_bytes + (design.plan.total_bytes if design.device.type == "cpu" else REST_BYTES)
     free = devices.available_bytes(torch.device("cpu"))
     own = copy_plans(design, ranks.size)[ranks.rank].total_bytes + rest, math.inf if free is None else free
@@ -262,15 +262,15 @@ def host_memory(design: Design, ranks: Ranks) -> tuple[float, float]:
 
 
 class HostCopy:
-    """One rank's share of a checkpoint in host memory. Pinned, it takes a CUDA device's state at the speed of the link; a
-    state that lies on the host already needs no second stretch of pinned pages."""
+    """One rank's share of a checkpoint in host memory. Pins it, so that a CUDA device copies its state at link speed; an
+    offloaded state is already on the host and needs no further pinned pages."""
 
     def __init__(self, design: Design, ranks: Ranks):
         plan = copy_plans(design, ranks.size)[ranks.rank]
         self.size_bytes, self.pinned = plan.total_bytes, design.device.type == "cuda" and not design.host_plan.buffers
         self.storage = {kind: torch.empty(size, dtype=torch.uint8) for kind, size in plan.size_bytes.items()}
         for memory in self.storage.values():
-            memory.zero_()  # the system gives the pages now, not in the first save
+            memory.zero_()  # fault the pages in now, not in the first save
         self.views = plan.lay_over(self.storage)
         self.files = {
             file: [Stored.of(row.name, self.views[row.name]) for row in rows]
@@ -280,7 +280,7 @@ class HostCopy:
             pin(memory, "the copy from which saves are written", "--async-save false")
 
     def copy_state(self, tensors: list[Stored]) -> None:
-        """Copies the rank's share. All ranks fetch all tensors: their shards are gathered."""
+        """Copies this rank's share. All ranks must fetch all tensors, because fetching gathers the shards."""
         for tensor in tensors:
             value = tensor.fetch()
             if tensor.name in self.views:
@@ -290,7 +290,7 @@ class HostCopy:
 
 
 def host_copy(config: RunConfig, design: Design, ranks: Ranks) -> tuple[HostCopy | None, list[str]]:
-    """The run's copy, allocated, and a line about it for the header. None if it does not fit, or with `async_save` off."""
+    """Allocates the run's copy; returns it with a line for the header. None if it does not fit or `async_save` is off."""
     if not config.async_save:
         return None, []
     needed, free = host_memory(design, ranks)

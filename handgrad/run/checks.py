@@ -1,4 +1,4 @@
-"""Refusals before anything is written or allocated."""
+"""Checks that refuse a run before it writes or allocates anything."""
 
 import os
 import shlex
@@ -26,7 +26,7 @@ from handgrad.training.design import Design
 
 
 def check_names(config: RunConfig) -> None:
-    """Refuses paths that are no UTF-8, as Linux allows them: neither the log nor safetensors takes them."""
+    """Refuses paths that are not UTF-8. Linux allows them, but the log and safetensors do not."""
     for name in ("data", "out", "init_from"):
         path = getattr(config, name)
         try:
@@ -36,9 +36,9 @@ def check_names(config: RunConfig) -> None:
 
 
 def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:
-    """Refuses a step larger than an epoch, and a plan that does not fit into memory beside `more_bytes`."""
+    """Refuses a step larger than an epoch, and a plan that does not fit in memory together with `more_bytes`."""
     samples = training_batches(config, dataset).samples_per_epoch
-    validation_batches(dataset, config.sequence_length, packing=config.packing)  # refuses a split without one sample
+    validation_batches(dataset, config.sequence_length, packing=config.packing)  # refuses a split without a sample
     largest = config.batch.largest // config.sequence_length
     if samples < largest:
         lanes = config.lanes if config.lanes <= samples else 1
@@ -70,7 +70,7 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
 
 def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool) -> None:
     """Refuses shards whose tokenizer differs from the run in `out` or, before its first checkpoint, from the run in
-    `init_from`. This comes first: other sizes and batches may follow from it."""
+    `init_from`. Call it first: differing sizes and batches may only be consequences."""
     begun = checkpoint.peek(Path(config.out))
     source = config.init_from.removesuffix(f"/{BEST}")
     found = begun or (checkpoint.peek(Path(source)) if source else None)
@@ -89,8 +89,8 @@ def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool)
 
 
 def tokenizer_flag(record: dict[str, Any], model: str) -> str:
-    """The option of `handgrad prepare` for the tokenizer of a manifest's `record`: by its own name, or by its model's,
-    which may have to be imported first."""
+    """The option of `handgrad prepare` for the tokenizer of a manifest's `record`: its own name, or its model's, which the
+    user may have to import first."""
     kind = record.get("kind")
     if kind in ("gpt2", "bytes"):
         return f"--tokenizer {kind}"
@@ -99,7 +99,7 @@ def tokenizer_flag(record: dict[str, Any], model: str) -> str:
 
 
 def other_tokenizer(source: str, record: dict[str, Any], remedy: str, dataset: Dataset) -> str:
-    """The message about weights whose tokenizer, a manifest's `record`, is not the data's."""
+    """The message about weights whose tokenizer (a manifest's `record`) differs from the data's."""
     old, new = (
         f"{one.get('kind')}, {one.get('vocab_size')} words" for one in (record, tokenizer_record(dataset.tokenizer))
     )
@@ -109,7 +109,7 @@ def other_tokenizer(source: str, record: dict[str, Any], remedy: str, dataset: D
 
 
 def check_shared_gradients(config: RunConfig, ranks: int) -> None:
-    """Refuses ZeRO 2 where a rank would have to keep sums of gradients that it has sent away."""
+    """Refuses ZeRO 2 if a rank would have to keep sums of gradients that it has already sent."""
     micro_batches = config.batch.largest // (config.sequence_length * config.micro_batch * ranks)
     if config.zero == 2 and ranks > 1 and micro_batches > 1:
         raise UsageError(
@@ -119,7 +119,7 @@ def check_shared_gradients(config: RunConfig, ranks: int) -> None:
 
 
 def check_offload(config: RunConfig, device: torch.device, ranks: int) -> None:
-    """Refuses an offload that moves nothing, and ranks that would have to send the state from the host."""
+    """Refuses offload that moves nothing, and offload with ranks that would send state from the host."""
     if config.offload and device.type not in ("cuda", "meta"):
         raise UsageError(
             f"offload moves the optimizer's state out of a GPU's memory, found device {device.type}; leave it off"
@@ -129,7 +129,7 @@ def check_offload(config: RunConfig, device: torch.device, ranks: int) -> None:
 
 
 def can_offload(config: RunConfig, device: torch.device, ranks: int) -> bool:
-    """True if the run may keep the optimizer's state on the host, whether it does or not."""
+    """True if the run could keep the optimizer's state on the host."""
     offloaded = replace(config, offload=True)
     try:
         check_offload(check(offloaded), device, ranks)
@@ -139,13 +139,13 @@ def can_offload(config: RunConfig, device: torch.device, ranks: int) -> bool:
 
 
 def most_checkpoints(config: RunConfig) -> int:
-    """The largest number of checkpoints on the disk at once: the oldest goes after the newest is complete."""
+    """The most checkpoints on disk at once. A run removes the oldest only after the newest is complete."""
     saves = -(-config.steps // (config.save_every or config.steps))
     kept, oldest = config.keep_checkpoints, max(0, saves - config.keep_checkpoints) * config.save_every
-    if config.keep_best:  # and one that is to be the best does not take the place of the best before
+    if config.keep_best:  # a new best is complete before the old best goes
         saves, kept = saves + -(-config.steps // (config.eval_every or config.steps)), kept and kept + 1
-        oldest = config.steps  # its step may be none of `save_every`, and so may all the newest
-    majors = max(0, oldest - 1) // config.keep_every if config.keep_every else 0  # before the newest ones
+        oldest = config.steps  # the best, and all the newest, may come at steps other than `save_every`'s
+    majors = max(0, oldest - 1) // config.keep_every if config.keep_every else 0  # older than the newest ones
     return min(saves, kept + 1 + majors) if kept else saves
 
 
@@ -156,7 +156,7 @@ def checkpoint_bytes(design: Design) -> int:
 
 def check_disk(config: RunConfig, design: Design) -> None:
     """Refuses a run whose checkpoints will not fit in `config.out`."""
-    # An earlier start's checkpoints are there already.
+    # Checkpoints of an earlier start already have their space.
     checkpoints = most_checkpoints(config) - len(checkpoint.folders(Path(config.out) / CHECKPOINTS))
     needed = checkpoints * checkpoint_bytes(design)
     existing = [folder for folder in (Path(config.out), *Path(config.out).absolute().parents) if folder.is_dir()]

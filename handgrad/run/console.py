@@ -1,5 +1,5 @@
-"""The console of a run: a live progress line on a terminal, one line that is redrawn in a notebook, plain lines everywhere
-else; the figures of a step as a person follows them."""
+"""The console of a run: a live progress line on a terminal, a single redrawn line in a notebook, plain lines everywhere
+else. Formats a step's figures for people."""
 
 import sys
 import time
@@ -15,29 +15,29 @@ from handgrad import errors
 from handgrad.format import human_count, human_seconds
 from handgrad.training.step import StepResult
 
-ConsoleMode = Literal["live", "lines", "nothing"]  # a live line where there is a terminal, plain lines, nothing
-NOTEBOOK_WIDTH = 100  # characters; a cell's output shows some more
+ConsoleMode = Literal["live", "lines", "nothing"]  # "live": a live line if there is a terminal
+NOTEBOOK_WIDTH = 100  # characters; a notebook cell shows a few more
 SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
-FIRST_STEPS = 2  # of a process that have a line each: the first waits for libraries, the second shows the speed
-QUIET_SECONDS = 10  # without a line, after which the next step has one
+FIRST_STEPS = 2  # steps of a process that always print: the first waits for libraries, the second shows the speed
+QUIET_SECONDS = 10  # after this long without a line, the next step prints one
 
 
 def in_notebook() -> bool:
-    """True in a kernel of Jupyter, whose output is a web page. IPython is there already, or this is none."""
+    """True in a Jupyter kernel, whose output is a web page. A kernel has already imported IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython and ipython.get_ipython()
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 class Display:
-    """A live line with a bar on a terminal, one without a bar in a notebook; nothing but the plain lines otherwise."""
+    """Draws a live line with a bar on a terminal, without a bar in a notebook; elsewhere prints only plain lines."""
 
     def __init__(self, steps: int, completed: int, mode: ConsoleMode):
         self.console = Console(highlight=False, file=getattr(sys.stdout, "terminal", None))
         self.live = mode == "live" and sys.stdout.isatty()
         self.closed = mode == "nothing"
         self.redraws = not self.closed and in_notebook()
-        self.drawn = 0  # characters of the line that a notebook redraws
+        self.drawn = 0  # characters of the notebook's current line
         self.bar = BarColumn()
         columns = (self.bar, TextColumn("{task.description}", markup=False))
         self.progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=4)
@@ -46,7 +46,7 @@ class Display:
             self.progress.start()
 
     def update(self, completed: int, line: Callable[[int], str]) -> None:
-        """Redraws the live line, if there is one. `line`: its figures for a width in characters."""
+        """Redraws the live line, if there is one. `line(width)`: its figures in at most `width` characters."""
         if self.redraws:
             text = line(NOTEBOOK_WIDTH)
             print("\r" + text.ljust(self.drawn), end="", flush=True)
@@ -57,33 +57,33 @@ class Display:
             self.progress.update(self.task, completed=completed, description=line(width - bar_width - 1))
 
     def print_step(self, line: Callable[[int | None], str]) -> None:
-        """The plain line of a step, no wider than the terminal; a notebook shows it in the line that it redraws."""
+        """Prints a step's plain line, no wider than the terminal. A notebook shows the redrawn line instead."""
         if not self.redraws:
             self.print(line(self.console.width if self.live else None))
 
     def print(self, text: str) -> None:
-        """A line on the console. When its reader has gone (`| head`, a lost connection), the run continues; the log has
-        every line."""
+        """Prints a line. If the reader is gone (`| head`, a lost connection), the run continues; the log still has every
+        line."""
         if self.closed:
             return
         if self.redraws or self.console.is_terminal:
             text = errors.shown(text)
-        if self.redraws:  # without rich, which makes a block of HTML of each line
+        if self.redraws:  # bypass rich, which turns each line into a block of HTML
             print("\r" * bool(self.drawn) + text.ljust(self.drawn))
             self.drawn = 0
             return
         try:
             self.console.print(text, markup=False, soft_wrap=True)
-        except (OSError, SystemExit):  # rich turns a broken pipe into the second
+        except (OSError, SystemExit):  # rich turns a broken pipe into SystemExit
             self.stop_printing()
 
     def stop_printing(self) -> None:
-        """Sends stdout to devnull from now on: its reader has gone."""
+        """Redirects stdout to devnull, because its reader is gone."""
         self.closed = True
         errors.send_to_devnull(sys.stdout)
 
     def keep_line(self) -> None:
-        """Ends the line that a notebook redraws; the next output begins another one."""
+        """Ends the notebook's redrawn line; the next output starts a new one."""
         if self.drawn:
             print()
             self.drawn = 0
@@ -100,17 +100,17 @@ class Display:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step: its result, the speed of the last steps, and the time that is left at that speed."""
+    """One step: its result, the speed over the last steps, and the remaining time at that speed."""
 
     step: int  # counted from 1
     steps: int
     result: StepResult
     tokens_per_second: float
-    rate: str  # of the model's arithmetic
+    rate: str  # arithmetic rate of the model
     seconds_left: float
 
     def line(self, width: int | None = None) -> str:
-        """The plain line, without the least important figures where it is wider than `width` characters."""
+        """The plain line. Drops the least important figures to fit `width` characters."""
         for without in range(4):
             line = " | ".join(self.parts(without))
             if width is None or len(line) <= width:
@@ -118,7 +118,7 @@ class StepFigures:
         return line
 
     def parts(self, without: int = 0) -> list[str]:
-        """The parts of the plain line, `without` the first 0 to 3 of: the arithmetic's rate, z-scores, milliseconds."""
+        """The parts of the plain line. `without`: 0 to 3; drops the first n of arithmetic rate, z-scores, milliseconds."""
         result = self.result
         loss_z, norm_z = (f" (z {z:+.1f})" if z is not None and without < 2 else "" for z in (result.loss_z, result.norm_z))
         return [
@@ -133,7 +133,7 @@ class StepFigures:
         ]
 
     def live_line(self, width: int) -> str:
-        """The figures that fit into `width` characters, most important first."""
+        """The figures that fit in `width` characters, most important first."""
         result = self.result
         parts = [
             f"{human_seconds(self.seconds_left)} left",
@@ -153,15 +153,15 @@ class StepFigures:
 
 
 class Pace:
-    """The speed of the last steps."""
+    """The speed over the last steps."""
 
     def __init__(self) -> None:
         self.steps: deque[tuple[int, float]] = deque(maxlen=SPEED_WINDOW)  # tokens, seconds
         self.warming_up = True
 
     def add(self, tokens: int, elapsed_seconds: float) -> float:
-        """Adds a step; returns the mean in tokens per second."""
-        if len(self.steps) == 1 and self.warming_up:  # the first step also waits for libraries and page faults
+        """Adds a step; returns the mean speed in tokens per second."""
+        if len(self.steps) == 1 and self.warming_up:  # the first step includes library loading and page faults
             self.steps.clear()
             self.warming_up = False
         self.steps.append((tokens, elapsed_seconds))
@@ -169,16 +169,16 @@ class Pace:
 
 
 class Cadence:
-    """Chooses the steps that have a plain line: the first of a process, every n-th, and enough of slow ones that no reader
-    takes the run for hung."""
+    """Chooses the steps that print a plain line: the first of a process, every n-th, and so many slow ones that the run
+    never looks hung."""
 
     def __init__(self, every: int, clock: Callable[[], float] = time.monotonic):
-        """`clock`: seconds."""
+        """`clock`: returns seconds."""
         self.every, self.clock = every, clock
         self.lines, self.last = 0, clock()
 
     def due(self, step: int, *, always: bool = False) -> bool:
-        """True if a step, counted from 1, has a line now; `always`: whatever the time."""
+        """True if `step`, counted from 1, prints a line now; `always`: regardless of time."""
         now = self.clock()
         if not (always or self.lines < FIRST_STEPS or step % self.every == 0 or now - self.last >= QUIET_SECONDS):
             return False

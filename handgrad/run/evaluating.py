@@ -1,5 +1,5 @@
-"""Evaluates a run between its steps: validations, results on tasks, texts. The questions of tasks are made ready once and
-asked again at every validation."""
+"""Evaluates a run between steps: validation loss, tasks, sample texts. Prepares the tasks' questions once and asks them at
+every validation."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,11 +28,11 @@ from handgrad.training.state import TrainingState
 
 
 class TaskEvaluation:
-    """The tasks of one run. Their activations lie in the memory of the training's, which are idle meanwhile; only where
-    those are too small do they have memory of their own."""
+    """The tasks of one run. Their activations reuse the training's activation memory, which is idle meanwhile, or their own
+    if it is too small."""
 
     def __init__(self, config: RunConfig, design: Design, ranks: Ranks, tasks: list[TaskData], requests: list[Request]):
-        """As many positions go through the model at once as a micro-batch has, whatever the number of ranks."""
+        """A forward pass takes as many positions as a micro-batch has, for any number of ranks."""
         self.tasks, self.requests, self.precision, self.device = tasks, requests, config.precision, design.device
         positions = config.micro_batch * config.sequence_length
         sizes = {"positions_per_batch": positions, "head_chunk": config.head_chunk_tokens}
@@ -45,19 +45,19 @@ class TaskEvaluation:
         self.views: dict[str, Tensor] = {}
 
     def allocate(self, ops: Any) -> None:
-        """`ops`: operations that read the run's plain weights."""
+        """Allocates the tasks' memory. `ops`: operations that read the run's plain weights."""
         self.work.ops = ops
         self.views = self.plan.allocate(self.device)
 
     def evaluate(self, state: TrainingState) -> list[TaskResult]:
-        """The results of the run's weights; of an fp8 run, of those in bf16."""
+        """The results of the run's weights; an fp8 run uses its bf16 weights."""
         views = self.views
         if self.shares:
             views = views | self.activations.lay_over({KIND: allocation_of(state.activations.tokens)})
         return results_of(self.tasks, self.requests, self.work.score(state.plain_weights, views))
 
     def run_missing(self, step: int, state: TrainingState, log: RunLog) -> None:
-        """Evaluates after `step`, unless the record has all the results already."""
+        """Evaluates after `step`, unless the record already has all results."""
         missing = [task.name for task in self.tasks if (f"{EVALUATION_OF} {task.name}", step) not in log.recorded]
         if not missing:
             return
@@ -73,7 +73,7 @@ class TaskEvaluation:
 
 
 def make_task_evaluation(config: RunConfig, design: Design, tokenizer: Tokenizer, ranks: Ranks) -> TaskEvaluation | None:
-    """The tasks of `config.eval_tasks`, read by rank 0 for all; None if there are none.
+    """The tasks of `config.eval_tasks`; rank 0 reads them for all ranks. None if there are none.
 
     Raises the errors of `load_tasks` and `make_requests`.
     """
@@ -88,7 +88,7 @@ def make_task_evaluation(config: RunConfig, design: Design, tokenizer: Tokenizer
 
 
 class Evaluations:
-    """The validations, tasks and texts of one run, on all ranks."""
+    """The validations, tasks and sample texts of one run, on all ranks."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class Evaluations:
         self.loss: float | None = None  # of the last validation, in nats
 
     def validate(self, step: int, is_best: Callable[[float], bool]) -> bool:
-        """Validates after `step`, unless the record has it. `is_best` saves the state if its loss is the lowest so far;
-        returns what it said."""
+        """Validates after `step`, unless the record has it. `is_best(loss)` saves the state if the loss is the lowest so
+        far; returns its result."""
         if not self.batches or ("validation", step) in self.log.recorded:
             return False
         self.loss = loss = self.validation_loss()
@@ -127,13 +127,13 @@ class Evaluations:
         return mean_loss(*model, self.batches, samples=samples, ranks=self.ranks)
 
     def run_tasks(self, step: int) -> None:
-        """The results on tasks after `step`, unless the record has them."""
+        """Evaluates the tasks after `step`, unless the record has the results."""
         if self.tasks is not None:
             self.training.await_weights()
             self.tasks.run_missing(step, self.training.state, self.log)
 
     def sample(self, step: int) -> None:
-        """A text after `step`, written by rank 0, unless the record has it."""
+        """Samples a text after `step` on rank 0, unless the record has it."""
         if not self.config.sample_tokens or ("sample", step) in self.log.recorded:
             return
         if self.ranks.is_rank_0:

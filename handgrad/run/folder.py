@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its configuration, the checkpoint to resume from."""
+"""The folder of a run: its lock, its configuration, and the checkpoint to resume from."""
 
 import contextlib
 import shlex
@@ -18,10 +18,10 @@ from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMP
 
 
 class RunFolder:
-    """A run folder opened for training: locked, its configuration written, its newest valid checkpoint found."""
+    """A run folder opened for training. Locks it, finds its newest valid checkpoint, and writes the configuration."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, allow_changes: bool, strict: bool = False):
-        """Rank 0 opens the folder and tells the other ranks which checkpoint it found.
+        """Opens the folder on rank 0, which tells the other ranks the checkpoint it found.
 
         Raises `ConfigError` if another trainer holds the folder or another configuration made it, `UsageError` if it is
         no run folder, `StorageError` if it cannot be written."""
@@ -30,7 +30,7 @@ class RunFolder:
         self.checkpoints = self.path / CHECKPOINTS
         self.changes: list[str] = []
         self.passed_over: list[str] = []
-        self.failure: dict[str, int] = {}  # failed_at: the step at which the last launch met numbers that are not finite
+        self.failure: dict[str, int] = {}  # failed_at: the step at which the last launch hit non-finite numbers
         self._lock: TextIO | None = None
         self._is_new = False
         self.resumed: Checkpoint | None = None
@@ -39,7 +39,7 @@ class RunFolder:
             self.resumed = checkpoint.open_checkpoint(found)
 
     def _open(self, *, allow_changes: bool, strict: bool) -> Path | None:
-        """Locks the folder; returns the newest valid checkpoint's."""
+        """Locks the folder; returns the folder of its newest valid checkpoint."""
         check_place(self.path)
         with storage_errors(f"making the run folder {self.path}"):
             self._is_new = not self.path.exists()
@@ -84,12 +84,12 @@ class RunFolder:
         return None if self.resumed is None else self.resumed.folder
 
     def _leave_failing(self, records: Records) -> None:
-        """Falls back to the checkpoint before if the last two launches from this one failed at the same step."""
+        """Falls back to the previous checkpoint if the last two launches from this one failed at the same step."""
         failing = self.resumed
         if failing is None or not failed_twice(records, failing.step):
             return
         if checkpoint.has_failed_before(failing.folder) or differences(failing.manifest["config"], to_dict(self.config)):
-            return  # going back has not helped, or something else is tried now
+            return  # going back did not help, or the user is trying something else
         older, lines = checkpoint.newest(self.checkpoints, moves=True, before=failing.step)
         if older is not None:
             with storage_errors(f"moving {failing.folder}"):
@@ -98,8 +98,8 @@ class RunFolder:
             self.resumed, self.passed_over = older, [*self.passed_over, f"passed over {failing.folder.name}: {why}", *lines]
 
     def claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
-        """Makes the folder this run's, on rank 0: writes the configuration. Raises `ConfigError` if the checkpoint was
-        trained on other data."""
+        """Claims the folder for this run: rank 0 writes the configuration. Raises `ConfigError` if the checkpoint has seen
+        other data."""
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = {DOCUMENTS: identity.get(DOCUMENTS), **old} if isinstance(old, dict) else {}
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]
@@ -116,31 +116,31 @@ class RunFolder:
             write_durably(self.path / CONFIG_FILE, to_toml(self.config))
 
     def close(self) -> None:
-        """Releases the folder. Removes it if this launch made it and was refused before it claimed it."""
+        """Releases the folder. Removes it if this launch created but never claimed it."""
         if self._lock is None:
             return
         if self._is_new and not (self.path / CONFIG_FILE).exists():
-            with contextlib.suppress(OSError):  # something is in it: it stays
+            with contextlib.suppress(OSError):  # not empty: keep it
                 for folder in (self.path / SAMPLES, self.checkpoints):
                     folder.rmdir()
-                if [path.name for path in self.path.iterdir()] == [LOCK_FILE]:  # goes last: it marks a run folder
+                if [path.name for path in self.path.iterdir()] == [LOCK_FILE]:  # remove it last: it marks a run folder
                     (self.path / LOCK_FILE).unlink()
                     self.path.rmdir()
         self._lock.close()
 
 
 def inherited_settings(config: RunConfig) -> dict[str, Any]:
-    """Precision, packing, lanes and the head's GEMMs of the run in `config.out`, where `config` leaves them open."""
+    """Settings that `config` leaves open and the run in `config.out` decided: precision, packing, lanes, head GEMMs."""
     begun = checkpoint.peek_config(Path(config.out))
     if begun is None:
         return {}
-    # (setting, left open, before it was a setting)
+    # (setting, its value when left open, its value before the setting existed)
     decided = (("precision", AUTO, AUTO), ("packing", AUTO, STREAM), ("lanes", 0, 1), ("fp8_head", AUTO, ""))
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
 
 
 def check_place(path: Path) -> None:
-    """Raises `UsageError` if no run can be at `path`: a file is there, or a folder with other files."""
+    """Raises `UsageError` if `path` cannot hold a run: it is a file, or a folder with other files."""
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path} is a file; give a folder for the run")
     is_run = (path / LOCK_FILE).exists() or checkpoint.folders(path / CHECKPOINTS)  # a copy may lack the lock
@@ -149,13 +149,13 @@ def check_place(path: Path) -> None:
 
 
 def model_of(config: RunConfig) -> str:
-    """The model whose tokens the data of a run have to be in: the run itself if it has begun, the weights that it starts
-    from, or none."""
+    """The model whose tokenizer the run's data must use: the run itself if it has begun, else its initial weights, else
+    none."""
     return config.out if checkpoint.peek(Path(config.out)) else config.init_from
 
 
 def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """(`config` as the run in `config.out` goes on with it, a line that names what it keeps; no line if none has begun)."""
+    """(`config` with the settings that the run in `config.out` keeps, a line that names these; no line for a new run)."""
     begun = inherited_settings(config)
     in_fp8 = begun.get("precision", config.precision) == "fp8"
     kept = ", ".join(f"{name} {value or 'none'}" for name, value in begun.items() if in_fp8 or name != "fp8_head")
@@ -164,7 +164,7 @@ def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def resolve_lanes(config: RunConfig, ranks: int) -> int:
-    """The run's lanes: as the configuration says, or as the run in `config.out` has them, or one for each rank.
+    """The run's lanes: from the configuration, else from the run in `config.out`, else one per rank.
 
     Raises `ConfigError` when the ranks cannot share them equally.
     """

@@ -1,4 +1,4 @@
-"""The header of a run: its lines on the console, and the same for programs."""
+"""The header of a run, as console lines and as a record for programs."""
 
 import os
 import platform
@@ -32,8 +32,8 @@ def header_lines(
     ranks: Ranks,
     origin: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Versions, model, data, batch, numbers, memory. `started`: the start of the weights, in a word or two; `origin`:
-    where they came from, if the run did not draw them."""
+    """Versions, model, data, batch, numbers, memory. `started`: how the weights start, in a word or two; `origin`: their
+    source, if the run did not draw them."""
     shape, ops, host = design.shape, design.plain_ops, design.host_plan
     lines = [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(design.device)}",
@@ -83,20 +83,20 @@ def header_lines(
 
 
 def step_text(batch: Batch, step: int) -> str:
-    """The tokens of 0-based `step` as a product."""
+    """The tokens of 0-based `step`, written as a product."""
     lanes = f"{batch.lanes} lanes x " if batch.lanes > 1 else ""
     micro_batch = f"{batch.micro_steps(step)} x {batch.micro_batch} x {batch.sequence_length}"
     return f"{batch.tokens(step)} tokens a step = {lanes}{micro_batch}"
 
 
 def batch_lines(batch: Batch) -> list[str]:
-    """The later stages of the batch: none without a schedule."""
+    """Lines about the later stages of the batch; none without a batch schedule."""
     later = [stage.first_step for stage in batch.schedule.stages[1:]]
     return [f"           after step {step}: {step_text(batch, step)}" for step in later]
 
 
 def warmup_lines(config: RunConfig) -> list[str]:
-    """A line about a warm-up that lasts as long as the run, as a preset's with few steps: its schedule never begins."""
+    """A line about a warm-up as long as the run (a preset with few steps), so that its schedule never begins."""
     if config.warmup_steps < config.steps:
         return []
     last = config.learning_rate * config.steps / config.warmup_steps
@@ -127,11 +127,11 @@ def freezing_lines(config: RunConfig, design: Design) -> list[str]:
 
 
 def dropout_lines(config: RunConfig, design: Design) -> list[str]:
-    """The rate of dropout, and its cost: beside the masks' arithmetic, passes over (N, C)."""
+    """A line about dropout's rate and its cost: the masks' arithmetic, and further passes over (N, C)."""
     if not config.dropout:
         return []
-    # A branch is written and read again, forward; its gradient, backward, and that once more for the bias (5 a half).
-    # The embedding is changed in place both ways.
+    # The forward writes and rereads a branch; the backward writes and rereads its gradient, and reads it again for the bias
+    # (5 a half). Forward and backward each change the embedding in place.
     passes = 10 * config.num_layers + 4
     moved = passes * config.micro_batch * config.sequence_length * config.channels * design.dtype.itemsize
     return [
@@ -178,21 +178,21 @@ def run_record(
 
 
 def source_of(manifest: dict[str, Any] | None) -> str:
-    """The source of the shards as named to `handgrad prepare`; "" if unknown."""
+    """The source that the user gave `handgrad prepare` for the shards; "" if unknown."""
     recipe = (manifest or {}).get("recipe")
     return str(recipe.get("source", "")) if isinstance(recipe, dict) else ""
 
 
 def command_line(arguments: list[str]) -> str:
-    """The command that started this process, ready for a shell."""
+    """The command that started this process, quoted for a shell."""
     program = Path(arguments[0]).name if arguments else ""
     return shlex.join(["handgrad" if program == "__main__.py" else program, *arguments[1:]])
 
 
 def commit() -> str:
-    """The commit of handgrad's own checkout, "+" after it if files differ; "" where handgrad is no checkout.
+    """The commit of handgrad's own checkout, with "+" appended if files differ; "" if handgrad is not a checkout.
 
-    A copy without its history gets its commit from HANDGRAD_COMMIT.
+    For a copy without history, HANDGRAD_COMMIT sets the commit.
     """
     root = Path(handgrad.__file__).parents[1]
     if not (root / ".git").exists():
@@ -202,6 +202,6 @@ def commit() -> str:
             subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
             for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
-    except (OSError, subprocess.SubprocessError):  # no git, or a repository of another user
+    except (OSError, subprocess.SubprocessError):  # no git, or another user's repository
         return ""
     return head + "+" * bool(changes)

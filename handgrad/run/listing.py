@@ -1,4 +1,4 @@
-"""The runs below a folder, each in a few figures, without a library that takes long to load."""
+"""Lists the runs below a folder, each in a few figures. Imports no slow library."""
 
 import contextlib
 import math
@@ -20,12 +20,12 @@ from handgrad.storage.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE, is_
 
 RUNNING, FINISHED, BROKEN = "running", "finished", "broken"
 STOPPED = "stopped"  # by Ctrl-C
-WAITING = "waiting"  # to be resumed: preempted, left by a lost rank, or closed by its program
-CRASHED = "crashed"  # its process is gone and left no record of the end
-FAILED = "failed"  # by an error
+WAITING = "waiting"  # can resume: preempted, ended by a lost rank, or closed by its program
+CRASHED = "crashed"  # the process is gone and recorded no end
+FAILED = "failed"  # ended by an error
 
 KINDS = re.compile(rb'\{"kind": "(run|step|validation|save|end|stop)"')
-MARKERS = ("run", "end", "stop")  # the last of these in a record tells the state
+MARKERS = ("run", "end", "stop")  # the last of these records determines the state
 Records = dict[str, dict[str, Any]]
 HEADINGS = ("run", "model", "step", "loss", "size", "state", "written")
 
@@ -34,21 +34,21 @@ HEADINGS = ("run", "model", "step", "loss", "size", "state", "written")
 class RunSummary:
     """One run; None where unknown."""
 
-    name: str  # its folder, below the one that was searched
+    name: str  # its folder, relative to the searched one
     folder: Path
     state: str
     size_bytes: int
-    written: float  # seconds since 1970, of the newest file
-    reason: str = ""  # of a run that failed, or of a folder that cannot be read
-    exit_code: int | None = None  # of a run that stopped or failed
+    written: float  # newest file's time, seconds since 1970
+    reason: str = ""  # why the run failed, or why its folder cannot be read
+    exit_code: int | None = None  # of a stopped or failed run
     parameters: float | None = None
     step: int = 0
     steps: int | None = None
-    validation_loss: float | None = None  # the last one, nats per token
+    validation_loss: float | None = None  # last validation, nats per token
     seconds_left: float | None = None  # of a running one
 
     def row(self, now: float) -> tuple[str, ...]:
-        """Its cells in a table, in the order of `HEADINGS`."""
+        """Table cells, in the order of `HEADINGS`."""
         return (
             self.name,
             "" if self.parameters is None else human_count(self.parameters),
@@ -65,7 +65,7 @@ class RunSummary:
 
 
 def list_runs(folder: Path) -> list[RunSummary]:
-    """The runs in and below `folder`, the one written last first. Raises `DataError` if there is no such folder."""
+    """The runs in and below `folder`, most recently written first. Raises `DataError` if the folder does not exist."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder; name one with runs in it, the default is runs")
     runs = [summarize(run, run.relative_to(folder).as_posix() if run != folder else run.name) for run in find_runs(folder)]
@@ -73,7 +73,7 @@ def list_runs(folder: Path) -> list[RunSummary]:
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """The run folders in and below `folder`; a run has no others in it. A link leads to a run, not to a folder of runs."""
+    """Yields the run folders in and below `folder`. Does not descend into runs, and follows links only to runs."""
     if any((folder / name).exists() for name in (LOCK_FILE, METRICS_FILE, CONFIG_FILE)):
         yield folder
         return
@@ -84,11 +84,11 @@ def find_runs(folder: Path) -> Iterator[Path]:
             try:
                 yield from find_runs(child)
             except StorageError:
-                yield child  # which is listed as broken
+                yield child  # listed as broken
 
 
 def summarize(folder: Path, name: str) -> RunSummary:
-    """One run folder; one that cannot be read is "broken" for its reason."""
+    """Summarizes a run folder. An unreadable one is "broken", with the reason."""
     size, written = extent(folder)
     try:
         return RunSummary(name, folder, size_bytes=size, written=written, **figures(folder))
@@ -98,7 +98,7 @@ def summarize(folder: Path, name: str) -> RunSummary:
 
 
 def extent(folder: Path) -> tuple[int, float]:
-    """(bytes, time of the newest file in seconds since 1970); a trainer may remove files meanwhile."""
+    """(bytes, time of the newest file in seconds since 1970). Tolerates a trainer that removes files meanwhile."""
     size, written = 0, 0.0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -109,8 +109,8 @@ def extent(folder: Path) -> tuple[int, float]:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """The fields of a summary, from a run's configuration and record. Raises `DataError` or `StorageError` if these cannot
-    be read."""
+    """The fields of a summary, from a run's configuration and record. Raises `DataError` or `StorageError` if it cannot
+    read these."""
     config, found = read_config(folder), last_records(folder)
     if "run" not in found:
         raise DataError(f"{folder / METRICS_FILE} has no 'run' line; `handgrad train` did not get to its first step")
@@ -130,8 +130,8 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def seconds_left(config: dict[str, Any], found: dict[str, dict[str, Any]]) -> float | None:
-    """The seconds that the steps left will take at the pace of those since the last start, validations and saves among
-    them; None before there is one."""
+    """Estimated seconds to the end of the run, at the pace since the last start, including validations and saves. None
+    until that start has completed a step."""
     numbers: list[Any] = [end.get(name) for end in (found["run"], found.get("step", {})) for name in ("time", "step")]
     numbers += [config.get(name) for name in ("steps", "tokens_per_step")]
     if not all(isinstance(number, int | float) for number in numbers):
@@ -149,7 +149,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def last_records(folder: Path) -> Records:
-    """The last record of each kind, and under "marker" the last one that tells the state. Parses no others."""
+    """The last record of each kind, and as "marker" the last one that determines the state. Parses only these."""
     path = folder / METRICS_FILE
     if not path.is_file():
         raise DataError(f"{folder} holds no {METRICS_FILE}; it is no run, or one that did not get to its first step")
@@ -157,7 +157,7 @@ def last_records(folder: Path) -> Records:
     with storage_errors(f"reading {path}"), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             kind = KINDS.match(line)
-            if kind and line.endswith(b"\n"):  # else a kill has cut it
+            if kind and line.endswith(b"\n"):  # else a kill truncated it
                 found[kind[1].decode()] = line, number
     records = {kind: parse_record(line, f"line {number} of {path}").fields for kind, (line, number) in found.items()}
     markers = [kind for kind in MARKERS if kind in found]
@@ -167,7 +167,7 @@ def last_records(folder: Path) -> Records:
 
 
 def records_of(run: Path) -> Records:
-    """`last_records`; none where there is no record, or a damaged one."""
+    """`last_records`; empty if the record is missing or damaged."""
     try:
         return last_records(run)
     except DataError:
@@ -175,21 +175,21 @@ def records_of(run: Path) -> Records:
 
 
 def last_failure(records: Records) -> int | None:
-    """The step at which the last launch of a run ended because its numbers were not finite; None if it ended otherwise."""
+    """The step at which non-finite numbers ended the last launch of a run; None if it ended otherwise."""
     last = records.get("marker", {})
     failed = last.get("kind") == "stop" and last.get("code") == NumericsError.exit_code and last.get("not_finite") is True
     return last.get("step") if failed else None
 
 
 def failed_twice(records: Records, resumed: int) -> bool:
-    """True if the last two launches ended at the same step in that way, the second one after it went on from the checkpoint
-    of step `resumed`. A launch records where the one before it failed."""
+    """True if non-finite numbers ended the last two launches at the same step, and the second had resumed from the
+    checkpoint of step `resumed`. A launch records where the previous one failed."""
     failed_at, launch = last_failure(records), records.get("run", {})
     return failed_at is not None and launch.get("step") == resumed and launch.get("failed_at") == failed_at
 
 
 def state_of(marker: dict[str, Any]) -> str:
-    """The state of a run that no process holds, by the last marker of its record."""
+    """The state of a run without a process, from the last marker of its record."""
     if marker["kind"] == "end":
         return FINISHED
     if marker["kind"] == "run":
@@ -200,10 +200,10 @@ def state_of(marker: dict[str, Any]) -> str:
 
 
 def listed(runs: list[RunSummary], width: int) -> list[str]:
-    """A table `width` characters wide, or wider where names would vanish, then the time left and the reasons for stops."""
+    """A table `width` characters wide, or wider to keep names readable, then time left and reasons for stops."""
     now = time.time()
     rows = [HEADINGS, *(run.row(now) for run in runs)]
-    room = max(12, width - len(table([row[1:] for row in rows])[0]) - 2)  # for the names
+    room = max(12, width - len(table([row[1:] for row in rows])[0]) - 2)  # left for the names
     names = [row[0] if len(row[0]) <= room else "…" + row[0][1 - room :] for row in rows]
     lines = table([(name, *row[1:]) for name, row in zip(names, rows, strict=True)], left=1)
     for run in runs:

@@ -1,7 +1,7 @@
 """The log of a run: metrics.jsonl for programs, main.log in llm.c's format for its plotting tools, log.txt for people,
-audit.jsonl for audits of the run, and the console. Only rank 0 logs.
+audit.jsonl for audits, and the console. Only rank 0 logs.
 
-In all but log.txt, a resumed run cuts off the lines of steps that it will repeat, so they read as if it never stopped.
+A resumed run cuts the lines of steps that it will repeat from all files but log.txt. They read as if the run never stopped.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from handgrad.storage.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METR
 from handgrad.training.design import Design
 from handgrad.training.step import StepResult
 
-EVALUATION_OF = "evaluation of"  # before a task's name: the kind of its records in `RunLog.recorded`
+EVALUATION_OF = "evaluation of"  # prefix of a task's name: the kind of its records in `RunLog.recorded`
 DAMAGED = ".damaged"
 MAIN_LOG_LINE = re.compile(rb"s:(\d{1,18}) (tel|eval|trl):.*")
 
 
 class RunLog:
-    """Appends to the files of one run folder and to the console; raises `StorageError` when the disk refuses. On
-    other ranks than 0 it has no files and a silent console."""
+    """Appends to the files of one run folder and to the console. Raises `StorageError` if the disk refuses. On
+    ranks other than 0 it has no files and a silent console."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class RunLog:
     ):
         """Keeps the lines of the first `completed` steps and drops the rest. `audited`: opens audit.jsonl."""
         self.folder, self.audited = folder, audited
-        self.chain: list[dict[str, Any]] = []  # the lines of audit.jsonl that stay, on rank 0
+        self.chain: list[dict[str, Any]] = []  # the lines kept in audit.jsonl, on rank 0
         self.files: dict[str, TextIO] = {}
-        self.subjects: set[str] = set()  # of `event_once`
-        self.notes: list[str] = []  # about damaged lines of the files
-        # (kind, step) of the records that exist: a resumed run writes only the missing ones.
+        self.subjects: set[str] = set()  # logged by `event_once`
+        self.notes: list[str] = []  # about damaged lines in the files
+        # (kind, step) of existing records: a resumed run writes only missing ones.
         self.recorded: set[tuple[str, int]] = ranks.from_rank_0(lambda: self._open_all(completed), "the run's records")
         self.display = Display(steps, completed, console if ranks.is_rank_0 else "nothing")
         self.sinks = Sinks({}, self.line)
@@ -73,7 +73,7 @@ class RunLog:
         return {(_kind_of(line.record), line.step) for line in kept}
 
     def _open(self, name: str) -> TextIO:
-        return (self.folder / name).open("a", encoding="utf-8", buffering=1)  # by lines: a kill loses none written
+        return (self.folder / name).open("a", encoding="utf-8", buffering=1)  # line-buffered: a kill loses no written line
 
     def _write(self, name: str, line: str) -> None:
         if name in self.files:
@@ -83,8 +83,8 @@ class RunLog:
                 raise error
 
     def misplaced(self) -> StorageError | None:
-        """The error of a run folder that was moved or removed, which causes others: the open files would take lines for
-        ever. On rank 0."""
+        """On rank 0, the error if someone moved or removed the run folder. It explains other errors; the open files would
+        accept lines forever."""
         path = self.folder / METRICS_FILE
         try:
             if os.path.samestat(path.stat(), os.fstat(self.files[METRICS_FILE].fileno())):
@@ -99,24 +99,24 @@ class RunLog:
         )
 
     def has_end(self, step: int) -> bool:
-        """True if an earlier start has recorded the end of the run at `step`."""
+        """True if an earlier start recorded the end of the run at `step`."""
         return ("end", step) in self.recorded
 
     def record(self, kind: str, **values: Any) -> None:
-        """One JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, save, event, end; most have a step."""
+        """Writes a JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, save, event, end."""
         self._write(METRICS_FILE, json.dumps({"kind": kind, **values}))
         self.sinks.record({"kind": kind, **values})
 
     def send_to(self, log_to: str, config: dict[str, Any], completed: int) -> None:
-        """Sends all further records to the trackers `log_to` as well. Only rank 0 does."""
+        """Also sends all further records to the trackers `log_to`, on rank 0."""
         if log_to and self.files:
             with storage_errors(f"reading {self.folder / METRICS_FILE}"), (self.folder / METRICS_FILE).open("rb") as file:
-                first = file.readline()  # of the first launch: the same when resumed
+                first = file.readline()  # from the first launch, so a resumed run keeps it
             identity = hashlib.sha256(first).hexdigest()[:12]
             self.sinks = Sinks(trackers(log_to, self.folder, identity, config, completed), self.line)
 
     def set_chain_aside(self) -> Path:
-        """Empties audit.jsonl; returns the file beside it that has its lines."""
+        """Moves the lines of audit.jsonl to audit.jsonl.damaged; returns its path."""
         path = self.folder / AUDIT_FILE
         with storage_errors(f"writing {path}"):
             aside = set_aside(path, path.read_bytes())
@@ -135,7 +135,7 @@ class RunLog:
         self.display.print(line)
 
     def step_line(self, line: Callable[[int | None], str]) -> None:
-        """`line`: of any width, or for a terminal of so many characters."""
+        """`line(width)`: the line for a terminal of `width` characters; None: any width."""
         self._write(LOG_FILE, line(None))
         self.display.print_step(line)
 
@@ -144,13 +144,13 @@ class RunLog:
         self.line(line)
 
     def event_once(self, step: int, line: str, subject: str = "") -> None:
-        """Logs the first event on a subject, which is the line itself unless given."""
+        """Logs only the first event on `subject`, by default the line itself."""
         if (subject or line) not in self.subjects:
             self.subjects.add(subject or line)
             self.event(step, line)
 
     def step(self, step: int, result: StepResult, tokens: int, tokens_seen: int) -> None:
-        """`tokens`: of this step; `tokens_seen`: of all steps up to it."""
+        """Records a step. `tokens`: of this step; `tokens_seen`: up to and including it."""
         self.record(
             "step",
             step=step,
@@ -167,7 +167,7 @@ class RunLog:
             **({"trained_tokens": result.trained_tokens} if result.trained_tokens not in (None, tokens) else {}),
             **({"loss_scale": result.loss_scale} if result.loss_scale != 1.0 else {}),
         )
-        # llm.c numbers a step's line from 0.
+        # llm.c counts steps from 0.
         self.main_log(f"s:{step - 1} trl:{result.loss:.4f} lr:{result.learning_rate:.6f} norm:{result.norm:.2f}")
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None, line: str) -> None:
@@ -183,12 +183,12 @@ class RunLog:
         self.line(f"step {step}, the model writes: {text}")
 
     def gpu(self, step: int, device: torch.device) -> None:
-        """Records the driver's last readings of the GPU's sensors, without waiting for the GPU."""
+        """Records the driver's latest sensor readings, without waiting for the GPU."""
         if (reading := power.snapshot(device)) is not None:
             self.record("gpu", step=step, **reading)
 
     def sync(self) -> None:
-        """Forces the files to the disk, so that no checkpoint is ahead of its record."""
+        """Syncs the files to disk, so that no checkpoint is ahead of its record."""
         with storage_errors(f"writing the logs in {self.folder}"):
             for file in self.files.values():
                 os.fsync(file.fileno())
@@ -197,12 +197,12 @@ class RunLog:
         self.sinks.close()
         self.display.close()
         for file in self.files.values():
-            with contextlib.suppress(OSError):  # of a line that could not be written: the run has ended by that
+            with contextlib.suppress(OSError):  # a failed write has already ended the run
                 file.close()
 
 
 class StepLines:
-    """Shows the steps of one process, and puts some of them into the log."""
+    """Shows the steps of one process, and logs some of them."""
 
     def __init__(self, log: RunLog, config: RunConfig, design: Design, ranks: int):
         self.log, self.pace, self.cadence = log, Pace(), Cadence(config.log_every)
@@ -224,22 +224,22 @@ class StepLines:
 
 
 def _kind_of(record: dict[str, Any]) -> str:
-    """A record's kind; a training's evaluation on a task counts apart from one that was made afterwards."""
+    """A record's kind. Distinguishes a task evaluation during training from one made afterwards."""
     if record["kind"] == "evaluation" and record.get("by") == IN_TRAINING:
         return f"{EVALUATION_OF} {record.get('task')}"
     return record["kind"]
 
 
 class Line(NamedTuple):
-    """A readable line."""
+    """A parsed line."""
 
-    step: int  # the completed steps after which it was written
-    is_step: bool  # a step's own: these stand in the order of steps
-    record: dict[str, Any]  # of a file of JSON
+    step: int  # completed steps when it was written
+    is_step: bool  # the line of a step itself; these are in step order
+    record: dict[str, Any]  # of a JSON line
 
 
 def metrics_line(line: bytes) -> Line | None:
-    """A line of metrics.jsonl or audit.jsonl; None if it is damaged."""
+    """Parses a line of metrics.jsonl or audit.jsonl; None if damaged."""
     try:
         record = parse_record(line, "").fields
     except DataError:
@@ -251,7 +251,7 @@ def metrics_line(line: bytes) -> Line | None:
 
 
 def main_log_line(line: bytes) -> Line | None:
-    """A line of main.log, where a step's own is numbered from 0; None if it is damaged."""
+    """Parses a line of main.log, which counts steps from 0; None if damaged."""
     match = MAIN_LOG_LINE.fullmatch(line)
     if match is None or not line.isascii():
         return None
@@ -260,17 +260,17 @@ def main_log_line(line: bytes) -> Line | None:
 
 
 def set_aside(path: Path, content: bytes) -> Path:
-    """Adds lines of a file to FILE.damaged beside it, whose path it returns. Raises OSError."""
+    """Appends lines of FILE to FILE.damaged; returns the latter's path. Raises OSError."""
     aside = path.with_name(path.name + DAMAGED)
     write_bytes_durably(aside, (aside.read_bytes() if aside.exists() else b"") + content)
     return aside
 
 
 def keep_lines(path: Path, completed: int, read: Callable[[bytes], Line | None]) -> tuple[list[Line], str]:
-    """Cuts a file down to the lines of the first `completed` steps; returns them, and a message about damaged ones or "".
+    """Truncates a file to the lines of the first `completed` steps; returns these, and a message about damaged ones or "".
 
-    Damaged lines go to a file beside it, FILE.damaged. A last line without its end was cut by a kill, and its step is done
-    again. Raises OSError.
+    Moves damaged lines to FILE.damaged. A last line without a newline comes from a kill, and the run repeats its step.
+    Raises OSError.
     """
     if not path.exists():
         return [], ""
@@ -279,7 +279,7 @@ def keep_lines(path: Path, completed: int, read: Callable[[bytes], Line | None])
     found = [read(line) for line in lines]
     stays = [line is not None and line.step <= completed for line in found]
     in_order = [index for index, line in enumerate(found) if line is not None and line.is_step and stays[index]]
-    # A line before the last step's own that names a later step is damaged as well. The last element has no line's end.
+    # A line that names a later step is damaged too, if it precedes the last step's own. The last element lacks a newline.
     damaged = [i for i in range(len(lines) - 1) if found[i] is None or (not stays[i] and i < max(in_order, default=0))]
     message = ""
     if damaged:

@@ -1,4 +1,4 @@
-"""A training run from its design to its last checkpoint: resumes, steps, validates, saves, stops."""
+"""The training loop, from design to last checkpoint: resumes, steps, validates, saves, stops."""
 
 import math
 import signal
@@ -41,11 +41,11 @@ from handgrad.settings.config import RunConfig, to_dict
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
 
-OnStep = Callable[[int, StepResult], None]  # a step's number, counted from 1, and its result
+OnStep = Callable[[int, StepResult], None]  # (step number from 1, result)
 
 
 class Run:
-    """The parts of one run. Everything here is made before the first step."""
+    """One run with all its parts, built before the first step."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Run:
         allow_changes: bool,
         console: ConsoleMode,
     ):
-        """`weights`: the initial ones, unless the run is resumed or draws them; with adapters, the base."""
+        """`weights`: initial weights, unless the run resumes or draws them; with adapters, the base."""
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.batch, batches = config.batch, training_batches(config, dataset)
         versions, identity = versions_of(design.device, design.plain_ops), identity_of(config, dataset)
@@ -68,10 +68,10 @@ class Run:
         ranks.from_rank_0(lambda: folder.claim(identity, allow_changes=allow_changes), "the run's data")
 
         resumed = folder.resumed
-        copy, self.save_lines = host_copy(config, self.design, ranks)  # before the rest takes its memory
+        copy, self.save_lines = host_copy(config, self.design, ranks)  # before other parts take the memory
         self.training = assemble(design, batches, ranks, trained_tokens=trained_tokens(batches))
         self.origin = origin_of(resumed) if resumed else weights.origin if weights else None
-        # The parts of every checkpoint's manifest.
+        # Every checkpoint's manifest has these.
         self.facts = {**run_facts(config, dataset, self.origin), "versions": versions, "identity": identity}
         self.completed, self.skips_in_a_row = begin_state(self.training, config, weights, resumed)
         if resumed is not None:
@@ -84,15 +84,15 @@ class Run:
         self.saves = Saves(config, folder, ranks, self.log, check, copy, files, self.audit.seal)
         self.evaluations = Evaluations(config, self.training, dataset, ranks, self.log, tasks)
         self.step_lines, self.stragglers = StepLines(self.log, config, design, ranks.size), Stragglers()
-        self.first_step = self.until = self.completed  # of this process, and where it stops for now
+        self.first_step = self.until = self.completed  # this process's first step; `until`: the next stop
         self.signals = StopSignals(keeps_process=False)
         self.on_step: OnStep | None = None
-        self.callback_error: BaseException | None = None  # kept until the run pauses: the next step may be under way
-        self.stop_signal: int | None = None  # a signal that any of the ranks has received, as all of them know it
+        self.callback_error: BaseException | None = None  # raised when the run pauses: the next step may be running
+        self.stop_signal: int | None = None  # a signal that some rank received and all ranks know
         self.step_seconds = 0.0  # of the last step
 
     def begin(self) -> None:
-        """Logs the header, and makes the validation and the sample that were due when the last process ended."""
+        """Logs the header, then runs the validation and the sample that the last process left due."""
         source = f"weights of {self.config.init_from}, " if self.config.init_from else ""
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"{source}seed {self.config.seed}"
         tasks = self.evaluations.tasks
@@ -114,7 +114,7 @@ class Run:
         elif self.origin:
             self.log.record("event", step=0, text=f"starts from the weights of {origin_text(self.origin)}")
             if self.config.eval_every:
-                self.evaluate()  # so that the curve begins at their loss
+                self.evaluate()  # the curve begins at their loss
         if self.completed >= self.config.steps:
             self.log.line(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
             self.finish()
@@ -122,12 +122,11 @@ class Run:
         power.sensors(self.design.device)  # loads NVML, which takes longer than a step
 
     def advance(self, until: int, on_step: OnStep | None = None, *, keeps_process: bool = False) -> None:
-        """Makes the remaining steps up to `until`, with everything that is due after each. The bits do not depend on
-        where it stops.
+        """Runs the remaining steps up to `until`, and whatever is due after each. The bits do not depend on where it stops.
 
-        `on_step` is called with each step's number and result once they are there: on a GPU the next step may run by then.
-        An exception in it is raised here after a whole step. A signal to stop becomes `Preempted`, after the step under
-        way and a save (`keeps_process`: see `StopSignals`).
+        Calls `on_step` with each step's number and result as soon as they arrive; on a GPU the next step may already run.
+        Raises an exception of `on_step` after a whole step. On a stop signal, finishes the current step, saves, and raises
+        `Preempted` (`keeps_process`: see `StopSignals`).
         """
         self.until, self.on_step, self.callback_error, self.stop_signal = until, on_step, None, None
         steps = range(self.completed, until)
@@ -136,11 +135,11 @@ class Run:
                 self.ranks.begin_step(step)
                 self.ranks.set_status("its micro-batches")
                 self.training.stepper.begin(step)
-                if self.completed < step:  # read while the device works on this one's micro-batches
+                if self.completed < step:  # read the last result while the device runs this step's micro-batches
                     self.read_result(step - 1)
                 self.training.stepper.finish(step)
                 self.sync_with_ranks()
-                if self.pauses_after(step):  # else its result comes with the next step's
+                if self.pauses_after(step):  # else read its result during the next step
                     self.read_result(step)
                     self.between_steps()
         self.log.display.keep_line()
@@ -158,8 +157,8 @@ class Run:
             self.log.sync()
 
     def pauses_after(self, step: int) -> bool:
-        """True when the run pauses after `step`, to be saved and watched: where something is due, when a signal has come,
-        and always on a CPU, which does not run ahead."""
+        """True if the run pauses after `step`: because something is due, a signal has come, or the device is a CPU, which
+        does not run ahead."""
         every = (self.config.save_every, self.config.eval_every, self.config.sample_every)
         return (
             self.design.device.type != "cuda"
@@ -171,17 +170,17 @@ class Run:
         )
 
     def between_steps(self) -> None:
-        """Does everything that is due; ends the steps after a signal or an exception in `on_step`."""
+        """Does whatever is due. Stops the loop after a signal or an exception in `on_step`."""
         if self.due(self.config.save_every):
             self.save()  # before anything that could fail
         if self.completed == self.until:
-            self.saves.wait()  # no step follows to be written behind
+            self.saves.wait()  # no further step overlaps the write
         self.evaluate_and_sample()
         if self.callback_error is not None:
-            if self.ranks.size == 1:  # of several, one may be alone with it
+            if self.ranks.size == 1:  # with several, other ranks may not have the error
                 self.saves.wait()
             raise self.callback_error
-        if self.stop_signal is None and self.ranks.size == 1:  # since the end of the step
+        if self.stop_signal is None and self.ranks.size == 1:  # one may have come since the step ended
             self.stop_signal = self.signals.received
         if self.stop_signal is not None and self.completed < self.config.steps:
             self.save()
@@ -189,21 +188,21 @@ class Run:
             raise preempted(self.stop_signal, self.completed, self.saves.last_saved)
 
     def evaluate_and_sample(self) -> None:
-        """The evaluation and the sample that are due after the completed step and not yet in the record."""
+        """Runs the evaluation and the sample due after the completed step, unless the record has them."""
         if self.due(self.config.eval_every):
             self.evaluate()
         if self.due(self.config.sample_every):
             self.evaluations.sample(self.completed)
 
     def evaluate(self) -> None:
-        """The validation and the tasks after the completed step, unless the record has them."""
+        """Runs validation and tasks after the completed step, unless the record has them."""
         if self.evaluations.validate(self.completed, self.is_best):
-            self.saves.prune()  # the best one before
+            self.saves.prune()  # removes the previous best
         self.evaluations.run_tasks(self.completed)
 
     def is_best(self, loss: float) -> bool:
-        """True if a run keeps its best step and a loss is the lowest of a step that has, or now gets, a checkpoint. The
-        checkpoint is complete before the loss is recorded: a run that ends in between makes this validation again."""
+        """True if the run keeps its best step and `loss` is the lowest of all checkpoints; saves this step first. The save
+        completes before the record gets the loss, so a run that ends in between repeats this validation."""
         best, wanted = self.saves.best, self.config.keep_best and self.completed > 0
         if not wanted or not math.isfinite(loss) or (best is not None and loss >= best[1]):
             return False
@@ -215,13 +214,12 @@ class Run:
         return True
 
     def due(self, every: int, completed: int | None = None) -> bool:
-        """True if something done `every` steps (0: only at the end) is due after the completed step."""
+        """True if an action that repeats `every` steps (0: only at the end) is due after the completed step."""
         completed = self.completed if completed is None else completed
         return completed == self.config.steps or bool(every and completed % every == 0)
 
     def sync_with_ranks(self) -> None:
-        """Makes sure that all ranks are at the same step, and shares a signal that one of them has received and how far
-        their writers are."""
+        """Checks that all ranks are at the same step; exchanges stop signals, compute times and the progress of saves."""
         stepper = self.training.stepper
         seconds = stepper.compute_seconds if isinstance(stepper, ParallelStep) else 0.0
         own = self.signals.received or 0, seconds, self.saves.progress()
@@ -232,7 +230,7 @@ class Run:
         self.saves.advance_if_all_ready(writing)
 
     def read_result(self, step: int) -> None:
-        """Waits for the result of `step`, makes the step again if it looks wrong, records what holds, calls `on_step`."""
+        """Waits for the result of `step`, repeats the step if it looks wrong, records the result, calls `on_step`."""
         result, fault = checked_result(self.training, self.ranks, step, self.training.stepper.result(step))
         self.completed, self.step_seconds = step + 1, result.elapsed_seconds
         self.record_result(result)
@@ -246,7 +244,7 @@ class Run:
                 self.callback_error = error
 
     def record_result(self, result: StepResult) -> None:
-        """The records and lines of the completed step."""
+        """Writes the records and lines of the completed step."""
         tokens, tokens_seen = self.batch.tokens(self.completed - 1), self.batch.tokens_before(self.completed)
         self.log.step(self.completed, result, tokens, tokens_seen)
         self.audit.add(self.training, self.completed, result)
@@ -262,7 +260,7 @@ class Run:
             self.record_fp8(self.training.scaling, result)
 
     def record_fp8(self, scaling: Scaling, result: StepResult) -> None:
-        """Records the quantised tensors of a step that counted their numbers, and names the saturated ones."""
+        """Records the quantised tensors of a step that counted clipped numbers, and names saturated ones."""
         fp8, batch = scaling.fp8, self.design.batch
         counted = fp8.counts(self.completed - 1)
         micro_steps = batch.micro_steps(self.completed - 1) * batch.lanes
@@ -274,8 +272,8 @@ class Run:
                 self.event(saturation_line(finding, self.completed, self.config.fp8_on_saturation))
 
     def judge_update(self, result: StepResult) -> None:
-        """Says why the completed step made no update, if it made none, and ends the run after too many of them. Numbers
-        that are not finite are not saved, unless fp16's loss scaling looks for its limit."""
+        """If the completed step made no update, logs the reason, and ends the run after too many skips. Blocks saves after
+        non-finite numbers, unless fp16's loss scaling is searching its limit."""
         regular = is_overflow(result)
         self.saves.poisoned = not regular and not (math.isfinite(result.loss) and math.isfinite(result.norm))
         if result.skipped == NOTHING_TRAINED:
@@ -303,11 +301,11 @@ class Run:
             )
 
     def save(self) -> None:
-        """Saves the completed step, behind the steps that follow."""
+        """Saves the completed step, in the background of later steps."""
         self.saves.save(self.training, self.completed, self.step_seconds, self.manifest())
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest of a checkpoint of the completed step, without its files."""
+        """The manifest for a checkpoint of the completed step, without its files."""
         return {**self.facts, **run_numbers(self.training), "skips_in_a_row": self.skips_in_a_row, **self.audit.named()}
 
     def event(self, line: str) -> None:
@@ -315,13 +313,13 @@ class Run:
 
 
 class StopSignals:
-    """Within a `with` block SIGINT and the signals of `STOPPING` are only noted in `received`: the step finishes first.
+    """Within a `with` block, stores SIGINT and the signals of `STOPPING` in `received`, so that the step finishes first.
 
-    The same signal again ends the process at once (saves are atomic), or with `keeps_process` acts as it did before the
-    block. Within a second it counts as the same one: a launcher and its ranks may both get it, and the launcher passes it
-    on. SIGXCPU never ends the process: the kernel repeats it every second. Signals are left alone outside of the main
-    thread, where Python takes no handlers, and so is a signal of `STOPPING` that is ignored (`nohup`) or has a handler of
-    the program's own.
+    A second signal ends the process at once (saves are atomic) or, with `keeps_process`, acts as before the block. A repeat
+    within a second does not count: a launcher and its ranks may both receive the signal, and the launcher forwards it.
+    SIGXCPU never ends the process, because the kernel repeats it every second. Installs no handler outside the main
+    thread, where Python forbids it, nor for a signal of `STOPPING` that is ignored (`nohup`) or that the program
+    handles itself.
     """
 
     def __init__(self, *, keeps_process: bool):
@@ -351,7 +349,7 @@ class StopSignals:
         self.noted.add(number)
 
     def act(self, number: int) -> None:
-        """Ends the process, or with `keeps_process` does what the signal did before the block."""
+        """Ends the process or, with `keeps_process`, does what the signal did before the block."""
         if number == signal.SIGINT and not self.keeps_process:
             end_interrupted(
                 "interrupted before the step was saved; run the same command to resume from the last checkpoint"
@@ -361,7 +359,7 @@ class StopSignals:
 
 
 def preempted(received: int, completed: int, last_saved: int) -> Preempted:
-    """The error of a run that signal `received` stopped; `last_saved` is the newest checkpoint's step, or -1."""
+    """The error for a run that signal `received` stopped. `last_saved`: step of the newest checkpoint, or -1."""
     saved = f"saved step {last_saved}" if last_saved >= 0 else "nothing saved yet"
     name = signal.Signals(received).name
     return Preempted(f"stopped by {name} after step {completed}, {saved}; run the same command to resume")

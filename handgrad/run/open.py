@@ -44,8 +44,8 @@ from handgrad.settings.config import RunConfig, check, check_packing, to_dict
 def open_run(
     asked: RunConfig, *, allow_changes: bool = False, strict: bool = False, console: ConsoleMode = "live"
 ) -> Iterator[Run]:
-    """The run in `asked.out`, ready to make steps; this process owns the folder until the end of the `with` block.
-    `strict`: resumed from the newest checkpoint, or refused; the same for the weights of `init_from`.
+    """Opens the run in `asked.out`, ready for steps. This process owns the folder until the `with` block ends. `strict`:
+    resume from the newest checkpoint or refuse; the same for the weights of `init_from`.
 
     Raises the errors of an input or a folder that does not fit.
     """
@@ -57,7 +57,7 @@ def open_run(
         config, dataset = complete(asked, device, ranks)
         check_shared_gradients(config, ranks.size)
         check_offload(config, device, ranks.size)
-        ranks.from_rank_0(lambda: sinks.chosen(config.log_to), "log_to")  # refuses one that is not installed
+        ranks.from_rank_0(lambda: sinks.chosen(config.log_to), "log_to")  # refuses a tracker that is not installed
         ranks.from_rank_0(lambda: check_tokenizer(config, dataset, allow_changes=allow_changes), "the tokenizer")
         design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)
         tasks = make_task_evaluation(config, design, dataset.tokenizer, ranks)
@@ -77,23 +77,23 @@ def open_run(
 
 
 def complete(asked: RunConfig, device: torch.device, ranks: Ranks) -> tuple[RunConfig, Dataset]:
-    """(the configuration of the run, its data). Settings that `asked` leaves open come from the run that has begun in
+    """(complete configuration, data). Settings that `asked` leaves open come from the run that has begun in
     `asked.out`, then from the device, the ranks and the data.
 
-    Raises `UsageError`: a setting, or two together, with which no run holds; the errors of data and ranks.
+    Raises `UsageError` for an invalid setting or combination, and the errors of data and ranks.
     """
     inherited = ranks.from_rank_0(lambda: inherited_settings(asked), "the run so far")
     tuned = with_tuned_gemms(with_precision(replace(asked, **inherited), device), device)
     ranks.check_equal("configuration", to_dict(tuned))
     config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")))
-    devices.dtype_of(device, config.precision)  # refuses one that the device lacks, before any data is read
+    devices.dtype_of(device, config.precision)  # refuses a precision that the device lacks, before reading data
     data = open_dataset(asked.data, model_of(asked))
     return check_packing(replace(config, packing=resolve_packing(config.packing, data))), data
 
 
 @contextlib.contextmanager
 def record_stop(run: Run) -> Iterator[None]:
-    """Records why a run ends before its last step: `run.listing` reads it."""
+    """Records why a run ends before its last step. `run.listing` reads it."""
     reason, code = "closed by its program", 0
     try:
         yield
@@ -104,20 +104,20 @@ def record_stop(run: Run) -> Iterator[None]:
         if code or run.completed < run.config.steps:
             signs: dict[str, Any] = {"signal": signal.Signals(run.stop_signal).name} if run.stop_signal else {}
             signs |= {"not_finite": True} if run.saves.poisoned else {}
-            with contextlib.suppress(StorageError):  # which may be the reason itself
+            with contextlib.suppress(StorageError):  # it may itself be the reason
                 run.log.record("stop", step=run.completed, code=code, reason=reason, **signs)
 
 
 def open_rank_0_first(open_them: Callable[[], Weights], ranks: Ranks) -> Weights:
-    """Opens weights on rank 0 before the other ranks open them: a model of the Hub is downloaded once."""
+    """Opens weights on rank 0 before the other ranks, so that a model from the Hub is downloaded once."""
     opened: list[Weights] = []
     ranks.from_rank_0(lambda: opened.append(open_them()), "the weights")
     return opened[0] if opened else open_them()
 
 
 def open_initial_weights(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weights:
-    """The weights of `init_from`. Raises `UsageError`: the run has other sizes; `DataError`: another tokenizer, or an error
-    of `open_weights`."""
+    """Opens the weights of `init_from`. Raises `UsageError` if the run has other sizes, `DataError` if it has another
+    tokenizer, and the errors of `open_weights`."""
     weights = open_weights(config.init_from, strict=strict)
     if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
         record = tokenizer_record(weights.tokenizer)
@@ -141,10 +141,10 @@ def open_initial_weights(config: RunConfig, dataset: Dataset, *, strict: bool) -
 
 
 def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
-    """Trains the run in `config.out`, or resumes it; returns the last validation loss in nats, if there is one.
+    """Trains or resumes the run in `config.out`; returns the last validation loss in nats, if any.
 
-    Raises `Preempted` after saving when a signal stops the process, `NumericsError` when updates keep being skipped, and
-    the errors of `open_run`.
+    Raises `Preempted` if a signal stops the process, after saving; `NumericsError` after too many skipped updates in a row;
+    and the errors of `open_run`.
     """
     with open_run(config, allow_changes=allow_changes) as run:
         run.begin()

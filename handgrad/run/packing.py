@@ -1,4 +1,4 @@
-"""The documents in a run's samples: how they are packed, and the batches of them."""
+"""A run's packing of documents into samples, and its batches."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from handgrad.evaluation.loss import scores_all
 from handgrad.run.assemble import TrainedTokens
 from handgrad.settings.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
 
-DOCUMENTS = "documents"  # an identity's entry, which older checkpoints and chains lack
+DOCUMENTS = "documents"  # an identity entry that older checkpoints and chains lack
 PACKING_TEXT = {
     STREAM: "a row is cut from the stream of documents",
     MASKED: "a row is cut from the stream of documents, attention stays within each",
@@ -20,36 +20,36 @@ PACKING_TEXT = {
 
 
 def resolve_packing(packing: str, dataset: Dataset) -> str:
-    """`packing`, where "auto" becomes the packing that suits the data."""
+    """`packing`, with "auto" replaced by the packing that suits the data."""
     if packing == AUTO:
         return WHOLE if dataset.is_chat else STREAM
     return packing
 
 
 def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
-    """The packing in which a model is evaluated: its run's `own`, or the one that suits data other than the run's."""
+    """The packing for evaluating a model: its run's `own`, or the one that suits other data."""
     return resolve_packing(AUTO if other_data and own == STREAM else own, dataset)
 
 
 def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, str]:
-    """The hashes of all that a run reads: tokens, tokenizer, and where its rows follow documents their boundaries."""
+    """The hashes of everything that a run reads: tokens, tokenizer and, if packing depends on them, document boundaries."""
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
     boundaries = json.dumps([[shard.index_sha256 for shard in dataset.splits[name]] for name in SPLITS])
     return hashes | ({DOCUMENTS: hashlib.sha256(boundaries.encode()).hexdigest()} if config.packed else {})
 
 
 def training_batches(config: RunConfig, dataset: Dataset) -> Batches:
-    """The training split in the run's order."""
+    """Batches of the training split, in the run's order."""
     return Batches(dataset.splits["train"], config.sequence_length, config.seed, packing=config.packing)
 
 
 def trained_tokens(batches: Batches) -> TrainedTokens | None:
-    """The count of trained tokens for a run that does not train all of them, else None."""
+    """Counts trained tokens, for a run that does not train all of them; else None."""
     return None if batches.trains_all else batches.trained_tokens
 
 
 def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
-    """The header's line about packed documents, or rows with tokens that are not trained."""
+    """The header line about packed documents, or about rows with untrained tokens."""
     if scores_all(dataset, config.packing):
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)
@@ -63,18 +63,18 @@ def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
 
 
 def document_lengths(dataset: Dataset, split: str) -> np.ndarray:
-    """The number of tokens of each document, int64."""
+    """Tokens per document, int64."""
     shards = dataset.splits[split]
     return np.concatenate([documents_of(shard.document_starts, shard.token_count)[1] for shard in shards])
 
 
 def row_that_holds(tokens: int) -> int:
-    """The shortest row, a power of two, that holds a document of so many tokens, the last one as a target alone."""
+    """The shortest row, a power of two, that holds a document of `tokens` tokens. The last token is only a target."""
     return 1 << max(0, int(tokens) - 2).bit_length()
 
 
 def cut_documents(dataset: Dataset, sequence_length: int) -> list[str]:
-    """The header's line about training documents that are longer than a row and its last target; nothing if all fit."""
+    """The header line about training documents longer than a row and its last target; none if all fit."""
     lengths = document_lengths(dataset, "train")
     if not (cut := int((lengths > sequence_length + 1).sum())):
         return []

@@ -1,4 +1,4 @@
-"""Resolves a configuration: the one place where `RunConfig` becomes a `Design`."""
+"""Resolves a configuration. Only this module turns a `RunConfig` into a `Design`."""
 
 import bisect
 from collections.abc import Callable
@@ -46,8 +46,8 @@ def resolve(
 ) -> Design:
     """Resolves `config` for one of `ranks`, with its memory plan. Allocates nothing.
 
-    `device` and `ops` (plain operations) default to `config`'s. `sizes`: the sizes of operations that this machine
-    cannot run, instead of operations; the device is then torch's "meta", which has no memory. Raises `UsageError` for
+    `device` and `ops` (plain operations) default to `config`'s. `sizes`: replaces the operations by their sizes, for
+    kernels that this machine cannot run; the device is then torch's "meta", which has no memory. Raises `UsageError` for
     settings that the device or the backend does not support, and for unknown names.
     """
     device = devices.resolve_device(config.device) if device is None else device
@@ -61,7 +61,7 @@ def resolve(
 
     parameters = freeze(models.parameter_table(shape, sharding.lanes, optimizer.whole), config.freeze)
     frozen, lora = (), None
-    if config.lora:  # the adapters train, beside the model's weights
+    if config.lora:  # only the adapters train
         requested = parse_lora(config.lora)
         if sizes is None:
             lora_tables.check(requested, plain_ops)
@@ -121,7 +121,7 @@ def resolve(
     )
 
 
-# The memory of a run: rows of the activations, then the buffers of both kinds.
+# The memory of a run: activation rows, then the buffers of activations and state.
 
 
 def activation_rows(
@@ -147,8 +147,8 @@ def activation_buffers(
     ranks: int,
     fp8_only: frozenset[str],
 ) -> list[Buffer]:
-    """The buffers of the activations and, in fp8, of the quantised tensors and their scales. `weights`: the model's;
-    `fp8_only`: the ones that exist in fp8 alone."""
+    """Buffers of the activations and, in fp8, of quantised tensors and their scales. `weights`: the model's; `fp8_only`:
+    names of weights that exist only in fp8."""
     if fp8 is None:
         return [row.buffer(config.recompute) for row in rows if not row.of]
     gradients = GRADIENT_FORMATS[config.fp8_gradients]
@@ -165,7 +165,7 @@ def state_buffers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[list[Buffer], list[Buffer]]:
-    """The buffers (of the device, of the host) of weights, gradients, the optimizer's state, the numbers of a step."""
+    """(device buffers, host buffers) of weights, gradients, optimizer state and the scalars of a step."""
     flat = flat_buffers(
         layout.elements,
         dtype,
@@ -234,11 +234,11 @@ def resolve_fp8(
     )
 
 
-# Before and around a design.
+# Choices before a design, and plans from it.
 
 
 def micro_batches(config: RunConfig) -> list[int]:
-    """The micro-batches (samples) that divide a lane's steps and that the precision takes, smallest first."""
+    """The micro-batch sizes (samples) that divide a lane's steps and that the precision supports, smallest first."""
     samples, rest = divmod(config.batch.common // config.sequence_length, max(1, config.lanes))
     return [n for n in range(1, samples + 1) if not rest and samples % n == 0 and takes_micro_batch(config, n)]
 
@@ -252,8 +252,8 @@ def largest_micro_batch(
     most: int | None = None,
     resolved: Callable[..., Design] = resolve,
 ) -> int:
-    """Returns the largest of `micro_batches`, up to `most`, whose memory fits; 0 if not even the smallest fits. `resolved`
-    replaces `resolve` for a device that is not here."""
+    """Returns the largest of `micro_batches`, up to `most`, whose memory fits; 0 if none fits. `resolved`: replaces
+    `resolve` for a device that this machine lacks."""
     choices = [n for n in micro_batches(config) if most is None or n <= most]
 
     def fits(micro_batch: int) -> bool:
@@ -267,12 +267,12 @@ def largest_micro_batch(
 
 
 def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
-    """`config` with the precision that suits the device instead of "auto"."""
+    """Replaces precision "auto" by the one that suits the device."""
     return replace(config, precision=devices.resolve_precision(config.precision, device))
 
 
 def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
-    """`config` with GEMMs instead of "auto" and "tuned", which stands for the GEMMs that `benchmarks.tune` found faster in
+    """Replaces "auto" and "tuned" by names of GEMMs. "tuned": the GEMMs that `benchmarks.tune` measured as faster in
     bf16.
 
     Raises `UsageError` for a backend that cannot run."""
@@ -287,12 +287,12 @@ def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
 
 
 def generation_plan(design: Design) -> Plan:
-    """The plan of one text at a time, for the token that starts a document and the ones that follow. The cache
-    has their length, not the context's."""
+    """The memory plan for generating one text at a time. The cache holds the token that starts a document and
+    the generated ones, not a whole context."""
     shape = with_cache(design.shape, 1 + design.sample_tokens)
     return make_plan(decode_buffers(shape, 1, design.dtype, design.plain_ops))
 
 
 def memory_bytes(design: Design) -> dict[str, int]:
-    """Bytes of every allocation that a rank of this run makes on its device."""
+    """Bytes of each allocation that a rank of this run makes on its device."""
     return design.plan.size_bytes | generation_plan(design).size_bytes

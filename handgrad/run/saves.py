@@ -1,8 +1,8 @@
-"""The saves of a run: checks each state, copies it into host memory; a thread writes it while training continues.
+"""Background saves: checks each state and copies it to host memory; a thread writes it while training continues.
 
-Every rank writes its share of the tensors. When all have written, which the exchange at the end of a step tells them, rank
-0's thread commits the checkpoint and removes old ones; a later exchange tells the others. At most one save is under way.
-Without memory for the copy, or with `async_save` off, training waits while rank 0 writes.
+Every rank writes its share of the tensors. The exchange at the end of a step tells the ranks when all have written; then
+rank 0's thread commits the checkpoint and removes old ones, and a later exchange tells the others. At most one save is in
+flight. Without memory for the copy, or with `async_save` off, training waits while rank 0 writes.
 """
 
 import math
@@ -30,20 +30,20 @@ from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint
 from handgrad.training.state import TrainingState
 
-BUSY, DONE, FAILED = 0.0, 1.0, 2.0  # a rank's part of the save under way
-SHORT_SECONDS = 1.0  # a shorter wait for the save before is not worth a line
-GROWTH = 1000.0  # of a tensor's norm from one checkpoint to the next; of zeros, to numbers of this size
-NAMED = 4  # tensors in a message
+BUSY, DONE, FAILED = 0.0, 1.0, 2.0  # a rank's part of the save in flight
+SHORT_SECONDS = 1.0  # a shorter wait for the previous save is not worth a line
+GROWTH = 1000.0  # most growth of a tensor's norm between checkpoints; numbers of a zero tensor may reach this size
+NAMED = 4  # most tensors named in a message
 DEFAULT_SECONDS = 30.0  # torchrun's, Kubernetes' (terminationGracePeriodSeconds) and SLURM's (KillWait)
 VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 class SaveCheck:
-    """Checks the numbers of a checkpoint before it is written: broken numbers must not replace clean ones.
+    """Checks a state before it becomes a checkpoint, so that corrupt numbers never replace good ones.
 
-    A norm that is not finite shows numbers that are not. One that has grown a thousandfold since the checkpoint before, to
-    large numbers, shows a flipped bit: the highest one of the exponent multiplies a weight by 2 ** 128. Copies that several
-    ranks hold must be equal, bit by bit.
+    A non-finite norm reveals non-finite numbers. A norm that has grown a thousandfold since the last checkpoint, to large
+    numbers, reveals a flipped bit: the highest exponent bit multiplies a weight by 2 ** 128. Copies on several ranks must
+    be bitwise equal.
     """
 
     def __init__(self, state: TrainingState, ranks: Ranks):
@@ -52,9 +52,9 @@ class SaveCheck:
         self.elements = {row.name: math.prod(row.stored_shape) for row in rows}
 
     def compare(self, state: TrainingState, step: int, last_saved: int) -> None:
-        """Compares with the last checkpoint, or the state that the run started from.
+        """Compares the state with the last checkpoint, or with the run's initial state.
 
-        Raises `NumericsError`, on all ranks, unless the state after `step` may become a checkpoint."""
+        Raises `NumericsError` on all ranks if the state after `step` must not become a checkpoint."""
         now = tensor_norms(state, self.ranks)
         names = unsound(self.norms, now, self.elements)
         if not names:
@@ -71,7 +71,7 @@ class SaveCheck:
         )
 
     def compare_copies(self, state: TrainingState, step: int) -> None:
-        """Compares the buffers that every rank holds whole: any rank may write its own copy."""
+        """Compares buffers that every rank holds whole, because any rank may write its copy."""
         if self.ranks.size == 1:
             return
         copies = [saved.values for saved in state.saved if saved.is_whole]
@@ -87,7 +87,7 @@ class SaveCheck:
 
 
 def tensor_norms(state: TrainingState, ranks: Ranks) -> dict[str, float]:
-    """The Euclidean norm of each tensor that a checkpoint holds, as all ranks know it. Each reduces its share."""
+    """The Euclidean norm of each tensor in a checkpoint. Each rank reduces its share; all ranks get the result."""
     names, sharded, squares = list[str](), list[bool](), list[float]()
     for saved in state.saved:
         pieces = list[tuple[int, Tensor]]()
@@ -97,7 +97,7 @@ def tensor_norms(state: TrainingState, ranks: Ranks) -> dict[str, float]:
             names.append(row.name)
             sharded.append(not saved.is_whole)
             squares.append(0.0)
-        # A transfer for each buffer: with offload some lie on the host.
+        # One transfer per buffer: with offload, some are on the host.
         norms = torch.stack([norm_of(piece) for _, piece in pieces]).tolist() if pieces else []
         for (index, _), norm in zip(pieces, norms, strict=True):
             squares[index] += norm * norm
@@ -111,31 +111,31 @@ def norm_of(piece: Tensor) -> Tensor:
 
 
 def worst(squares: tuple[float, ...]) -> float:
-    """The largest of the ranks' copies; NaN if one is NaN."""
+    """The largest value of the ranks' copies; NaN if one is NaN."""
     return math.nan if any(math.isnan(square) for square in squares) else max(squares)
 
 
 def unsound(before: dict[str, float], now: dict[str, float], elements: dict[str, int]) -> list[str]:
-    """The names of the tensors whose norm is not finite or has jumped. `elements`: of each tensor."""
+    """Names of tensors whose norm is not finite or has jumped. `elements`: per tensor."""
     limits = {name: GROWTH * max(before[name], math.sqrt(elements[name])) for name in now}
     return [name for name, norm in now.items() if not (math.isfinite(norm) and norm <= limits[name])]
 
 
 @dataclass
 class Save:
-    """A state on its way to the disk."""
+    """A save in flight."""
 
-    final: Path  # the checkpoint's folder to be
+    final: Path  # folder of the finished checkpoint
     step: int
     manifest: dict[str, Any]
     begun: float  # by `time.perf_counter`
     step_seconds: float
-    pause_seconds: float = 0.0  # training waited
+    pause_seconds: float = 0.0  # that training waited
     committing: bool = False  # all ranks have written
 
 
 class Saves:
-    """Saves the states of one run, and knows which checkpoints are complete."""
+    """Saves the states of one run, and tracks which checkpoints are complete."""
 
     def __init__(
         self,
@@ -148,21 +148,21 @@ class Saves:
         extra_files: dict[str, bytes],
         seal: Callable[[Path, dict[str, Any]], None],
     ):
-        """`copy`: None makes training wait while a state is written. `extra_files`: the tokenizer's. `seal` takes the
-        folder and the manifest of a complete checkpoint."""
+        """`copy`: None makes training wait for each write. `extra_files`: the tokenizer's. `seal(folder, manifest)`: called
+        for each complete checkpoint."""
         self.config, self.folder, self.ranks, self.log, self.check = config, folder, ranks, log, check
         self.copy, self.extra_files, self.seal = copy, extra_files, seal
-        self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # of a complete checkpoint
+        self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # newest complete checkpoint
         best = partial(checkpoint.best_validated, folder.path)
         self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
-        self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
+        self.poisoned = False  # the last step's loss or gradient was not finite: do not save its state
         self.pending: Save | None = None
         self.work: Future[Any] = Future()  # this rank's part of the pending save
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
     def save(self, training: Assembly, step: int, step_seconds: float, manifest: dict[str, Any]) -> None:
-        """Saves the state after `step`, or begins to: `wait` returns when the checkpoint is complete. `manifest`: its
-        content beside the tensors."""
+        """Saves the state after `step`, or starts to; `wait` returns when the checkpoint is complete. `manifest`: its
+        content except the tensors."""
         if step == self.last_saved or (self.pending and step == self.pending.step):
             return
         if self.poisoned:
@@ -191,19 +191,19 @@ class Saves:
         save.pause_seconds = waited + time.perf_counter() - save.begun
 
     def await_earlier(self, step: int) -> float:
-        """Waits while the copy of the save before is being written; returns the seconds."""
+        """Waits until the previous save has left the copy; returns the seconds."""
         if self.pending is None:
             return 0.0
         earlier, begun = self.pending, time.perf_counter()
         self.wait()
         waited, took = time.perf_counter() - begun, time.perf_counter() - earlier.begun
-        due = self.config.save_every and step % self.config.save_every == 0  # else a stop or a best validation asks for it
+        due = self.config.save_every and step % self.config.save_every == 0  # else a stop or a best validation requested it
         if due and waited >= SHORT_SECONDS:
             line = f"step {step}: its save waited {waited:.1f} s for step {earlier.step}'s, which took {took:.1f} s"
             self.log.event_once(step, f"{line}; a larger --save-every leaves the disk more time", "a save that waited")
         return waited
 
-    # On the thread.
+    # On the save thread.
 
     def write(self, save: Save) -> dict[str, Any]:
         """Writes this rank's files; returns their entries in the manifest."""
@@ -212,15 +212,15 @@ class Saves:
             return checkpoint.write_tensors(save.final, self.copy.files)
 
     def commit(self, save: Save, files: dict[str, Any]) -> tuple[float, list[str]]:
-        """Makes a checkpoint of all ranks' files, then removes old ones; returns the seconds since the save began, and
-        warnings."""
+        """Commits all ranks' files as a checkpoint, then removes old checkpoints. Returns (seconds since the save began,
+        warnings)."""
         self.log.sync()  # no checkpoint is ahead of its record
         with storage_errors(f"saving {save.final}"):
             checkpoint.commit(save.final, save.step, files, save.manifest, self.extra_files)
         return time.perf_counter() - save.begun, self.remove_old(save.step)
 
     def remove_old(self, newest_step: int) -> list[str]:
-        """Removes the checkpoints that need not be kept; returns a line for each that the disk does not let go."""
+        """Removes checkpoints beyond the ones to keep; returns a line for each that it cannot remove."""
         best, warnings = self.best[0] if self.best and self.config.keep_best else None, list[str]()
         keep = self.config.keep_checkpoints, best, self.config.keep_every, warnings.append
         checkpoint.prune(self.folder.checkpoints, newest_step, *keep)
@@ -229,26 +229,26 @@ class Saves:
     # Between the ranks.
 
     def progress(self) -> float:
-        """The state of this rank's part of the pending save, for the exchange at the end of a step."""
+        """This rank's progress in the pending save, for the exchange at the end of a step."""
         if self.pending is None or not self.work.done():
             return BUSY
         return FAILED if self.work.exception() else DONE
 
     def advance_if_all_ready(self, everyone: Sequence[float]) -> None:
-        """Advances the pending save once all ranks have done their part, by their `progress`."""
+        """Advances the pending save once the `progress` of all ranks says that they are done."""
         if self.pending is not None and (FAILED in everyone or BUSY not in everyone):
             self.advance()
 
     def wait(self) -> None:
-        """Returns, on all ranks, when no save is under way. Raises `StorageError` if it failed on any of them."""
+        """Waits, on all ranks, until no save is in flight. Raises `StorageError` if it failed on any rank."""
         while self.pending is not None:
             self.advance()
 
     def advance(self) -> None:
-        """Waits for the part of the pending save that is under way, on all ranks, and begins the next one."""
+        """Waits, on all ranks, for the running phase of the pending save, then starts the next phase."""
         save, error = self.pending, self.work.exception()
         assert save is not None
-        if error is not None and not isinstance(error, StorageError):  # a bug, which this rank alone has
+        if error is not None and not isinstance(error, StorageError):  # a bug, on this rank only
             self.pending = None
             raise error
         if error is not None and self.ranks.is_rank_0:
@@ -271,11 +271,11 @@ class Saves:
         self.log_saved(save, *outcomes[0][0])
 
     def log_saved(self, save: Save, seconds: float, warnings: list[str]) -> None:
-        """Logs a checkpoint that is on the disk and has its name."""
+        """Logs a checkpoint that is on disk under its final name."""
         self.last_saved = save.step
         self.seal(save.final, save.manifest)
         self.log.record("save", step=save.step, seconds=round(seconds, 3), pause_seconds=round(save.pause_seconds, 3))
-        under_way = 0.0 if self.copy is None else seconds  # the longest that a stop may find
+        under_way = 0.0 if self.copy is None else seconds  # the longest that a stop may have to wait for
         if line := too_slow(seconds, save.step_seconds, os.environ, under_way):
             self.log.event_once(save.step, line, "a stop that takes too long")
         for warning in warnings:
@@ -283,16 +283,16 @@ class Saves:
         self.log.line(f"step {save.step}: saved {save.final}")
 
     def prune(self) -> None:
-        """Removes the checkpoints that need not be kept; none may be under way."""
+        """Removes checkpoints beyond the ones to keep. No save may be in flight."""
         assert self.pending is None, "its folder would go as an interrupted save's"
         for warning in self.ranks.from_rank_0(lambda: self.remove_old(self.last_saved), "old checkpoints"):
             self.log.event_once(self.last_saved, warning)
 
     def close(self) -> None:
-        """Ends the thread. After an error a save is still under way: it becomes a checkpoint where that takes no other
-        rank, else an interrupted save, whose threads end with their processes."""
+        """Ends the thread. After an error a save may still be in flight. It completes if that needs no other rank; else it
+        stays incomplete, and its threads end with their processes."""
         if self.pending is not None and self.ranks.size == 1:
-            with suppress(StorageError):  # the run ends by another error
+            with suppress(StorageError):  # the run already ends with another error
                 if not self.work.done():
                     self.log.line(f"step {self.pending.step}: its save is still being written; the run ends after it")
                 self.advance()
@@ -307,14 +307,14 @@ def begin(final: Path) -> None:
 
 
 def finished() -> Future[None]:
-    """A part with nothing to do."""
+    """A phase with nothing to do."""
     work: Future[None] = Future()
     work.set_result(None)
     return work
 
 
 def grace_seconds(environment: Mapping[str, str]) -> float:
-    """The seconds that a launcher leaves between its stop signal and SIGKILL."""
+    """Seconds between a launcher's stop signal and SIGKILL."""
     try:
         return float(environment.get(VARIABLE, DEFAULT_SECONDS))
     except ValueError:
@@ -324,8 +324,8 @@ def grace_seconds(environment: Mapping[str, str]) -> float:
 def too_slow(
     save_seconds: float, step_seconds: float, environment: Mapping[str, str], under_way_seconds: float = 0.0
 ) -> str:
-    """A line about a stop that would be killed, "" for one that would not. A stop takes the step under way, the save that
-    may be under way behind it, and its own save."""
+    """A warning if a stop would outlast the grace period, else "". A stop takes the current step, a save that may be in
+    flight, and its own save."""
     grace, needed = grace_seconds(environment), save_seconds + step_seconds + under_way_seconds
     if needed <= grace:
         return ""

@@ -1,4 +1,4 @@
-"""A run's configuration, from a preset, a recipe, a model's name and single settings."""
+"""Builds a run's configuration from a preset, a recipe, a model's name and single settings."""
 
 import re
 import shlex
@@ -16,20 +16,20 @@ from handgrad.settings import presets, recipes
 from handgrad.settings.config import RunConfig, check_value, convert, read_toml, to_dict
 from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE
 
-# Other trainers' words for where a run begins, given as weights.
+# Values for `--init-from` that other trainers use for the start of a run.
 BEGINNINGS = {
     "resume": "a run resumes by itself, by the same command again",
     "scratch": "a run starts from nothing without it",
 }
-WITHOUT, WITH = "without", "with"  # settings that change the list `techniques`: no fields of their own
+WITHOUT, WITH = "without", "with"  # settings that edit the list `techniques`, without fields of their own
 
 
 def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], command: str = "train") -> RunConfig:
-    """Preset, then recipe, then the model's sizes, then single settings: the later one wins. Empty means not given.
-    Sizes that none of them gives come from the weights to start from. `command`: the one that an error recommends.
+    """Applies preset, recipe, the model's sizes and single settings, in this order; the later one wins. Empty: not given.
+    Sizes that none of them sets come from the initial weights. `command`: the command that errors recommend.
 
-    Raises `UsageError`, `DataError`: a name that does not exist, a value out of its range, nothing to train. `check`, once
-    no setting is open, finds values that do not go together.
+    Raises `UsageError` or `DataError` for an unknown name, a value out of range, or nothing to train. `check` finds
+    conflicting values later, once no setting is open.
     """
     recipe = read_toml(recipes.find(recipe_file)) if recipe_file else {}
     recipe_preset = recipe.pop("preset", None)
@@ -50,14 +50,14 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         merged |= presets.model(model)
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
-    bare = not name and not recipe_file  # without either, `run.autosize` chooses the rest
+    bare = not name and not recipe_file  # then `run.autosize` chooses the rest
     if weights := merged.get("init_from"):
         if weights in BEGINNINGS and not Path(weights).exists():
             raise UsageError(f"init_from names the weights to start from, found {weights!r}: {BEGINNINGS[weights]}")
         merged = from_weights(merged, bare=bare)
     elif bare and "num_layers" not in merged:
         check_data(merged, command)
-        from handgrad.run.autosize import chosen_settings  # imports torch, which `--help` spares
+        from handgrad.run.autosize import chosen_settings  # imports torch, which `--help` avoids
 
         merged = {**chosen_settings(merged), **merged}
     architecture = merged.get("architecture", RunConfig.architecture)
@@ -73,7 +73,7 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
 
 
 def check_data(settings: dict[str, Any], command: str) -> None:
-    """Raises `UsageError` unless there is data to choose a run for."""
+    """Raises `UsageError` if there is no data to choose settings by."""
     run = Path(str(settings.get("out", "")))
     if "data" not in settings and "out" in settings and (run / CONFIG_FILE).is_file():
         raise UsageError(f"say how to train: {run} is a run; {goes_on(run, command)}")
@@ -87,8 +87,8 @@ def check_data(settings: dict[str, Any], command: str) -> None:
 
 
 def first_run(command: str) -> str:
-    """The command that trains, or plans, a model which suits the data prepared here, or the commands that prepare some."""
-    from handgrad.data.shards import MANIFEST_FILE  # imports numpy, which `--help` spares
+    """The command that trains, or plans, a model for the data prepared here; without data, the commands to prepare it."""
+    from handgrad.data.shards import MANIFEST_FILE  # imports numpy, which `--help` avoids
 
     folder = Path(RunConfig.data)
     for path in (folder, *sorted(folder.glob("*/"))):
@@ -101,8 +101,8 @@ def first_run(command: str) -> str:
 
 
 def refuse_path(name: str, command: str, weights: str) -> None:
-    """Raises `UsageError` with the command to run if `name`, given as a preset, is a path to a recipe, a run, shards
-    or text, for a run that starts from these `weights`, or from none."""
+    """Raises `UsageError` with the right command if `name`, given as a preset, is a path to a recipe, a run, shards or
+    text. `weights`: the run's initial weights, or ""."""
     path, start, starts = Path(name), "a run begins with a preset", ["--init-from", weights] if weights else []
     if path.suffix == ".py":
         near = nearest_name(path.stem.removeprefix("train_").replace("_", "-"), recipes.recipe_names())
@@ -123,7 +123,7 @@ def refuse_path(name: str, command: str, weights: str) -> None:
 
 
 def names_weights(name: str) -> bool:
-    """True for the folder of a run, a checkpoint, a transformers model or adapters, and for OWNER/NAME as on the Hub."""
+    """True for the folder of a run, a checkpoint, a transformers model or adapters, and for OWNER/NAME on the Hub."""
     path = Path(name)
     if path.exists():
         inside = (CHECKPOINTS, "config.json", "adapter_config.json")
@@ -132,8 +132,8 @@ def names_weights(name: str) -> bool:
 
 
 def goes_on(run: Path, command: str) -> str:
-    """The advice to resume a run, or to take its settings, by the `command` that does. The recipe of a moved run names
-    another folder."""
+    """Advice to resume a run, or to reuse its settings, with the `command` for it. A moved run's recipe still names its old
+    folder."""
     recipe = str(run / CONFIG_FILE)
     moved = Path(str(read_toml(recipe).get("out", ""))).resolve() != run.resolve()
     named = f"`handgrad {command} --config {shlex.quote(recipe)}{f' --out {shlex.quote(str(run))}' if moved else ''}`"
@@ -141,12 +141,12 @@ def goes_on(run: Path, command: str) -> str:
 
 
 def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
-    """The settings with the model's sizes, from the weights in `init_from`, or from the run in `out`, which resumes
-    without those weights. `bare`: nothing else gives rows, steps and learning rate, so suitable ones come with
-    them."""
+    """Adds the model's sizes to the settings: from the weights in `init_from`, or from the run in `out`, which can resume
+    without these weights. `bare`: nothing else sets rows, steps and learning rate, so this also chooses suitable
+    ones."""
     from handgrad.interop.sources import SIZES, read_sizes, shape_fields
     from handgrad.run.autosize import chosen_finetuning
-    from handgrad.storage import checkpoint  # imports torch, which `--help` spares
+    from handgrad.storage import checkpoint  # imports torch, which `--help` avoids
 
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None and begun.get("init_from") != settings["init_from"]:

@@ -1,7 +1,7 @@
-"""Sends a run's figures to trackers: Weights & Biases, TensorBoard, Trackio. None of them can hurt the run.
+"""Sends a run's figures to trackers: Weights & Biases, TensorBoard, Trackio. No tracker can harm the run.
 
-Each has a thread and a bounded queue. The training thread only puts records into the queues; when a tracker is slow, down
-or full, its records are dropped and the run says so once. A figure is named after its place in metrics.jsonl: kind/field.
+Each has a thread and a bounded queue. The training thread only enqueues records. If a tracker is slow, down or full, its
+sink drops records and the run warns once. A figure's name is its place in metrics.jsonl: kind/field.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from typing import Any, Protocol
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
 
-PACKAGES = ("wandb", "tensorboard", "trackio")  # and the names of the trackers
-WAITING = 10_000  # records in a queue, each a few hundred bytes
-LAST_SECONDS = 10.0  # for the rest of the queues when a run ends
+PACKAGES = ("wandb", "tensorboard", "trackio")  # also the trackers' names
+WAITING = 10_000  # most records in a queue, each a few hundred bytes
+LAST_SECONDS = 10.0  # to drain the queues when a run ends
 SKIPPED_FIELDS = ("kind", "step", "time")
 
 
 class Tracker(Protocol):
-    """An open tracker. Its methods may take long and may raise anything."""
+    """An open tracker. Its methods may block and may raise anything."""
 
     def send(self, step: int, figures: dict[str, float]) -> None: ...
 
@@ -39,7 +39,7 @@ Opens = Callable[[], Tracker]
 
 
 def chosen(log_to: str) -> list[str]:
-    """The trackers in a list with commas. Raises `UsageError` for one that is unknown or not installed."""
+    """The trackers in a comma-separated list. Raises `UsageError` for an unknown or missing one."""
     names = list(dict.fromkeys(name.strip() for name in log_to.split(",") if name.strip()))
     for name in names:
         if name not in PACKAGES:
@@ -56,8 +56,8 @@ def chosen(log_to: str) -> list[str]:
 
 
 def figures(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record by name: step/loss, gpu/watts, evaluation/hellaswag/acc_norm. A task's standard errors and
-    numbers that are not finite stay in metrics.jsonl."""
+    """The numbers of a record by name: step/loss, gpu/watts, evaluation/hellaswag/acc_norm. Leaves out tasks' standard
+    errors and non-finite numbers; metrics.jsonl has them."""
     prefix = f"{record['kind']}/{record['task']}" if "task" in record else str(record["kind"])
     if isinstance(record.get("metrics"), dict):
         record = {name: pair[0] for name, pair in record["metrics"].items()}
@@ -75,7 +75,7 @@ def _numbers(prefix: str, content: dict[str, Any]) -> Iterator[tuple[str, float]
 
 
 class Sink:
-    """One tracker behind its queue. `opens` runs on the sink's thread, and everything after it."""
+    """One tracker behind its queue. `opens` and all calls to the tracker run on the sink's thread."""
 
     def __init__(self, name: str, opens: Opens, size: int):
         self.name, self.opens = name, opens
@@ -92,7 +92,7 @@ class Sink:
             self.warn(f"falls behind and misses figures from step {step} on")
 
     def warn(self, fault: str) -> None:
-        """Keeps a line for the training thread to say, once."""
+        """Leaves one warning for the training thread to print."""
         if not self.warned:
             self.warned = True
             self.warnings.put(f"log_to {self.name} {fault}; training continues, and metrics.jsonl has every figure")
@@ -100,7 +100,7 @@ class Sink:
     def _work(self) -> None:
         try:
             tracker = self.opens()
-        except BaseException as error:  # a library's SystemExit ends no run
+        except BaseException as error:  # a library's SystemExit must not end the run
             self.warn(f"could not start ({_named(error)})")
             return
         while not (self.ending.is_set() and self.queue.empty()):
@@ -116,7 +116,7 @@ class Sink:
             self.warn(f"{fault} ({_named(error)})")
 
     def end(self, until: float) -> None:
-        """Waits for the queue, at most until `time.monotonic()` reaches `until`."""
+        """Waits for the queue to drain, until `time.monotonic()` reaches `until` at most."""
         self.thread.join(max(0.0, until - time.monotonic()))
         if self.thread.is_alive():
             self.warn(f"is not done {LAST_SECONDS:.0f} s after the end, and misses about {self.queue.qsize()} records")
@@ -130,9 +130,9 @@ class Sinks:
     """All trackers of a run."""
 
     def __init__(self, trackers: dict[str, Opens], say: Callable[[str], object], size: int = WAITING):
-        """`say` gets the warnings, on the thread that calls `record` and `close`."""
+        """`say`: prints warnings, on the thread that calls `record` and `close`."""
         self.say, self.sinks = say, [Sink(name, opens, size) for name, opens in trackers.items()]
-        # Of the newest record: some trackers take no earlier one, and a checkpoint stands later than its step.
+        # Step of the newest record. Some trackers reject an earlier step, and a save's record comes after later steps.
         self.step = 0
 
     def record(self, record: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class Sinks:
                 self.say(sink.warnings.get())
 
     def close(self) -> None:
-        """Gives the trackers a few seconds for what is left."""
+        """Gives the trackers a few seconds to drain their queues."""
         until = time.monotonic() + LAST_SECONDS
         for sink in self.sinks:
             sink.ending.set()
@@ -161,8 +161,8 @@ class Sinks:
 
 
 def trackers(log_to: str, folder: Path, identity: str, config: dict[str, Any], completed: int) -> dict[str, Opens]:
-    """Functions that open each tracker of the run in `folder`. A resumed run keeps its `identity` and has `completed`
-    steps."""
+    """Functions that open the trackers of the run in `folder`. A resumed run keeps its `identity` and continues after
+    `completed` steps."""
     functions: dict[str, Opens] = {
         "wandb": partial(open_wandb, folder, identity, config),
         "tensorboard": partial(TensorBoard, folder, config, completed),
@@ -173,7 +173,7 @@ def trackers(log_to: str, folder: Path, identity: str, config: dict[str, Any], c
 
 @dataclass(frozen=True)
 class Remote:
-    """A run of Weights & Biases, or of Trackio, which has the same methods."""
+    """A run in Weights & Biases, or in Trackio, which has the same methods."""
 
     run: Any
 
@@ -185,7 +185,7 @@ class Remote:
 
 
 def open_wandb(folder: Path, identity: str, config: dict[str, Any]) -> Remote:
-    """Weights & Biases. Its own variables (WANDB_MODE, WANDB_PROJECT, ...) hold."""
+    """Opens Weights & Biases. Its own variables (WANDB_MODE, WANDB_PROJECT, ...) apply."""
     wandb = importlib.import_module("wandb")
     settings = wandb.Settings(silent=True, console="off", disable_git=True, init_timeout=15)
     names = {"project": os.environ.get("WANDB_PROJECT", "handgrad"), "name": folder.absolute().name, "id": identity}
@@ -193,7 +193,7 @@ def open_wandb(folder: Path, identity: str, config: dict[str, Any]) -> Remote:
 
 
 def open_trackio(folder: Path, identity: str, config: dict[str, Any]) -> Remote:
-    """Trackio, on this machine, or in a Space where TRACKIO_SPACE_ID names one."""
+    """Opens Trackio on this machine, or in the Space that TRACKIO_SPACE_ID names."""
     trackio = importlib.import_module("trackio")
     names = {"project": os.environ.get("TRACKIO_PROJECT", "handgrad"), "name": f"{folder.absolute().name}-{identity}"}
     return Remote(trackio.init(**names, config=config, resume="allow", embed=False))

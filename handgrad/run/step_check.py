@@ -1,7 +1,7 @@
-"""Repeats a step that looks wrong before it decides on its update.
+"""Repeats a suspicious step before deciding on its update.
 
-The same micro-batches give the same bits. If they do, the data or the model is at fault, and the guards act. If they do
-not, the hardware is: a third attempt decides which of the two was right, and the run continues with it.
+Micro-batches reproduce their bits. If the repeat matches, the data or the model is at fault, and the guards act. If not,
+the hardware is at fault: a third attempt decides which of the two was right, and the run continues with that one.
 """
 
 import math
@@ -25,13 +25,13 @@ OPERATION = "a step that is made again"
 
 @dataclass(frozen=True)
 class Attempt:
-    """The numbers of one attempt at a step's gradients."""
+    """One attempt at a step's gradients."""
 
     loss: float
     norm: float
-    of_all: tuple[float, ...]  # every rank's checksum of the losses and of the gradient's sums of squares
-    of_own: tuple[float, ...]  # of the results of each rank's own micro-batches
-    gradients: tuple[float, ...] | None  # of all bits of each rank's gradients; None once the next step has begun
+    of_all: tuple[float, ...]  # each rank's checksum of all losses and the gradient's sums of squares
+    of_own: tuple[float, ...]  # each rank's checksum of its own micro-batches' results
+    gradients: tuple[float, ...] | None  # each rank's checksum of its gradients; None once the next step has begun
 
     def equals(self, other: "Attempt") -> bool:
         both = self.gradients is not None and other.gradients is not None
@@ -42,18 +42,18 @@ class Attempt:
 
 
 def is_overflow(result: StepResult) -> bool:
-    """True for a regular step of dynamic loss scaling: it looks for the largest scale by overflowing, down to the smallest
-    one that is no fault."""
+    """True for a normal overflow of dynamic loss scaling, which finds the largest usable scale by overflowing. At the
+    smallest scale an overflow is a fault."""
     overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
     return overflow and result.loss_scale > SMALLEST_LOSS_SCALE
 
 
 def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> tuple[StepResult, str]:
-    """(the result of 0-based `step` that holds, a line about hardware that has failed, or nothing).
+    """(the valid result of 0-based `step`, a line about failed hardware or "").
 
-    A step that has made an update, one without a trained token, and a regular overflow hold as they are. Raises
-    `HardwareError` if three attempts give three results. All ranks make the same attempts: they decide by numbers that they
-    have exchanged.
+    Accepts a step that made an update, one without trained tokens, and a normal overflow as they are. Raises
+    `HardwareError` if three attempts give three results. All ranks make the same attempts, because they decide by exchanged
+    numbers.
     """
     if result.skipped in (None, NOTHING_TRAINED) or is_overflow(result):
         return result, ""
@@ -82,12 +82,12 @@ def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResu
     stepper.launch_update(step)
     result = stepper.result(step)
     if last_begun > step:
-        stepper.begin(last_begun)  # whose gradients are gone
+        stepper.begin(last_begun)  # the repeats overwrote its gradients
     return result, line
 
 
 def attempt_of(training: Assembly, ranks: Ranks, step: int, lane_losses: Tensor, *, complete: bool) -> Attempt:
-    """The last attempt at `step`, with its `lane_losses`. `complete`: its gradients are still in memory."""
+    """Checksums the last attempt at `step`. `lane_losses`: its losses; `complete`: memory still has its gradients."""
     state, stepper, batch = training.state, training.stepper, training.design.batch
     losses, squares = lane_losses.cpu(), state.norm_partials.cpu()
     own = [losses]
@@ -104,7 +104,7 @@ def attempt_of(training: Assembly, ranks: Ranks, step: int, lane_losses: Tensor,
 
 
 def crc_of(*tensors: Tensor) -> int:
-    """A checksum of 32 bits, which the ranks exchange as numbers."""
+    """A 32-bit checksum, exact as a number that ranks exchange."""
     crc = 0
     for tensor in tensors:
         crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), crc)
@@ -112,7 +112,7 @@ def crc_of(*tensors: Tensor) -> int:
 
 
 def checksums(training: Assembly) -> Tensor:
-    """Checksums of all bits of the gradients in this process's memory."""
+    """Checksums of all gradient bits in this process."""
     state, found = training.state, list[int]()
     views = state.views["gradients"].view(-1, state.views["gradients"].shape[-1])[0], state.views.get("gradient_shard")
     for view in (view for view in views if view is not None):
@@ -123,7 +123,7 @@ def checksums(training: Assembly) -> Tensor:
 
 
 def who_differs(attempts: Sequence[Attempt], ranks: Ranks) -> str:
-    """The ranks whose own micro-batches gave different results."""
+    """The ranks whose own micro-batches gave different results in the attempts."""
     columns = zip(*(attempt.of_own for attempt in attempts), strict=True)
     differing = [rank for rank, found in enumerate(columns) if len(set(found)) > 1]
     if ranks.size == 1:

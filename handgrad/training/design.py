@@ -1,6 +1,6 @@
-"""A training run, resolved: everything that the run is, decided once.
+"""A resolved training run: every decision about it, made once.
 
-`run.resolve` makes it from the user's configuration. The modules below take it, and never ask the configuration again.
+`run.resolve` builds it from the user's configuration. The modules below read it and never go back to the configuration.
 """
 
 import math
@@ -19,8 +19,8 @@ from handgrad.settings.batch_schedule import BatchSchedule
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of every optimizer step: lanes * micro_steps * micro_batch of them, `sequence_length` tokens each,
-    trained or not."""
+    """The batch of each optimizer step: lanes * micro_steps * micro_batch samples of `sequence_length` tokens, including
+    tokens that are not trained."""
 
     micro_batch: int
     lanes: int
@@ -33,28 +33,28 @@ class Batch:
         return self.schedule.tokens(step)
 
     def micro_steps(self, step: int) -> int:
-        """The micro-batches of a lane whose gradients `step` adds up."""
+        """Gradient accumulation steps: micro-batches per lane in `step`."""
         return self.tokens(step) // (self.lanes * self.micro_batch * self.sequence_length)
 
     def samples(self, step: int) -> int:
-        """The samples of 0-based `step`, of all lanes."""
+        """The samples of 0-based `step`, over all lanes."""
         return self.tokens(step) // self.sequence_length
 
     def first_sample(self, step: int) -> int:
-        """The sample that `step` begins with: the steps before it have taken all those before."""
+        """The index of the first sample of `step`. Steps consume the samples in order."""
         return 0 if self.repeats else self.schedule.tokens_before(step) // self.sequence_length
 
     @property
     def gradient_tokens(self) -> int:
-        """The divisor of every token's gradient: the tokens of the first step, whatever later steps take, so that gradients
-        keep their range. The verdict divides their sum by the rest."""
+        """The divisor of every token's gradient: always the first step's token count, so that gradients keep their range as
+        the batch grows. The verdict divides their sum by the rest."""
         return self.tokens(0)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of a step: linear warm-up, then one of five shapes. With low = final_fraction * peak, r from 0 to 1
-    over the steps after the warm-up, and r' over the cooldown, the last part of all steps:
+    """The learning rate schedule: linear warm-up, then one of five shapes. low = final_fraction * peak; r runs from 0 to 1
+    over the steps after the warm-up, r' over the cooldown at the end of the run:
 
     warm-up   peak (s + 1) / warmup_steps
     cosine    low + (peak - low) (1 + cos(pi r)) / 2      (Loshchilov & Hutter 2017)
@@ -90,10 +90,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Guards:
-    """The gradient's limit, and the conditions of skipped updates, compared weights and audited states."""
+    """Gradient clipping, and when a run skips an update, compares weights across ranks and digests its state."""
 
     clip_norm: float  # 0: none
-    loss_z: float  # skip a loss so many deviations above the last 128 (0: never)
+    loss_z: float  # skip a step whose loss is this many deviations above the last 128 (0: never)
     norm_z: float  # the same for the gradient's norm
     loss_scaling: bool  # fp16's dynamic loss scale
     replicas_every: int = 0  # steps between comparisons of the ranks' weights (0: never)
@@ -102,13 +102,13 @@ class Guards:
 
 @dataclass(frozen=True)
 class Design:
-    """A resolved run. `fp8`, `dropout` and `lora` are for the packages of that name, None for a run without them."""
+    """A resolved run. The packages `fp8`, `dropout` and `lora` read the fields of their name; None: the run has none."""
 
     device: torch.device
     precision: str  # never "auto"
     dtype: torch.dtype  # of weights and activations
     ops: ModuleType
-    plain_ops: ModuleType  # the same without fp8: for text, tasks, anything that reads the 16-bit weights
+    plain_ops: ModuleType  # `ops` without fp8, for readers of the 16-bit weights: sampling, tasks
     model: ModuleType
     shape: ModelShape
     parameters: Table
@@ -124,15 +124,15 @@ class Design:
     fp8: Any
     dropout: float
     plan: Plan
-    host_plan: Plan  # of the optimizer's state, where the host keeps it
-    sample_tokens: int = 0  # of the texts that the run writes
+    host_plan: Plan  # of optimizer state offloaded to the host
+    sample_tokens: int = 0  # length of the run's sample texts
     lora: Any = None
-    frozen: Table = ()  # with `lora` the model's weights, in a flat buffer of their own
+    frozen: Table = ()  # with `lora`: the model's weights, in their own flat buffer
     fp8_only: frozenset[str] = frozenset()  # names of frozen weights that exist only in fp8
 
     @property
     def all_parameters(self) -> Table:
-        """The frozen weights, then the trained ones."""
+        """Frozen weights first, then trained ones."""
         return (*self.frozen, *self.parameters)
 
     @property
@@ -142,6 +142,6 @@ class Design:
 
     @property
     def flops_per_token(self) -> float:
-        """Forward and backward."""
+        """FLOPs of forward and backward."""
         flops = self.shape.flops_per_token
         return flops if self.lora is None else self.lora.flops_per_token(flops, self.frozen, self.shape)

@@ -1,4 +1,4 @@
-"""Feeds micro-batches into the model's buffers, reading and copying one while the device works on the one before."""
+"""Feeds micro-batches into the model's buffers. Reads and copies the next one while the device computes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -8,27 +8,27 @@ import torch
 from torch import Tensor
 
 SLOTS = 2  # micro-batches in flight
-SAMPLE_NUMBERS = "sample_numbers"  # of a micro-batch in the run, where something follows from them
+SAMPLE_NUMBERS = "sample_numbers"  # each sample's index in the run, if an operation needs it
 
-# The inputs of a forward pass that a source fills or that follow from them, and the orders that its backward needs as well.
+# The inputs of a forward pass: filled by the source or derived from it. `SORTED`: the sort orders for the backward.
 READ = ("tokens", "targets", "document_starts", "positions")
 SORTED = {"sorted_positions": "tokens", "sorted_by_position": "positions"}
 
 
 class Source(Protocol):
-    """A source of samples: `handgrad.data.batches.Batches`, or anything that fills like it."""
+    """A source of samples: `handgrad.data.batches.Batches`, or any object with its `fill`."""
 
     def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None: ...
 
 
 def inputs_of(act: Any, names: Iterable[str] = (*READ, *SORTED)) -> dict[str, Tensor]:
-    """The inputs that these activations have, by name."""
+    """The inputs that `act` has, by name."""
     return {name: tensor for name in names if (tensor := getattr(act, name, None)) is not None}
 
 
 def fill_inputs(source: Source, inputs: Mapping[str, Tensor], first_sample: int) -> None:
-    """Fills these inputs, on the host, with the samples from `first_sample` on; a source of documents also says where each
-    of them starts."""
+    """Fills host tensors `inputs` with the samples from `first_sample` on. A source of documents also fills
+    `document_starts`."""
     fill: Callable[..., None] = source.fill
     starts = inputs.get("document_starts")
     fill(inputs["tokens"], inputs["targets"], first_sample, *([] if starts is None else [starts]))
@@ -40,7 +40,7 @@ def fill_inputs(source: Source, inputs: Mapping[str, Tensor], first_sample: int)
 
 
 def sort_positions(sorted_positions: Tensor, tokens: Tensor) -> None:
-    """sorted_positions (N) int32 = 0..N-1 ordered by tokens (B, T), equal tokens in their order."""
+    """sorted_positions (N) int32 = 0..N-1 sorted by tokens (B, T), stable."""
     flat = tokens.numpy().reshape(-1)
     # Keys of 16 bits take a radix sort: 0.27 ms for 65,536 of them.
     keys = flat.astype(np.uint16) if flat.size and flat.max() < 1 << 16 else flat
@@ -48,15 +48,15 @@ def sort_positions(sorted_positions: Tensor, tokens: Tensor) -> None:
 
 
 class BatchFeed:
-    """Fills the inputs of a micro-batch: `act.tokens`, `act.targets`, `act.sorted_positions`, and the documents'.
+    """Fills the inputs of a micro-batch: `act.tokens`, `act.targets`, `act.sorted_positions`, and document inputs.
 
-    On a CPU it writes in place. For a CUDA device a micro-batch goes through one of two slots: pinned host memory, from
-    there on a stream of its own into device memory, and at its micro-step into the buffers. The host waits only for a slot
-    that is still in flight, two micro-steps behind.
+    On a CPU it writes in place. On CUDA a micro-batch goes through one of two slots: the host writes pinned memory, a
+    separate stream copies it to device memory, and the micro-step copies that into the buffers. The host waits only for a
+    slot still in flight, two micro-steps back.
     """
 
     def __init__(self, source: Source, act: Any, samples: Tensor | None = None):
-        """`act`: the model's activations; `samples`: takes the numbers of the micro-batch's samples."""
+        """`act`: the model's activations; `samples`: receives the sample numbers of the micro-batch."""
         self.source = source
         self.targets = inputs_of(act) | ({} if samples is None else {SAMPLE_NUMBERS: samples})
         self.on_host = act.tokens.device.type != "cuda"
@@ -75,7 +75,7 @@ class BatchFeed:
         self.slot = 0
 
     def fill(self, first_sample: int) -> None:
-        """Samples `first_sample`, ... as the next micro-batch; on CUDA in the order of the current stream."""
+        """Loads the next micro-batch, from `first_sample` on. On CUDA it is ordered with the current stream."""
         slot, self.slot = self.slot, (self.slot + 1) % len(self.host)
         host = self.host[slot]
         if not self.on_host:
@@ -97,11 +97,11 @@ class BatchFeed:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Pinned host memory for a tensor like this one."""
+    """Pinned host memory of the tensor's shape and dtype."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def copy_all(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], *, non_blocking: bool = False) -> None:
-    """Copies tensors of equal names; `non_blocking`: from pinned memory."""
+    """Copies each source into the target of the same name; `non_blocking`: from pinned memory."""
     for name, target in targets.items():
         target.copy_(sources[name], non_blocking=non_blocking)

@@ -20,7 +20,7 @@ from handgrad.training.design import Design
 FROZEN = "frozen"  # the flat buffer of frozen weights
 AT_UPDATE: tuple[Interval, ...] = ((1 << 59, 1 << 59),)  # a tick after every stage's
 OPTIMIZER_SCRATCH = "optimizer_scratch"
-INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
+INITIAL_LOSS_SCALE = 2.0**16  # of fp16: if too large, a few skipped steps halve it
 
 
 def flat_buffers(
@@ -33,8 +33,8 @@ def flat_buffers(
     rounded_moments: bool,
     blocks: int,
 ) -> dict[str, Buffer]:
-    """The rows beside the activations, by name: flat buffers of `elements`, and the few numbers of a step; `blocks` partial
-    sums make the global norm. `state`: the elements of the optimizer's state here; with `rounded_moments` in bf16."""
+    """The rows other than activations, by name: flat buffers of `elements`, and the scalars of a step. The global norm sums
+    `blocks` partial sums. `state`: elements per tensor of optimizer state on this rank; `rounded_moments`: in bf16."""
     exact = accumulation_dtype(dtype)
     double = torch.float32 if device.type == "mps" else torch.float64  # Apple GPUs have no float64
     of_state = torch.bfloat16 if rounded_moments else exact
@@ -55,13 +55,13 @@ def flat_buffers(
 
 
 def update_scratch(size_bytes: int) -> list[Buffer]:
-    """The row of the optimizer's scratch, if it needs any: among activations, which are dead by then."""
+    """The row of the optimizer's scratch, if it needs any. It reuses activation memory, which is dead at the update."""
     return [Buffer(OPTIMIZER_SCRATCH, (size_bytes,), torch.uint8, KIND, AT_UPDATE)] if size_bytes else []
 
 
 @dataclass(frozen=True)
 class SavedBuffer:
-    """A flat buffer that a checkpoint holds, or this process's shard of it."""
+    """A flat buffer that checkpoints save, or this process's shard of it."""
 
     values: Tensor
     layout: Layout
@@ -77,7 +77,7 @@ class SavedBuffer:
             piece.copy_(values.reshape(-1)[part])
 
     def pieces(self, row: ParameterRow) -> Iterator[tuple[Tensor, slice]]:
-        """This process's share of the stored part of a row: (in the shard, in the flattened row)."""
+        """Yields this process's share of the stored part of a row: (view of the shard, slice of the flattened row)."""
         start, stop = row.offset, row.offset + math.prod(row.stored_shape)
         place = self.sharding.shard, self.sharding.shards
         for bucket in self.layout.buckets:
@@ -90,22 +90,22 @@ class SavedBuffer:
 
 @dataclass
 class TrainingState:
-    """The run's memory under names."""
+    """The run's tensors, by name."""
 
     design: Design
     views: dict[str, Tensor]  # of the plan
     parameters: Tensor  # flat, in the run's dtype
-    master: Tensor  # flat float32, the optimizer's: `parameters` itself in fp32 and without master weights
+    master: Tensor  # flat float32 master weights; `parameters` itself in fp32 or without master weights
     gradients: Tensor  # flat float32
     optimizer: dict[str, Tensor]  # flat float32, or bf16
     saved: list[SavedBuffer]  # `master`, then the optimizer's
-    norm_partials: Tensor  # a sum of squares per block of the gradients
+    norm_partials: Tensor  # sum of squares of each gradient block
     controls: Tensor  # the host's decisions for a step (`handgrad.ops` names the slots)
-    results: Tensor  # the step's findings
-    sum_of_losses: Tensor  # (1) over the tokens of a lane's step
-    losses_of_step: Tensor  # (lanes) these sums
-    loss_scale: Tensor  # (3) S / gradient_tokens, S, updates since S last changed; S is 1 but in fp16
-    weights: Any  # as the training's GEMMs read them
+    results: Tensor  # the step's results
+    sum_of_losses: Tensor  # (1) over the tokens of one lane in a step
+    losses_of_step: Tensor  # (lanes) `sum_of_losses` of each lane
+    loss_scale: Tensor  # (3) S / gradient_tokens, S, updates since S last changed; S is 1 except in fp16
+    weights: Any  # as the GEMMs of training read them
     plain_weights: Any  # in 16 or 32 bits
     named_weights: dict[str, Any]  # the same by name
     weight_gradients: Any
@@ -114,17 +114,17 @@ class TrainingState:
     activation_gradients: Any
     owned: list[Owned]  # the ranges and parameters that this process updates
     frozen: list[Tensor]  # gradients of frozen parameters
-    norms: list[tuple[Tensor, Tensor]]  # (sums of squares, gradient) of the parts of the global norm made here
+    norms: list[tuple[Tensor, Tensor]]  # (sums of squares, gradient) of this rank's parts of the global norm
 
     def load_weight(self, row: ParameterRow, values: Tensor) -> None:
-        """Takes the stored part of a parameter: for the model, and in full precision for the optimizer."""
+        """Loads the stored part of a parameter into the model's weights and, in full precision, the master weights."""
         row.stored(self.parameters).copy_(values)
         if self.master is not self.parameters:
             self.saved[0].load(row, values)
 
     def non_finite_parameters(self) -> list[str]:
-        """Names of the parameters in blocks of the gradient that hold a NaN or an infinity, for the message about a skipped
-        step. The blocks' sums are the last update's; the gradients themselves may be the next step's already."""
+        """Names of the parameters in gradient blocks with a NaN or an infinity, for the message about a skipped step. Reads
+        the block sums of the last update: the next step may already overwrite the gradients."""
         sums, odd = self.norm_partials.cpu(), list[tuple[int, int]]()
         for part in norm_parts(self.design.buckets, self.design.sharding.lanes, 0, 1):
             for block in (~torch.isfinite(sums[part.partials])).nonzero().flatten().tolist():
@@ -134,7 +134,7 @@ class TrainingState:
         return [row.name for row in rows if any(row.offset < b and row.offset + row.elements > a for a, b in odd)]
 
     def set_loss_scale(self, scale: float, good_steps: float) -> None:
-        """Sets the factor of the loss, and the number of updates it has held for."""
+        """Sets the loss scale, and the number of updates since it last changed."""
         values = [scale / self.design.batch.gradient_tokens, scale, good_steps]
         self.loss_scale.copy_(torch.tensor(values, dtype=self.loss_scale.dtype))
 
@@ -142,16 +142,16 @@ class TrainingState:
 def make_state(
     design: Design, views: dict[str, Tensor], weights: dict[str, Any], forms: dict[str, Any], gradients: dict[str, Tensor]
 ) -> TrainingState:
-    """Names the plan's `views` and draws the initial weights. `weights`: the model's by name; `forms`: tensors that GEMMs
-    read in another form than the view or weight of that name; `gradients`: of the parameters by name, where they are not
-    all in one flat buffer."""
+    """Names the plan's `views` and draws the initial weights. `weights`: the model's, by name; `forms`: what GEMMs read
+    instead of the view or weight of that name; `gradients`: by parameter name, if they do not share one flat
+    buffer."""
     table, model, sharding = design.parameters, design.model, design.sharding
     bound = partial(named, layers=design.shape.num_layers)
     parameters = views["parameters"]
     master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
     gradients = gradients or {row.name: row.view(flat) for row in table}
     weight_gradients: dict[str, Any] = gradients
-    if design.frozen:  # the model's weights have none
+    if design.frozen:  # frozen weights have no gradients
         weight_gradients = dict.fromkeys(weights)
     optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer_state}
     layouts = Layout(table, design.buckets), *design.optimizer_state.values()

@@ -1,8 +1,8 @@
 """One optimizer step: micro-batches, their gradients, the verdict on them, the update.
 
-The device makes a step without asking the host. The host's decisions (learning rate, limits) go to the device ahead of it,
-its findings come back behind it, and in between the host may launch the next step's micro-batches. On a CUDA GPU with the
-kernels backend, launches run once eagerly, then are captured as CUDA graphs, then replayed.
+The device never waits for the host within a step. The host sends its decisions (learning rate, limits) before the step and
+reads the results after it; meanwhile it can launch the next step's micro-batches. On a CUDA GPU with the kernels backend,
+launches run once eagerly, are then captured as CUDA graphs, and replayed from there on.
 """
 
 import math
@@ -23,14 +23,14 @@ from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINIT
 from handgrad.training.design import Guards
 from handgrad.training.state import OPTIMIZER_SCRATCH, TrainingState
 
-WINDOW = 128  # steps that a loss or a norm is compared with
-IN_FLIGHT = 2  # steps whose results are not yet read, at most
-NOTHING_TRAINED = "none of its tokens is trained"  # why a step makes no update
+WINDOW = 128  # steps in the window of the spike detector
+IN_FLIGHT = 2  # most steps launched whose results the host has not read
+NOTHING_TRAINED = "none of its tokens is trained"  # reason for a skipped update
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step's findings. `skipped` says why no update was made, or is None."""
+    """One step's results. `skipped`: the reason why the step made no update, else None."""
 
     loss: float  # mean over the step's trained tokens, nats
     norm: float  # of the whole gradient, before clipping
@@ -40,40 +40,40 @@ class StepResult:
     skipped: str | None
     loss_scale: float = 1.0  # of fp16's dynamic loss scaling
     elapsed_seconds: float = field(default=0.0, compare=False)  # from its first micro-batch to its update
-    reports: dict[str, Tensor] = field(default_factory=dict, compare=False)  # further findings by name, on the host
-    trained_tokens: int | None = field(default=None, compare=False)  # the tokens that its loss is the mean of
+    reports: dict[str, Tensor] = field(default_factory=dict, compare=False)  # further results by name, on the host
+    trained_tokens: int | None = field(default=None, compare=False)  # tokens in the mean loss
 
 
 class Feed(Protocol):
-    """Puts micro-batches into the model's buffers: `BatchFeed`, or a benchmark's own."""
+    """Fills the model's buffers with micro-batches: `BatchFeed`, or a benchmark's own class."""
 
     def fill(self, first_sample: int) -> None: ...
 
 
 @dataclass
 class Program:
-    """The launches of a step, in their order. Packages beside the plain path add theirs before the step is made."""
+    """The launches of a step, in order. The joins add theirs before `TrainStep` is built."""
 
     micro_step: list[Stage]
     norms: list[Callable[[], object]]
     update: list[Callable[[], object]]
-    trained_tokens: Callable[[int], int]  # of a step's number: the divisor of its means
-    before_step: list[Callable[[int], None]] = field(default_factory=list)  # of a step's number
+    trained_tokens: Callable[[int], int]  # step number -> divisor of its means
+    before_step: list[Callable[[int], None]] = field(default_factory=list)  # called with the step number
     before_update: list[Callable[[], None]] = field(default_factory=list)  # between norms and update; eager
     after_update: list[Callable[[], None]] = field(default_factory=list)  # eager
-    compiled_ahead: list[Callable[[], None]] = field(default_factory=list)  # launches beside those above
-    reports: dict[str, Tensor] = field(default_factory=dict)  # device tensors that travel with a step's results
+    compiled_ahead: list[Callable[[], None]] = field(default_factory=list)  # further launches to compile
+    reports: dict[str, Tensor] = field(default_factory=dict)  # device tensors to copy back with the results
     rolled_back: list[Tensor] = field(default_factory=list)  # change even in a step without an update; see `relaunch`
-    after_rollback: list[Callable[[], None]] = field(default_factory=list)  # remake what follows from these; eager
+    after_rollback: list[Callable[[], None]] = field(default_factory=list)  # recompute what `rolled_back` determines; eager
 
     def adding(self, *, reports: Mapping[str, Tensor] | None = None, **launches: list[Any]) -> "Program":
-        """The program with these at the ends of its lists, by name."""
+        """A copy of the program with `launches` appended to its lists, by name, and `reports` added."""
         longer: dict[str, Any] = {name: [*getattr(self, name), *more] for name, more in launches.items()}
         return replace(self, reports={**self.reports, **(reports or {})}, **longer)
 
 
 def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
-    """Forward and backward of a micro-batch with `model_ops`, then norm, verdict and optimizer with `ops`."""
+    """Runs forward and backward of a micro-batch with `model_ops`, then norm, verdict and optimizer with `ops`."""
     design = state.design
     model, act, d, w = design.model, state.activations, state.activation_gradients, state.weights
     tensors = w, state.weight_gradients, act, d, state.loss_scale[:1]
@@ -94,7 +94,7 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
         dynamic_loss_scale=design.guards.loss_scaling,
     )
     norms = [partial(ops.squared_norms, sums, part, block_elements=BLOCK_ELEMENTS) for sums, part in state.norms]
-    # Frozen parameters' gradients become zeros first: the norm's blocks stay where they are.
+    # Zero the gradients of frozen parameters instead of skipping them: the norm keeps its block layout.
     frozen = [gradient.zero_ for gradient in state.frozen]
     scratch = state.views.get(OPTIMIZER_SCRATCH)
     update = partial(design.optimizer.update, ops, state.owned, state.controls, state.results, scratch)
@@ -106,7 +106,7 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
 class StepSlot:
     """The host's side of one step in flight."""
 
-    controls: Tensor  # to the device; pinned for a GPU, as are the three that come back
+    controls: Tensor  # sent to the device. With a GPU it is pinned, and so are the three tensors read back
     results: Tensor
     losses: Tensor  # of `TrainingState.losses_of_step`
     reports: dict[str, Tensor]
@@ -135,7 +135,7 @@ def make_slot(state: TrainingState, program: Program) -> StepSlot:
 def skip_reason(
     code: float, guards: Guards, tokens: int, loss: float, norm: float, loss_z: float | None, norm_z: float | None
 ) -> str:
-    """Why a step of so many trained tokens with this verdict makes no update."""
+    """The reason why a step with verdict `code` and this many trained `tokens` makes no update."""
     if not tokens:
         return NOTHING_TRAINED
     reasons = {
@@ -148,7 +148,7 @@ def skip_reason(
 
 
 class SpikeWindow:
-    """The last values of one series, to find spikes. Its state is the window, which travels with the checkpoint."""
+    """Detects spikes in a series from its last values. Checkpoints save the window, its only state."""
 
     def __init__(self, values: Iterable[float] = ()):
         self.values = deque(values, maxlen=WINDOW)
@@ -156,8 +156,8 @@ class SpikeWindow:
     def z_score(self, value: float) -> float | None:
         """(value - mean) / deviation of the window *before* this value; None until the window is full.
 
-        Judged against a window that contains it, a value can never exceed sqrt(127) = 11.3 deviations, and a second spike
-        in a row hides behind the first.
+        In a window that contains the value itself, its z-score could never exceed sqrt(127) = 11.3, and a spike would hide
+        the next one.
         """
         if len(self.values) < WINDOW or not math.isfinite(value):
             return None
@@ -167,7 +167,7 @@ class SpikeWindow:
         return (value - mean) / deviation
 
     def limit(self, z: float) -> float:
-        """The value above which a z-score exceeds `z`: infinite while the window is not full, or where `z` is 0."""
+        """The value whose z-score is `z`; infinite until the window is full, or if `z` is 0."""
         if not z or len(self.values) < WINDOW:
             return math.inf
         mean, deviation = self.statistics()
@@ -179,17 +179,17 @@ class SpikeWindow:
         return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in self.values) / WINDOW)
 
     def add(self, value: float) -> None:
-        """Takes a value into the window. Non-finite ones stay out: they would blind the detector for 128 steps."""
+        """Adds a value to the window. Ignores non-finite values: one would blind the detector for 128 steps."""
         if math.isfinite(value):
             self.values.append(value)
 
 
 class TrainStep:
-    """Makes the steps of a run: `begin`, `finish` and `result`, in this order for each; `begin` of the next step may come
-    before `result` of the last.
+    """Runs training steps: call `begin`, `finish` and `result` for each, in this order. The next step's `begin` may come
+    before `result`.
 
-    A step that has made no update has changed nothing but `Program.rolled_back`. So `relaunch` can compute its gradients
-    once more from the state before it; `launch_norm` and `launch_update` follow, the halves of `finish`."""
+    A skipped step changes nothing but `Program.rolled_back`. So `relaunch` can restore that and recompute the step's
+    gradients; `launch_norm` and `launch_update`, the halves of `finish`, follow."""
 
     def __init__(self, state: TrainingState, feed: Feed, program: Program, *, graphs: bool):
         """`graphs`: capture CUDA graphs."""
@@ -207,13 +207,13 @@ class TrainStep:
         return self.slots[step % IN_FLIGHT]
 
     def step(self, step: int) -> StepResult:
-        """The whole of 0-based `step`, waiting for its result."""
+        """Runs 0-based `step` and waits for its result."""
         self.begin(step)
         self.finish(step)
         return self.result(step)
 
     def begin(self, step: int) -> None:
-        """Launches the micro-batches of `step`: which samples they are follows from `step` alone."""
+        """Launches the micro-batches of `step`. The step number alone determines their samples."""
         slot, self.last_begun = self.slot(step), step
         slot.start_seconds = time.perf_counter()
         if slot.start is not None:
@@ -224,8 +224,8 @@ class TrainStep:
         self.accumulate_gradients(step)
 
     def relaunch(self, step: int) -> None:
-        """Launches the micro-batches of `step` once more, a step without an update whose result was read last. The
-        gradients of the step behind it are lost."""
+        """Launches the micro-batches of a skipped `step` again; its result must be the last one read. Overwrites the
+        gradients of the step after it."""
         for snapshot, tensor in zip(self.slot(step).snapshots, self.program.rolled_back, strict=True):
             tensor.copy_(snapshot)
         for remake in self.program.after_rollback:
@@ -238,7 +238,7 @@ class TrainStep:
             call(step)
 
     def accumulate_gradients(self, step: int) -> None:
-        """The gradients of the step's micro-batches, summed from zero, and their losses."""
+        """Zeroes the gradients and losses, then accumulates both over the step's micro-batches."""
         state, batch = self.state, self.design.batch
         first = batch.first_sample(step)
         state.gradients.zero_()
@@ -255,8 +255,8 @@ class TrainStep:
         self.launch_update(step)
 
     def launch_norm(self, step: int) -> None:
-        """Sends the host's decisions, then launches the norm. The spike limits follow from the results before `step`: those
-        are read by now."""
+        """Sends the host's decisions, then launches the norm. The caller has read all results before `step`, and these set
+        the spike limits."""
         guards, slot = self.design.guards, self.slot(step)
         limits = self.loss_window.limit(guards.loss_z), self.norm_window.limit(guards.norm_z)
         tokens = slot.trained_tokens = self.program.trained_tokens(step)
@@ -270,7 +270,7 @@ class TrainStep:
             launch()
 
     def launch_update(self, step: int) -> None:
-        """Launches verdict and update, and the results' way back."""
+        """Launches verdict and update, and copies the results to the host."""
         slot = self.slot(step)
         for launch in (*self.update, *self.program.after_update):
             launch()
@@ -283,7 +283,7 @@ class TrainStep:
         slot.elapsed_seconds = time.perf_counter() - slot.start_seconds
 
     def result(self, step: int) -> StepResult:
-        """Waits for `step` and takes its loss and norm into the windows, unless it was skipped."""
+        """Waits for `step`. Adds its loss and norm to the windows, unless the step was skipped."""
         slot, guards = self.slot(step), self.design.guards
         if slot.start is not None and slot.end is not None:
             slot.end.synchronize()
@@ -298,8 +298,8 @@ class TrainStep:
         return StepResult(*numbers, slot.reports, slot.trained_tokens)
 
     def raise_norm_limit(self, norm: float) -> None:
-        """After a step that was skipped for good: a norm beyond the limit enters its window as the limit. So norms that
-        rise for good are soon no spikes, and a single large one hides no other."""
+        """Call it after a step that stays skipped. Records an outlier as the limit itself: a lasting rise stops being an
+        outlier, and one huge norm does not blind the detector."""
         limit = self.norm_window.limit(self.design.guards.norm_z)
         if limit < norm < math.inf:
             self.norm_window.add(limit)

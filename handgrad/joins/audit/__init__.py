@@ -1,1 +1,1 @@
-"""The record of an audited run: a digest of the state after a step, chained from link to link."""
+"""The record of an audited run: a hash chain of digests of the state after its steps."""

@@ -1,12 +1,12 @@
-"""The chain of a run, audit.jsonl: a line of JSON for each link.
+"""The audit chain of a run, audit.jsonl: one line of JSON per link.
 
-    begin        configuration, versions and data from here on; the state: at the start, and where a resumed run has others
+    begin        configuration, versions and data from here on, and the state; at the start, and if a resume changes them
     step         a step's samples, loss, norm, learning rate and verdict, and the digests of the state after it
     checkpoint   the SHA-256 of a checkpoint's manifest, which lists its files' hashes, and the link of its state
 
-A `begin` or `step` is a link: `previous` is the SHA-256 of the one before, `link` its own content's. When a
-checkpoint's line is written depends on the disk, so these lines are a second chain: `previous` is the `seal` of the one
-before. Format 1 had no such chain, and its `begin` no `chat`, no `files` and no hash of the sources.
+A `begin` or `step` is a link: `link` is the SHA-256 of its content, `previous` the `link` before it. The disk decides when
+a checkpoint line appears, so these lines form a second chain: `previous` is the `seal` before it. Format 1 had no
+second chain, and its `begin` had no `chat`, no `files` and no hash of the sources.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from handgrad.parsing import Record, numbered_lines, parse_record
 
 BEGIN, STEP, CHECKPOINT = "begin", "step", "checkpoint"
 LINKS = (BEGIN, STEP)
-NUMBERS = ("loss", "norm", "learning_rate")  # of a step, as hexadecimal text: exact
+NUMBERS = ("loss", "norm", "learning_rate")  # of a step, as hexadecimal text, which is exact
 FORMAT = 2
-FORMATS = (1, FORMAT)  # that are read
-FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {  # texts, objects and others, by kind
+FORMATS = (1, FORMAT)  # readable formats
+FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {  # kind -> fields: (texts, objects, others)
     BEGIN: (("link", "previous"), ("config", "versions", "identity", "state"), ("format", "init", "chat", "files")),
     STEP: (("link", "previous", *NUMBERS), ("state",), ("samples", "skipped")),
     CHECKPOINT: (("link", "manifest"), (), ("previous", "seal")),
@@ -33,7 +33,7 @@ Line = dict[str, Any]
 
 
 def canonical(content: Line) -> bytes:
-    """The bytes of a content that are hashed: sorted keys, no spaces, ASCII."""
+    """The bytes to hash for a content: sorted keys, no spaces, ASCII."""
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -42,13 +42,13 @@ def sha256(content: Line) -> str:
 
 
 def linked(content: Line, previous: str, name: str = "link") -> Line:
-    """A line after `previous`, "" for the first; `name`: of its own hash, "seal" in a checkpoint's line."""
+    """Makes the line after hash `previous`, "" for the first. `name`: field for its own hash, "seal" for a checkpoint."""
     content = {**content, "previous": previous}
     return {**content, name: sha256(content)}
 
 
 def content_of(line: Line) -> Line:
-    """The content of a link that a replay must repeat."""
+    """The content of a link that a replay must reproduce."""
     return {key: value for key, value in line.items() if key not in ("previous", "link")}
 
 
@@ -57,7 +57,7 @@ def links(lines: Iterable[Line]) -> list[Line]:
 
 
 def read_chain(path: Path) -> list[Line]:
-    """The lines of a chain. Raises `DataError` for one that is no line of a chain, `StorageError`."""
+    """Reads the lines of a chain. Raises `DataError` for a line that does not belong in one, and `StorageError`."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def read_chain(path: Path) -> list[Line]:
         try:
             line = parse_record(text, where, unique=True)
         except DataError:
-            if content.endswith(text):  # without its end: a kill cut it, or a run is writing it now
+            if content.endswith(text):  # no newline: a kill truncated it, or a run is writing it now
                 break
             raise
         found.append(checked_line(line))
@@ -83,7 +83,7 @@ def read_chain(path: Path) -> list[Line]:
 
 
 def checked_line(found: Record) -> Line:
-    """The line, once it has the fields of its kind. Raises `DataError`."""
+    """Returns the line if it has the fields of its kind, else raises `DataError`."""
     kind = found.text("kind")
     found.count("step")
     if kind not in FIELDS:
@@ -113,20 +113,20 @@ def checked_line(found: Record) -> Line:
 
 
 def check_chain(lines: Iterable[Line], path: Path) -> None:
-    """Raises `DataError` for the first link that was edited or does not follow the one before it."""
+    """Raises `DataError` for the first link that was edited or does not follow its predecessor."""
     for fault in faults(lines):
         raise DataError(f"{path}: {fault}")
 
 
 def numbers_text(fields: Iterable[str], one: Line, other: Line, between: str) -> str:
-    """The numbers among the differing fields of two links: "loss 5.4, replayed 5.3"."""
+    """The numeric fields among the differing `fields` of two links: "loss 5.4, replayed 5.3"."""
     pairs = [(name, float.fromhex(one[name]), float.fromhex(other[name])) for name in NUMBERS if name in fields]
     return "; ".join(f"{name} {a:.9g}{between}{b:.9g}" for name, a, b in pairs)
 
 
 def faults(lines: Iterable[Line], *, whole: bool = True) -> Iterator[str]:
-    """A line about each link that is not as it was written; unless the chain is `whole`, its links need not follow each
-    other. A chain may begin late, behind one that was lost."""
+    """Yields a line about each edited, removed or added link. Unless the chain is `whole`, links need not be consecutive.
+    A chain may begin late, after one that was lost."""
     last: Line | None = None
     known, seal, format = set[Any](), "", 1
     for number, line in enumerate(lines, start=1):
@@ -159,7 +159,7 @@ def faults(lines: Iterable[Line], *, whole: bool = True) -> Iterator[str]:
 
 
 def differing(one: Line, other: Line) -> list[str]:
-    """The fields in which two links' contents differ, one level deep: ["loss", "state.weights"]."""
+    """The fields in which two links differ, one level deep: ["loss", "state.weights"]."""
     one, other, found = content_of(one), content_of(other), []
     for key in sorted({*one, *other}):
         a, b = one.get(key), other.get(key)
@@ -170,7 +170,7 @@ def differing(one: Line, other: Line) -> list[str]:
     return found
 
 
-CAUSES = {  # of a difference in a step's field, in the order in which a step makes them
+CAUSES = {  # field of a step -> cause of a difference, in the order of computation
     "samples": "the samples of the step are others",
     "learning_rate": "the learning rate is another",
     "loss": "the forward pass gave another loss from an equal state: a sample or the arithmetic is another",
@@ -180,15 +180,15 @@ CAUSES = {  # of a difference in a step's field, in the order in which a step ma
 
 
 def meaning(fields: Iterable[str], step: int, equal: int) -> str:
-    """The likely cause of a first difference in these fields of a step's link; `equal`: the step before it whose state
-    was found equal."""
+    """The likely cause of a first difference in these fields of a step's link. `equal`: the last earlier step with equal
+    state."""
     fields = set(fields)
-    if equal < step - 1:  # nothing of the steps between them is known
+    if equal < step - 1:  # nothing is known about the steps in between
         return f"one of the steps {equal + 1} to {step} is another"
     if (first := next((name for name in CAUSES if name in fields), None)) is not None:
         return CAUSES[first]
     states = sorted(field.partition(".")[2] for field in fields if field.startswith("state."))
-    if "m" in states:  # whose update reads nothing but the gradients; equal norms may hide others
+    if "m" in states:  # m's update reads only the gradients; equal norms may hide different gradients
         return f"gradients of an equal norm, or their update, left other bits in {', '.join(states)}"
     if states:
         return f"the update of equal gradients left other bits in {', '.join(states)}"

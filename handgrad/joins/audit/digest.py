@@ -1,7 +1,7 @@
 """Digests of a training's state: of the weights, and of each flat buffer of the optimizer.
 
-Every rank adds up the numbers that it owns, each with its place in the whole buffer. The ranks' sums are added as integers,
-so however many ranks share a state, its digest is the same.
+Each rank hashes every number that it owns together with its offset in the whole buffer, and sums the hashes. Integer
+addition joins the ranks' sums, so the digest does not depend on the number of ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ BITS32 = 0xFFFFFFFF
 
 
 class StateDigest:
-    """This rank's sums over the state after each `every`-th step; they travel with the step's results."""
+    """This rank's sums over the state after each `every`-th step. The step's reports carry them to the host."""
 
     def __init__(self, state: TrainingState, ranks: Ranks, every: int, *, graphs: bool):
         self.state, self.ranks, self.every = state, ranks, every
@@ -36,7 +36,7 @@ class StateDigest:
         self.step = 0
 
     def launches(self, program: Program) -> Program:
-        """The program with the digest of the state that each step leaves."""
+        """Adds the digest of the state after each step to the program."""
         return program.adding(
             before_step=[self.begin],
             after_update=[self.after_update],
@@ -56,14 +56,14 @@ class StateDigest:
             self.add()
 
     def current(self, step: int) -> dict[str, str]:
-        """The digests of the state as it is, after so many steps."""
+        """The digests of the current state, after `step` steps."""
         self.state.controls[CONTROL_STEP] = step
         self.add_now()
         return self.joined(self.sums.cpu())
 
     def joined(self, sums: Tensor) -> dict[str, str]:
-        """The digests of the whole state by the names of its buffers, from each rank's sums: 32 hexadecimal digits. All
-        ranks know them."""
+        """Joins the ranks' sums into digests of the whole state, by buffer name: 32 hexadecimal digits. All ranks get
+        them."""
         everyone = self.ranks.all_gather_numbers(sums.view(torch.int32).flatten().tolist(), "digests of the state")
         if self.state.design.sharding.shards == 1:
             everyone = everyone[:1]  # each rank has the whole state
@@ -76,8 +76,8 @@ class StateDigest:
 
 
 def owned_pieces(state: TrainingState, saved: SavedBuffer) -> Iterator[tuple[Tensor, int]]:
-    """(piece, its place in the whole buffer) of the numbers that this rank counts. State smaller than its parameter has the
-    first of the parameter's places. Zeros add nothing: the digest is the zero-padded state's, which Muon had once."""
+    """(piece, its offset in the whole buffer) of the numbers that this rank digests. State smaller than its parameter uses
+    the parameter's first offsets. Zeros add nothing, so the digest equals the zero-padded state's, Muon's old format."""
     design, sharding, flat = state.design, state.design.sharding, saved.values
     if saved.layout.buckets != design.buckets:
         layouts, shard = (saved.layout, state.saved[0].layout), (sharding.shard, sharding.shards, design.optimizer.kind)

@@ -1,7 +1,7 @@
 """Binds dropout into the operations of a training.
 
 GPT-2 drops numbers after the embedding, in attention's probabilities, and at the end of both branches of a block, before
-they join the residual stream. The model calls operations by their plain names; those at such a site are bound here.
+they join the residual stream. The model calls operations by their plain names; this module replaces them at these sites.
 """
 
 from importlib import import_module
@@ -21,18 +21,18 @@ from handgrad.training.feed import SAMPLE_NUMBERS
 
 
 def buffers(batch: int) -> list[Buffer]:
-    """The rows that dropout adds to a plan: masks take no memory."""
+    """The rows that dropout adds to a plan. Masks take no memory."""
     return [Buffer(SAMPLE_NUMBERS, (batch,), torch.int64, KIND)]
 
 
 def dropout_operations(ops: ModuleType) -> ModuleType:
-    """`handgrad.joins.dropout.reference` or `handgrad.joins.dropout.cuda`, beside the operations `ops` of a backend."""
+    """`handgrad.joins.dropout.reference` or `handgrad.joins.dropout.cuda`, to match the backend's operations `ops`."""
     backend = "cuda" if ops.BACKEND.name == "cuda" else "reference"
     return import_module(f"handgrad.joins.dropout.{backend}")
 
 
 def scratch_sizes(ops: ModuleType) -> Any:
-    """The sizes of scratch that a run with dropout needs: its attention has kernels of its own."""
+    """Scratch sizes for a run with dropout, whose attention has its own kernels."""
     own = dropout_operations(ops).attention_scratch_bytes
     return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)
 
@@ -43,20 +43,20 @@ class WithDropout(Overlay):
     def __init__(
         self, ops: ModuleType, w: Any, g: Any, act: Any, d: Any, *, samples: Tensor, probability: float, seed: int
     ):
-        """For passes over these weights, weight gradients, activations and their gradients. samples (B) int64: the numbers
-        of a micro-batch's samples in the run.
+        """For passes over these weights, weight gradients, activations and their gradients. samples (B) int64: sample
+        numbers of the micro-batch in the run.
 
-        A call is known to belong to a site by a tensor that it carries: the very object that the model passes, in every
-        step. (Gradients of different blocks may share memory, with ZeRO 2.) `dbranch` (N, C) is workspace of the backward;
-        it may lie where the output gradient of a block's layer norm is written next.
+        Identifies a call's site by a tensor argument: the model passes the same object in every step. (Addresses would not
+        do: with ZeRO 2, gradients of different blocks may share memory.) `dbranch` (N, C) is workspace of the backward and
+        may share memory with the output gradient of a block's layer norm, which is written next.
         """
         super().__init__(ops)
         self.dropout_ops, self.dbranch = dropout_operations(ops), d.dln
         self.mask = Mask(act.document_starts)
-        sites = (Dropout(samples, probability, seed, site) for site in count())  # in the order of the forward
+        sites = (Dropout(samples, probability, seed, site) for site in count())  # in forward order
         self.embedding = next(sites)
-        self.sites: dict[Tensor, Dropout] = {}  # by an attention's lse, a GEMM's bias, its weight's gradient
-        self.dbias_acc: dict[Tensor, Tensor] = {}  # of the GEMMs before the stream, by their weights' gradients
+        self.sites: dict[Tensor, Dropout] = {}  # keys: attention's lse, a GEMM's bias, or its weight gradient
+        self.dbias_acc: dict[Tensor, Tensor] = {}  # of GEMMs into the stream, by weight gradient
         for a, b, db in zip(act.blocks, w.blocks, g.blocks, strict=True):
             self.sites[a.lse], proj, fcproj = next(sites), next(sites), next(sites)
             self.sites |= {b.proj_bias: proj, db.proj_weight: proj, b.fcproj_bias: fcproj, db.fcproj_weight: fcproj}
@@ -69,7 +69,7 @@ class WithDropout(Overlay):
     def embedding_backward(
         self, dwte_acc: Tensor, dwpe_acc: Tensor, dout_inout: Tensor, *tokens: Tensor, scratch: Tensor
     ) -> None:
-        """Drops from dout in place: nothing reads it afterwards."""
+        """Applies dropout to dout in place: nothing reads it afterwards."""
         self.dropout_ops.dropout_backward(dout_inout, dout_inout, self.embedding)
         self.ops.embedding_backward(dwte_acc, dwpe_acc, dout_inout, *tokens, scratch=scratch)
 
@@ -85,18 +85,18 @@ class WithDropout(Overlay):
     def linear_residual_forward(
         self, out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor
     ) -> None:
-        """Writes the GEMM to out and reads it again: the library has no epilogue that drops."""
+        """Writes the GEMM to out and rereads it, because the library has no dropout epilogue."""
         self.ops.linear_forward(out, inp, weight, bias, scratch=scratch)
         self.dropout_ops.dropout_residual_forward(out, residual, self.sites[bias])
 
-    # In the backward the output gradient of such a GEMM is not the stream's, but `dbranch`, from which its bias gradient
-    # is made here: the layer norm above, which sums the stream's gradient for the plain GEMM, does not.
+    # With dropout, the output gradient of such a GEMM is `dbranch` instead of the stream's gradient. So this class computes
+    # its bias gradient. The layer norm above, which sums the stream's gradient for a plain GEMM, does not.
 
     def layernorm_backward(self, dresidual_inout: Tensor, *tensors: Tensor | None, scratch: Tensor) -> None:
         self.ops.layernorm_backward(dresidual_inout, *tensors[:-1], None, scratch=scratch)
 
     def drop_branch(self, dweight_acc: Tensor, dout: Tensor) -> Any:
-        """Fills `dbranch` from the stream's gradient; returns it as the GEMM reads it."""
+        """Fills `dbranch` from the stream's gradient; returns it in the form that the GEMM reads."""
         self.dropout_ops.dropout_backward(self.dbranch, dout, self.sites[dweight_acc])
         return self.dbranch
 

@@ -1,7 +1,7 @@
-"""Dropout on NVIDIA GPUs, by Triton: the operations of `handgrad.joins.dropout.reference`, with the bits of its masks.
+"""Dropout on NVIDIA GPUs, in Triton: the operations of `handgrad.joins.dropout.reference`, with bit-identical masks.
 
-Dropout alone and with the residual sum is one kernel, a row per warp up to 2048 channels. Attention runs in the Triton
-loops for heads of any width: cuDNN draws its masks from a generator of its own, which the reference could not repeat.
+One kernel does dropout alone and dropout with the residual sum, with a warp per row up to 2048 channels. Attention uses the
+Triton loops for heads of any width, because the reference could not reproduce the masks of cuDNN's own generator.
 """
 
 import triton
@@ -20,32 +20,32 @@ from handgrad.ops.sizes import attention_scratch_bytes, forward_tile  # noqa: F4
 
 ROWS, ROW_STRIDE, PAIR = tl.constexpr(reference.ROWS), tl.constexpr(reference.ROW_STRIDE), tl.constexpr(reference.PAIR)
 
-# Arguments that differ from site to site: one kernel for all.
+# Arguments that differ between sites; not specialised, so that one kernel serves all.
 RANDOM = ("stream", "threshold")
 
 
 def kernel_arguments(dropout: Dropout) -> tuple[Tensor, int, int, float]:
-    """samples, stream (as int32, whatever its highest bit), threshold and scale."""
+    """(samples, stream, threshold, scale); stream is reinterpreted as int32."""
     return dropout.samples, dropout.stream - (dropout.stream >> 31 << 32), dropout.threshold, dropout.scale
 
 
 @triton.jit
 def sample_key(samples, b, stream):
-    """32 bits for the micro-batch's sample b (one, or a tensor of them)."""
+    """The 32-bit key of the micro-batch's sample b (one, or a tensor of them)."""
     sample = tl.load(samples + b)
     return mixed(sample.to(tl.uint32) ^ mixed((sample >> 32).to(tl.uint32) ^ stream.to(tl.uint32)))
 
 
 @triton.jit
 def head_key(key, head):
-    """A sample's key for one of its heads."""
+    """A sample's key for one head."""
     return mixed(head.to(tl.uint32) * WEYL + key)
 
 
 @triton.jit
 def row_keys(key, first, row):
-    """The share in `kept` of the rows first + row, where `first` is a multiple of 16: the key that 16 rows share, and a
-    row's own part."""
+    """The row-dependent input of `kept` for rows first + row: the key shared by 16 rows, and each row's own part. `first`
+    is a multiple of 16."""
     first, row = tl.cast(first, tl.uint32), row.to(tl.uint32)
     shared = mixed((first // ROWS) * WEYL + (row // ROWS) * WEYL + key)
     return (row % ROWS) * ROW_STRIDE * WEYL + shared
@@ -53,8 +53,8 @@ def row_keys(key, first, row):
 
 @triton.jit
 def kept(keys, first, column, threshold):
-    """True where a number in column first + column is kept, `first` being a multiple of 16. Columns that differ in bit 3
-    share a hash: a lane that has both makes it once."""
+    """True where a number in column first + column is kept; `first` is a multiple of 16. Columns that differ only in bit 3
+    share a hash, so that a lane with both computes it once."""
     first, column = tl.cast(first, tl.uint32), column.to(tl.uint32)
     first_of_pair = (column // (2 * PAIR) * (2 * PAIR)) | (column % PAIR)
     number = mixed(keys + first * WEYL + first_of_pair * WEYL)
@@ -101,20 +101,20 @@ def _dropout(
 
 
 # In attention, M a mask of zeros and ones and c = 1 / (1 - p):  y = c (M P) v,  dv = c (M P)^T dy,
-# dS = P (c M dP - delta) = c P (M dP - delta / c). So c stays out of the loops: they take M and delta / c, and what they
-# add up is multiplied by c at the end.
+# dS = P (c M dP - delta) = c P (M dP - delta / c). So c stays out of the loops: they use M and delta / c, and multiply
+# their sums by c at the end.
 
 
 @triton.jit
 def keep_of_queries(mask, first_query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """(QUERIES, KEYS) of M; mask: (the queries' row keys, threshold)."""
+    """A (QUERIES, KEYS) tile of M; mask: (row keys of the queries, threshold)."""
     rows, threshold = mask
     return kept(rows[:, None], first_key, tl.arange(0, KEYS)[None, :], threshold)
 
 
 @triton.jit
 def keep_of_keys(mask, first_query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """(KEYS, QUERIES) of M^T; mask: (the head's key, threshold)."""
+    """A (KEYS, QUERIES) tile of M^T; mask: (the head's key, threshold)."""
     key, threshold = mask
     rows = row_keys(key, first_query, tl.arange(0, QUERIES))
     return kept(rows[None, :], first_key, tl.arange(0, KEYS)[:, None], threshold)

@@ -11,58 +11,58 @@ from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference.attention import CAUSAL, Mask, attention_scratch_bytes, masked_scores, split_heads  # noqa: F401
 
-# 16 random bits for each number decide: a probability counts in steps of 2^-16.
+# 16 random bits decide each number, so probabilities are rounded to multiples of 2^-16.
 BITS = 16
 
-# The layout of a mask's random numbers (docs/operations/dropout.md). 16 rows share a key; under it a row's numbers begin
-# 2^20 places after the previous row's, as no row is longer. A hash of 32 bits serves two columns that are 8 apart: on
-# tensor cores a lane has both, whether columns or rows of the tile are what is masked.
+# The layout of a mask's random numbers (docs/operations/dropout.md). 16 rows share a key; under it, a row's numbers begin
+# 2^20 places after the previous row's (no row is longer). A 32-bit hash serves two columns 8 apart, because on tensor cores
+# one lane holds both, in a tile of M or of M^T.
 ROWS, ROW_STRIDE, PAIR = 16, 1 << 20, 8
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """A site of the model where numbers are dropped in training: the inputs of its masks, which are the same whenever and
-    wherever they are made."""
+    """A dropout site of the model. Its fields determine its masks, so forward and backward, on any device, compute the same
+    ones."""
 
-    samples: Tensor  # (B) int64: the numbers of the micro-batch's samples in the run
-    probability: float  # of a number to be dropped
+    samples: Tensor  # (B) int64: sample numbers of the micro-batch in the run
+    probability: float  # of dropping a number
     seed: int
-    site: int  # its number; no two sites of a model have the same
+    site: int  # its number, unique in the model
 
     @property
     def stream(self) -> int:
-        """32 bits that stand for seed and site."""
+        """A 32-bit hash of seed and site."""
         return mixed(self.site ^ mixed(self.seed))
 
     @property
     def threshold(self) -> int:
-        """A number is kept whose random bits are at least this."""
+        """A number is kept if its random bits are at least this."""
         return round(self.probability * (1 << BITS))
 
     @property
     def scale(self) -> float:
-        """The factor of kept numbers, one over the share of them, so that the mean stays."""
+        """The factor for kept numbers, 1 / (kept fraction), which preserves the mean."""
         return (1 << BITS) / ((1 << BITS) - self.threshold)
 
 
 # Dropout (Srivastava et al. 2014), inverted: y = M x / (1 - p), M = 1 with probability 1 - p, else 0.
-# Backward: dx = M dy / (1 - p). M is not stored: both make it from (seed, site, sample, row, column).
+# Backward: dx = M dy / (1 - p). M is not stored: both passes compute it from (seed, site, sample, row, column).
 
 
 def sample_keys(dropout: Dropout) -> Tensor:
-    """(B) int64: 32 bits for each sample, from its number's two halves."""
+    """(B) int64: a 32-bit key per sample, from both halves of its number."""
     low, high = dropout.samples & BITS32, (dropout.samples >> 32) & BITS32
     return mixed(low ^ mixed(high ^ dropout.stream))
 
 
 def head_keys(keys: Tensor, num_heads: int) -> Tensor:
-    """(..., H) from the keys (...) of samples: attention has a mask for every head."""
+    """(..., H) head keys from sample keys (...): attention has a mask per head."""
     return mixed((torch.arange(num_heads, device=keys.device) * WEYL + keys.unsqueeze(-1)) & BITS32)
 
 
 def kept(key: Tensor, rows: int, columns: int, threshold: int) -> Tensor:
-    """(rows, columns) bool: which numbers are kept under a key, a tensor of one number."""
+    """(rows, columns) bool: the numbers kept under `key`, a one-element tensor."""
     row = torch.arange(rows, device=key.device)
     first = torch.arange(0, columns, 2 * PAIR, device=key.device)
     column = (first.unsqueeze(1) + torch.arange(PAIR, device=key.device)).view(-1)  # the first of each pair
@@ -73,7 +73,7 @@ def kept(key: Tensor, rows: int, columns: int, threshold: int) -> Tensor:
 
 
 def masks(dropout: Dropout, tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of a tensor (N, C), which of their numbers are kept), sample by sample: a mask's temporaries are large."""
+    """Yields (rows of `tensor` (N, C), their mask) sample by sample, because a mask's temporaries are large."""
     N, C = tensor.shape
     T = N // dropout.samples.shape[0]
     for sample, key in enumerate(sample_keys(dropout)):
@@ -81,13 +81,13 @@ def masks(dropout: Dropout, tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def dropout_forward(out: Tensor, inp: Tensor, dropout: Dropout) -> None:
-    """out (N, C) = inp (N, C) where it is kept, times 1 / (1 - p), else 0. `out` may be `inp`."""
+    """out (N, C) = inp (N, C) / (1 - p) where kept, else 0. `out` may be `inp`."""
     for rows, mask in masks(dropout, inp):
         torch.mul(inp[rows], dropout.scale, out=out[rows]).masked_fill_(~mask, 0)
 
 
 def dropout_backward(dinp: Tensor, dout: Tensor, dropout: Dropout) -> None:
-    """dinp (N, C) from dout (N, C), which it may be: the same mask and factor as forward."""
+    """dinp (N, C) from dout (N, C), with the mask and factor of the forward. `dinp` may be `dout`."""
     dropout_forward(dinp, dout, dropout)
 
 
@@ -96,7 +96,7 @@ def dropout_backward(dinp: Tensor, dout: Tensor, dropout: Dropout) -> None:
 
 
 def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, dropout: Dropout) -> None:
-    """Turns a branch (N, C) into residual (N, C) + dropout(branch), in place, summed in float32 and rounded once."""
+    """Replaces a branch (N, C) by residual (N, C) + dropout(branch), in place. Sums in float32 and rounds once."""
     exact = accumulation_dtype(residual.dtype)
     for rows, mask in masks(dropout, residual):
         branch = (branch_to_out_inout[rows].to(exact) * dropout.scale).masked_fill_(~mask, 0)

@@ -1,5 +1,5 @@
-"""GEMMs in fp8, beside the plain path: `reference` and `cuda` are backends with the operations of the plain ones and those
-named here. Their tensors are plain or `Quantized`, each by itself; start at `formats`."""
+"""GEMMs in fp8. The backends `reference` and `cuda` have all plain operations and the further ones named here. Each tensor
+argument may be plain or `Quantized`. Start at `formats`."""
 
-# What the fp8 backends have beside `handgrad.ops.OPERATIONS`.
+# Operations of the fp8 backends besides `handgrad.ops.OPERATIONS`.
 OPERATIONS = ("quantize", "transpose", "fold_statistics", "update_scaling", "statistics_parts", "tuned_keep_bf16")

@@ -1,4 +1,4 @@
-"""Binds fp8 into a training step: its launches join the plain program's."""
+"""Binds fp8 into a training step: adds its launches to the plain program."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ REPORT = "fp8"
 
 
 def operations(ops: ModuleType) -> ModuleType:
-    """`handgrad.joins.fp8.reference` or `handgrad.joins.fp8.cuda`, beside the plain operations `ops`."""
+    """`handgrad.joins.fp8.reference` or `handgrad.joins.fp8.cuda`, to match the plain operations `ops`."""
     backend = "cuda" if ops.BACKEND.name == "cuda" else "reference"
     return import_module(f"handgrad.joins.fp8.{backend}")
 
@@ -34,12 +34,12 @@ def launches(
     *,
     graphs: bool,
 ) -> Program:
-    """The program with the first scales before the first step, the statistics of every micro-step, and new scales and fp8
-    weights after the update. `model_ops`: the operations of the model's passes."""
+    """Adds to the program: calibration before the first step, statistics of every micro-step, and new scales and fp8
+    weights after the update. `model_ops`: operations for forward and backward."""
     design, calibration = state.design, calibration_stages(state, scaling, model_ops)
 
     def launch_calibration() -> None:
-        """Makes the first scales from the weights and one micro-batch, whose gradients are discarded."""
+        """Computes the first scales from the weights and one micro-batch. Discards its gradients."""
         scaling.totals[scaling.fp8.first_weight :].zero_()  # of an earlier calibration
         scaling.quantize_weights(calibrate=True)
         for stage in calibration:
@@ -68,7 +68,7 @@ def launches(
 
 
 def calibration_stages(state: TrainingState, scaling: Scaling, ops: Any) -> list[Stage]:
-    """A forward and backward pass whose tensors make their own scales."""
+    """A forward and backward pass in which each tensor sets its own scale."""
     design = state.design
     model, layers = design.model, design.shape.num_layers
     weights = state.named_weights | scaling.calibrating
@@ -84,7 +84,7 @@ def calibration_stages(state: TrainingState, scaling: Scaling, ops: Any) -> list
 
 
 def gather_statistics(scaling: Scaling, sync: GradientSync) -> None:
-    """Every rank's totals on every rank, joined."""
+    """Gathers all ranks' totals and joins them on every rank."""
     mine = scaling.totals[: scaling.fp8.first_weight]
     sync.ranks.wait(sync.ranks.all_gather(scaling.everyone, mine, "fp8 statistics"), "fp8 statistics")
     scaling.join_ranks()

@@ -1,10 +1,10 @@
-"""The scales of an fp8 run: their beginning, their update from step to step, what a checkpoint has of them, what their
-statistics say.
+"""The scales of an fp8 run: calibration, update after each step, their part of a checkpoint, and findings from their
+statistics.
 
-Delayed scaling (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): a step quantises with scales that follow from
-the largest numbers of earlier steps, so one pass produces and quantises a tensor. Before the first step one micro-batch
-runs ahead, with scales made from the very tensors they are for. A tensor that is 0 there, as the gradients below a
-projection that starts from zeros are, gets its first scale before the next step or the one after it.
+Delayed scaling (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): a step quantises with scales from the largest
+numbers of earlier steps, so one pass produces and quantises a tensor. Calibration runs one micro-batch before the first
+step, in which each tensor sets its own scale. A tensor that is 0 there, like a gradient below a projection that starts at
+zero, gets its first scale before the next step or the one after it.
 """
 
 import math
@@ -52,33 +52,33 @@ from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import Table
 
-MOST_CALIBRATIONS = 8  # a tensor that is still 0 then may stay so: a frozen one
-FORWARD = frozenset({"forward"})  # of the head's GEMMs, in a forward pass alone
-UNCALIBRATED = "uncalibrated"  # a checkpoint's mark that the next step calibrates as well
+MOST_CALIBRATIONS = 8  # a tensor that is still 0 after these may stay 0, for example if frozen
+FORWARD = frozenset({"forward"})  # the head's GEMMs in a forward pass without backward
+UNCALIBRATED = "uncalibrated"  # a checkpoint's mark that the next step calibrates too
 
 
 @dataclass(frozen=True)
 class Fp8Design:
-    """The resolved fp8 of a run."""
+    """The resolved fp8 settings of a run."""
 
-    forms: Forms  # that tensors may have
+    forms: Forms  # available forms of tensors
     gemms: Fp8Gemms
     table: tuple[QuantizedRow, ...]
-    delayed: bool  # else scales are made from each tensor itself
-    window: int  # steps whose largest number a delayed scale is made for
-    margin: int  # binades that it leaves free above
+    delayed: bool  # delayed scaling; else current
+    window: int  # a delayed scale fits the largest number of this many steps
+    margin: int  # binades of headroom
     count_every: int  # steps between counts of clipped and vanished numbers
-    saturation_steps: int  # steps in a row that clip numbers before something is done
-    widen: bool  # a tensor that saturates gets a binade of margin more
-    statistics_parts: int  # of a tensor, at most
+    saturation_steps: int  # clipping in this many steps in a row triggers a reaction
+    widen: bool  # give a saturated tensor another binade of margin
+    statistics_parts: int  # most parts of a tensor's statistics
 
     @cached_property
     def first_weight(self) -> int:
-        """The place in the table at which the weights begin: the rows before them are made in a micro-step."""
+        """The index of the first weight in the table. Micro-steps write the tensors before it."""
         return sum(row.kind != WEIGHT for row in self.table)
 
     def counts(self, step: int) -> bool:
-        """True if 0-based `step` counts the numbers that it clips and that vanish."""
+        """True if 0-based `step` counts clipped and vanished numbers."""
         return (step + 1) % self.count_every == 0
 
     def buffers(self, parameters: Table, ranks: int) -> list[Buffer]:
@@ -97,41 +97,41 @@ class Fp8Design:
 
 
 class Scaling:
-    """The scales of all quantised tensors, in the order of their table, and the launches that make and follow them."""
+    """The scales of all quantised tensors, in table order, and the launches that compute and update them."""
 
     def __init__(self, fp8: Fp8Design, ops: ModuleType, views: Mapping[str, Tensor], weights: Mapping[str, Tensor]):
         """`views`: of the run's plan; `weights`: 16-bit views of the parameters by name."""
         self.fp8, self.ops = fp8, ops
         self.scaling = views["fp8.scaling"]  # (n + 1, SCALING_PLACES); the last row belongs to the logits' gradient
         self.statistics = views["fp8.statistics"]  # (n + 1, STATISTICS_PLACES, parts)
-        self.history = views["fp8.history"]  # (n, window) largest numbers of the last steps
+        self.history = views["fp8.history"]  # (n, window) amax of the last steps
         self.totals = views["fp8.totals"]  # (n, STATISTICS_PLACES) of this step
-        self.report = views["fp8.report"]  # (n, REPORT_PLACES) of the step before, for the host
+        self.report = views["fp8.report"]  # (n, REPORT_PLACES) of the previous step, for the host
         self.largest_exponents = views["fp8.largest_exponents"]  # (n) int32, of the tensors' formats
         self.everyone = views["fp8.everyone"]  # (ranks, first_weight, STATISTICS_PLACES): the ranks' totals
         self.tensors = quantized_tensors(fp8.table, views, weights, current=not fp8.delayed)
         self.calibrating = quantized_tensors(fp8.table, views, weights, current=True)
         self.numbers = [elements_of(row, views) for row in fp8.table]
-        self.calibrated_from: int | None = None  # the first step whose tensors all had numbers to make a scale from
+        self.calibrated_from: int | None = None  # the first step for which every tensor had a number to set its scale
 
     @property
     def calibrated(self) -> bool:
         return self.calibrated_from is not None
 
     def calibrates(self, step: int) -> bool:
-        """True if scales are made anew before `step`; also where the step is begun again."""
+        """True if `step` calibrates before it begins, also when it begins again."""
         return self.calibrated_from is None or step < self.calibrated_from
 
     def conclude_calibration(self, step: int) -> None:
-        """Notes whether every tensor had a number other than 0, and clears the statistics of the micro-batch that ran
-        ahead: their parts may be other kernels' than a step's."""
+        """Records whether every tensor had a nonzero number. Clears the calibration's statistics, because a step's kernels
+        may write other parts of them."""
         found = self.statistics[: len(self.fp8.table), AMAX].amax(-1)
         done = not self.fp8.delayed or step + 1 >= MOST_CALIBRATIONS or bool((found > 0).all())
         self.calibrated_from = step if done else None
         self.statistics[: self.fp8.first_weight].zero_()
 
     def quantize_weights(self, *, calibrate: bool = False) -> None:
-        """Rounds the weights to fp8, and begins the next step's totals with theirs. Weights without a 16-bit form stay."""
+        """Rounds the weights to fp8, and starts the next step's totals with theirs. Skips weights without a 16-bit form."""
         for weight in weights_of(self.calibrating if calibrate else self.tensors):
             if weight.plain is not None:
                 self.ops.quantize(weight, weight.plain)
@@ -139,11 +139,11 @@ class Scaling:
         self.ops.fold_statistics(self.totals[first:], self.statistics[first:end])
 
     def requantize(self) -> None:
-        """Makes the fp8 weights of a resumed run, at the scales they had."""
+        """Recomputes the fp8 weights of a resumed run at their saved scales."""
         if self.calibrated:
             totals = self.totals.clone()
             self.quantize_weights()
-            self.totals.copy_(totals)  # which have counted them already
+            self.totals.copy_(totals)  # these already include the weights
 
     def fold_micro_step(self) -> None:
         """Adds a micro-step's statistics of activations and gradients to the step's totals."""
@@ -151,15 +151,15 @@ class Scaling:
         self.ops.fold_statistics(self.totals[:first], self.statistics[:first])
 
     def join_ranks(self) -> None:
-        """Joins all ranks' totals of the step: the largest amax, the sums of the counts, which are integers: they do not
+        """Joins all ranks' totals of the step: maximum of amax, sums of counts. Counts are integers, so the result does not
         depend on the number of ranks."""
         totals = self.totals[: self.fp8.first_weight]
         torch.amax(self.everyone[..., AMAX], 0, out=totals[:, AMAX])
         torch.sum(self.everyone[..., AMAX + 1 :], 0, out=totals[:, AMAX + 1 :])
 
     def update(self, controls: Tensor) -> None:
-        """The next step's scales. A current scale admits its own micro-batch, however large another one's numbers are: that
-        is no saturation."""
+        """Computes the next step's scales. A current scale fits its own micro-batch; larger numbers in another micro-batch
+        are no saturation."""
         self.ops.update_scaling(
             self.scaling[: len(self.fp8.table)],
             self.history,
@@ -188,19 +188,19 @@ class Scaling:
         self.scaling[-1, SCALE], self.scaling[-1, INVERSE] = 2.0**exponent, 2.0**-exponent
 
     def set_counting(self, counted: bool) -> None:
-        """Makes the next step count its clipped and vanished numbers, or not."""
+        """Turns counting of clipped and vanished numbers on or off for the next step."""
         self.scaling[:, COUNTING] = float(counted)
 
     # In a checkpoint.
 
     def saved(self) -> dict[str, Any]:
-        """The scales and their history by the tensors' names. (JSON keeps every digit of a float32.)"""
+        """The scales and their history, by tensor name. (JSON represents every float32 exactly.)"""
         rows = zip(self.scaling[:-1].tolist(), self.history.tolist(), self.totals.tolist(), strict=True)
         found: dict[str, Any] = {row.name: list(parts) for row, parts in zip(self.fp8.table, rows, strict=True)}
         return found if self.calibrated else {**found, UNCALIBRATED: True}
 
     def restore(self, saved: Mapping[str, Any]) -> bool:
-        """Loads the result of `saved`; returns False and changes nothing if a tensor or its whole window is missing."""
+        """Loads the result of `saved`. Returns False and changes nothing if a tensor or its complete window is missing."""
         if not saved.keys() >= {row.name for row in self.fp8.table}:
             return False
         scaling, history, totals = zip(*(saved[row.name] for row in self.fp8.table), strict=True)
@@ -214,7 +214,7 @@ class Scaling:
 
 
 def weights_of(tensors: Mapping[str, Any]) -> list[Any]:
-    """The quantised weights, the head's first, then block by block as the parameters lie."""
+    """The quantised weights: the head's first, then block by block in parameter order."""
     found = [tensor for name, tensor in tensors.items() if name.endswith("_weight")]
     return [*([tensors["head"]] if "head" in tensors else []), *found]
 
@@ -224,11 +224,11 @@ def elements_of(row: QuantizedRow, views: Mapping[str, Tensor]) -> int:
     return next(views[f"{row.stored_as}.{f}"].numel() for f in ("rows", "columns") if f"{row.stored_as}.{f}" in views)
 
 
-# A forward pass alone: weights at rest, at the scales that their training had come to.
+# Forward without training: fixed weights and the final scales of their training.
 
 
 class Fp8Forward:
-    """The rows of a forward pass in fp8: `activations` replace the plain ones, `beside` them are weights and scales."""
+    """The rows of a forward pass in fp8: `activations` replace the plain ones, `beside` has weights and scales."""
 
     def __init__(self, fp8: Fp8Design, parameters: Table, rows: Sequence[ActivationRow], forms: Forms):
         """`rows` are the activations of a forward pass."""
@@ -242,8 +242,8 @@ class Fp8Forward:
     def tensors(
         self, ops: ModuleType, views: Mapping[str, Tensor], weights: Mapping[str, Tensor], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The tensors by name, over `views` of both kinds of rows; the `weights` (in 16 bits, by name) are quantised.
-        `saved`: of a checkpoint, by `Scaling.saved`. Raises `UsageError` if a tensor has no scale there."""
+        """Quantises `weights` (16-bit, by name); returns all tensors by name, over `views` of both kinds of rows.
+        `saved`: a checkpoint's scales (`Scaling.saved`). Raises `UsageError` if a tensor has no scale there."""
         missing = [row.name for row in self.table if row.name not in saved]
         if missing:
             raise UsageError(f"the checkpoint has no fp8 scale of {missing[0]}; use --precision bf16")
@@ -255,7 +255,7 @@ class Fp8Forward:
         return found
 
 
-# Findings about a run's quantised tensors: for the record, and when one of them saturates.
+# Findings about a run's quantised tensors, for the record and for saturation messages.
 
 
 @dataclass(frozen=True)
@@ -265,17 +265,17 @@ class Finding:
     name: str
     part: str  # of the GEMMs that read it: "3.mlp", "head"
     amax: float  # the largest magnitude
-    limit: float  # the largest magnitude that its scale admits
+    limit: float  # the largest magnitude that its scale can represent
     scale: float
     saturated_steps: int  # steps in a row, up to this one, whose amax was above the limit
-    clipped: float | None  # fraction of the numbers above the limit; None in a step without counts
-    vanished: float | None  # fraction of the numbers that became zero
+    clipped: float | None  # fraction of numbers above the limit; None without counting
+    vanished: float | None  # fraction of numbers rounded to zero
 
 
 def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: bool) -> tuple[Finding, ...]:
-    """The rows of a report (n, REPORT_PLACES) on the host. `micro_steps`: of all lanes.
+    """Converts a report (n, REPORT_PLACES) on the host to findings. `micro_steps`: over all lanes.
 
-    A current scale is made again from the step's largest number: the report has only the last one of a single rank.
+    Recomputes a current scale from the step's amax, because the report has only the last micro-batch's, of one rank.
     """
     found = []
     for row, elements, numbers in zip(scaling.fp8.table, scaling.numbers, report.tolist(), strict=True):
@@ -290,7 +290,7 @@ def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: boo
 
 
 def summary(found_tensors: Iterable[Finding]) -> dict[str, dict[str, Any]]:
-    """By class of tensor (its name without the layer): the widest range of scales and the worst fractions of any layer."""
+    """Per class of tensor (name without the layer): the range of scales and the worst fractions over its layers."""
     classes: dict[str, list[Finding]] = {}
     for finding in found_tensors:
         classes.setdefault(finding.name.rpartition(".")[2], []).append(finding)
@@ -308,7 +308,7 @@ def summary(found_tensors: Iterable[Finding]) -> dict[str, dict[str, Any]]:
 
 
 def saturation_line(finding: Finding, step: int, policy: str) -> str:
-    """The message about a tensor that has clipped numbers for too many steps."""
+    """The message about a tensor that clipped numbers for too many steps."""
     part = finding.part
     advice = "a --fp8-head without that product" if part == HEAD else f"--fp8-keep-bf16 {part}"
     then = {"warn": f"a larger --fp8-margin or {advice} would stop it", "widen": "its scale gets one binade of margin more"}

@@ -1,27 +1,27 @@
 """The sizes that the fp8 kernels and the memory plan share: tiles, programs, parts of a tensor's statistics.
 
-Without torch and Triton, as `handgrad.ops.sizes`. Each program of a kernel that writes fp8 leaves a part of its tensor's
-statistics. Tiles are (rows, columns).
+Imports neither torch nor Triton, like `handgrad.ops.sizes`. Each program of a kernel that writes fp8 writes one part of its
+tensor's statistics. Tiles are (rows, columns).
 """
 
 from handgrad.ops.sizes import attention_tile, backward_tile, cdiv, forward_tile, rmsnorm_backward_tile, rows_of
 
 QUANTIZE_TILE = 64, 128  # bytes of a column and of a row
 
-# A nonlinearity: elements of a program forward; of SwiGLU a tile, 512 bytes of a row of gates and as many of what they let
-# through.
+# Forward of a nonlinearity: elements per program. SwiGLU: a tile per program, 512 bytes of a row of gates and as many of
+# the values that they gate.
 NONLINEARITY_ELEMENTS = 8192
 SWIGLU_TILE = 32, 256
 
-# Its backward: a program's tile, in quads of rows. A lane has 8 columns of a quad, whose fp8 numbers are one word of the
-# transposed forms: 32 rows are 32 bytes of a column there, one sector. Small tiles are faster: 413 us at 124M, where 128
-# rows of 64 columns with 8 warps take 511 (benchmarks/results/h200-fp8-choices.json). The gradient of queries and keys
-# before norm and rotation is cut into as many rows.
+# Its backward: a program's tile, in quads of rows. A lane has 8 columns of a quad. A column's fp8 numbers are one word of
+# the transposed form: 32 rows are 32 bytes there, one sector. Small tiles are faster: 413 us at 124M, where 128
+# rows of 64 columns with 8 warps take 511 (benchmarks/results/h200-fp8-choices.json). The backward of norm and rotation of
+# queries and keys uses tiles of as many rows.
 ROWS_OF_QUAD, QUADS = 4, 8
 QUADS_TILE = QUADS * ROWS_OF_QUAD, 128
 
-# Programs of the backward of an RMS norm without a gain, which walk the rows with this stride: a tensor's parts are read
-# whole in every micro-step. It is what 132 multiprocessors hold of the smallest programs.
+# Programs of the backward of an RMS norm without a gain. They stride over the rows, to limit the parts that each micro-step
+# reads. 132 multiprocessors hold this many of the smallest programs.
 RMSNORM_PROGRAMS = 4096
 
 
@@ -35,7 +35,7 @@ def rmsnorm_programs(tokens: int, channels: int) -> int:
 
 
 def attention_parts(*kernels: str, batch: int, length: int, num_heads: int, head_width: int) -> int:
-    """Programs of these kernels together, with the smallest 16-bit tiles that any GPU gets."""
+    """Total programs of these kernels, with the smallest 16-bit tiles used on any GPU."""
     blocks = 0
     for kernel in kernels:
         choices = (attention_tile(kernel, head_width, narrow=True, newer=newer) for newer in (True, False))
@@ -54,7 +54,7 @@ def statistics_parts(
     widest: int,
     padded_vocab_size: int,
 ) -> int:
-    """Parts of a tensor's statistics, at most: programs of the kernel with the most of them."""
+    """Most parts of any tensor's statistics: the programs of the kernel that has most."""
     tokens = batch * length
     heads = {"batch": batch, "length": length, "num_heads": num_heads, "head_width": head_width}
     quantized = (tokens, widest), (widest, channels), (channels, widest), (padded_vocab_size, channels)

@@ -1,8 +1,8 @@
-"""The quantised tensors of an fp8 run: which they are, their buffers, and the forms that GEMMs read.
+"""The quantised tensors of an fp8 run: their table, their buffers, and the forms that GEMMs read.
 
-A network says which tensors may be in fp8, by their names, and which part of a block's GEMMs reads them
-(`networks.network`); a part goes to fp8 with its forward, input gradient and weight gradient. Of the loss head each of the
-three is chosen by itself.
+A network names the tensors that may be in fp8, and the part of a block's GEMMs that reads each (`networks.network`).
+A part switches to fp8 with its forward, input gradient and weight gradient together; the loss head's three switch
+separately.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ ACTIVATION, GRADIENT, WEIGHT = "activation", "gradient", "weight"
 
 @dataclass(frozen=True)
 class Fp8Gemms:
-    """The GEMMs that run in fp8: (layer, part) of the blocks, and names of the head's."""
+    """The GEMMs that run in fp8: (layer, part) in the blocks, and the head's by name."""
 
     blocks: frozenset[tuple[int, str]] = frozenset()
     head: frozenset[str] = frozenset()
@@ -62,7 +62,7 @@ def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> F
     unknown = [name for name in chosen if name not in HEAD_GEMMS]
     if unknown:
         raise UsageError(f"fp8_head takes auto, none, {', '.join(HEAD_GEMMS)}, found {unknown[0]!r}")
-    if "wgrad" in chosen and "dgrad" not in chosen:  # the logits' gradient is written in 16 bits or in fp8, not in both
+    if "wgrad" in chosen and "dgrad" not in chosen:  # the logits' gradient exists in 16 bits or in fp8, not in both
         raise UsageError(f"fp8_head wgrad needs dgrad, found {head!r}; try --fp8-head {','.join(['dgrad', *chosen])}")
     every = {(layer, part) for layer in range(layers) for part in parts}
     return Fp8Gemms(frozenset(every - kept), frozenset(chosen))
@@ -73,27 +73,27 @@ def names_in(text: str) -> list[str]:
 
 
 def tag_of(row: ParameterRow | ActivationRow, forms: Forms) -> Fp8 | None:
-    """The fp8 forms of a row's tensor, if it has any."""
+    """The fp8 forms of a row's tensor, or None."""
     return forms.get(row.name.rpartition(".")[2])
 
 
 @dataclass(frozen=True)
 class QuantizedRow:
-    """A quantised tensor. `stored_as`: the buffers of its forms; the blocks' gradients share theirs."""
+    """A quantised tensor. `stored_as`: the buffers of its forms, which gradients share across blocks."""
 
     name: str
     kind: str
     format: torch.dtype
     part: str  # "3.mlp", "head"
     stored_as: str
-    plain: str  # the 16-bit tensor, or nothing
+    plain: str  # name of the 16-bit tensor, or ""
     workspace: str = ""
 
 
 def quantized_table(
     parameters: Table, rows: Sequence[ActivationRow], forms: Forms, gemms: Fp8Gemms, gradients: GradientFormats
 ) -> tuple[QuantizedRow, ...]:
-    """All quantised tensors whose scales follow from earlier steps, by layer and part, weights last."""
+    """All quantised tensors with scales from earlier steps, by layer and part, weights last."""
     layers = 1 + max((layer for layer, _ in gemms.blocks), default=-1)
     made, weights = list[QuantizedRow](), list[QuantizedRow]()
     tagged = [(row, tag) for row in rows if (tag := tag_of(row, forms))]
@@ -124,16 +124,16 @@ def quantized_table(
 
 
 def longest_side(parameters: Table) -> int:
-    """Longest side of the blocks' matrices."""
+    """The longest side of the blocks' matrices."""
     return max(max(row.shape) for row in parameters if row.group == "matrix")
 
 
 def activation_buffers(
     rows: Iterable[ActivationRow], forms: Forms, gemms: Fp8Gemms, gradients: GradientFormats, recompute: int
 ) -> Iterator[Buffer]:
-    """The activations' buffers: `.rows` and `.columns` of each quantised tensor, beside its 16-bit form or instead of it.
+    """The activations' buffers: `.rows` and `.columns` of each quantised tensor, in addition to its 16-bit form or instead.
 
-    `rows` serve the forward alone, unless the GEMM that reads them runs again; `columns` serve the weight gradient.
+    Only the forward reads `rows`, unless the backward reruns that GEMM; the weight gradient reads `columns`.
     """
     for row in rows:
         tag = tag_of(row, forms)
@@ -151,7 +151,7 @@ def activation_buffers(
 
 
 def head_buffers(row: ActivationRow, tag: Fp8, gemms: Fp8Gemms, recompute: int) -> Iterator[Buffer]:
-    """Buffers of the head's input, or of the logits, whose gradient takes their place."""
+    """Buffers of the head's input, or of the logits, which their gradient overwrites."""
     kind = E5M2 if tag.gradient else E4M3
     yield row.buffer(recompute)
     if (gemms.head and not tag.gradient) or "dgrad" in gemms.head:
@@ -161,7 +161,7 @@ def head_buffers(row: ActivationRow, tag: Fp8, gemms: Fp8Gemms, recompute: int) 
 
 
 def gradient_buffers(row: ActivationRow, tag: Fp8, gemms: Fp8Gemms, gradients: GradientFormats) -> Iterator[Buffer]:
-    """Buffers of a gradient that the blocks make in turn, some in 16 bits, others in fp8."""
+    """Buffers of a gradient that all blocks write in turn, some in 16 bits, others in fp8."""
     in_fp8 = tuple(ticks for layer, ticks in enumerate(row.ticks) if (layer, tag.part) in gemms.blocks)
     in_16_bits = row.ticks if tag.keeps_16bit else tuple(ticks for ticks in row.ticks if ticks not in in_fp8)
     if in_16_bits and not row.of:
@@ -207,12 +207,12 @@ def weight_buffers(table: Iterable[QuantizedRow], parameters: Table, gemms: Fp8G
 
 
 def without_columns(buffers: Iterable[Buffer]) -> list[Buffer]:
-    """Drops the forms that only weight and input gradients read."""
+    """Drops `columns`, which only weight and input gradients read."""
     return [buffer for buffer in buffers if not buffer.name.endswith(".columns")]
 
 
 def scaling_buffers(count: int, statistics_parts: int) -> list[Buffer]:
-    """The tensors' scales and statistics; the last row is the static one of the logits' gradient."""
+    """Buffers of the tensors' scales and statistics. The last row is the static scale of the logits' gradient."""
     kind = "fp8 scales"
     return [
         Buffer("fp8.scaling", (count + 1, SCALING_PLACES), torch.float32, kind),
@@ -223,16 +223,16 @@ def scaling_buffers(count: int, statistics_parts: int) -> list[Buffer]:
 def quantized_tensors(
     table: Sequence[QuantizedRow], views: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, current: bool
 ) -> dict[str, Any]:
-    """The `Quantized` tensors under the names by which the model's dataclasses find them. `weights`: 16-bit views of the
-    parameters; `current`: scales are made from the tensors themselves. A gradient that all blocks have in fp8 alone is None
-    outside of them."""
+    """The `Quantized` tensors, under the names that the model's dataclasses look up. `weights`: 16-bit views of the
+    parameters; `current`: use current scaling. A gradient that exists only in fp8 in all blocks is None outside
+    them."""
     only_fp8 = (row.stored_as for row in table if row.kind == GRADIENT and not row.plain)
     found: dict[str, Any] = {name: None for name in only_fp8 if name not in views}
     for place, row in enumerate(table):
         plain = (weights if row.kind == WEIGHT else views).get(row.plain)
         name = HEAD if row.kind == WEIGHT and row.part == HEAD else row.name
         found[name] = quantized(views, row.stored_as, place, plain, current, views.get(row.workspace))
-    if "logits.rows" in views:  # its scale is static, in the row after the table's
+    if "logits.rows" in views:  # its static scale is in the row after the table's
         found["logits"] = quantized(views, "logits", len(table), views["logits"], False, None)
     return found
 

@@ -1,12 +1,12 @@
-"""Frozen weights in fp8 beside adapters: their forward and input-gradient products run in fp8.
+"""Frozen weights in fp8 with adapters: their forward and input-gradient GEMMs run in fp8.
 
-A frozen weight is quantised once, at a current scale (a delayed one would be the same: the numbers stay), and kept as fp8
-`rows` alone, one byte per number. Everything else follows:
+The run quantises each frozen weight once, at a current scale (a delayed one would be equal, because the values never
+change), and keeps only its fp8 `rows`, one byte per number. It follows that:
 
-- An input gradient reads columns. Before its product, a transpose writes them into memory that all weights share.
-- Text reads 16 bits, which dequantising writes into the same memory.
-- No weight has a gradient, so no activation and no gradient has columns.
-- Adapters read activations and gradients in 16 bits. So operations write 16 bits, and a product quantises its operand.
+- An input gradient reads columns. Before its GEMM, a transpose writes them to memory that all weights share.
+- Sampling reads 16 bits; dequantising writes them to the same memory.
+- Frozen weights have no gradient, so activations and gradients need no columns.
+- Adapters read activations and gradients in 16 bits. So operations write 16 bits, and each GEMM quantises its operand.
 """
 
 import math
@@ -28,18 +28,18 @@ from handgrad.memory.rows import KIND, Table, lay_out
 from handgrad.ops.compose import Overlay
 
 OPERAND = "fp8.operand"
-DEQUANT_SCRATCH = "fp8.dequant_scratch"  # one frozen weight: its columns, or its numbers in 16 bits
+DEQUANT_SCRATCH = "fp8.dequant_scratch"  # for one frozen weight: its columns, or its 16-bit form
 
 
 def with_16_bits(forms: Forms) -> Forms:
-    """The forms of activations and gradients with a 16-bit one for each."""
+    """Adds a 16-bit form to each activation and gradient."""
     kept = {"keeps_16bit": True, "workspace": ""}
     return {name: replace(tag, **kept) for name, tag in forms.items()}
 
 
 def with_shared_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
-    """The buffers of an fp8 run without columns, and with one that the rows of activations and gradients share: a product
-    makes its operand and reads it."""
+    """Removes columns from the buffers of an fp8 run, and makes all activations and gradients share one buffer for rows:
+    each GEMM quantises its operand just before reading it."""
     shared, others = list[Buffer](), list[Buffer]()
     for buffer in without_columns(buffers):
         (shared if buffer.kind == KIND and buffer.name.endswith(".rows") else others).append(buffer)
@@ -49,7 +49,7 @@ def with_shared_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
 
 
 def shared_operand_views(fp8: Fp8Design, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of every activation and gradient, by name."""
+    """Views of the shared buffer as the rows of each activation and gradient, by name."""
     found = {}
     for row in fp8.table:
         if row.kind != WEIGHT:
@@ -59,12 +59,12 @@ def shared_operand_views(fp8: Fp8Design, views: Mapping[str, Tensor]) -> dict[st
 
 
 def fp8_only(fp8: Fp8Design) -> frozenset[str]:
-    """The names of the weights in fp8."""
+    """The names of weights that exist only in fp8."""
     return frozenset(row.name for row in fp8.table if row.kind == WEIGHT)
 
 
 def split_by_precision(frozen: Table, fp8_only: frozenset[str]) -> tuple[Table, Table]:
-    """(the rows of all frozen weights in their order, the rows that a flat buffer of 16 bits holds)."""
+    """(all frozen rows in their order, the rows in the 16-bit flat buffer)."""
     kept = {row.name: row for row in lay_out(row for row in frozen if row.name not in fp8_only)}
     return tuple(kept.get(row.name, row) for row in frozen), tuple(kept.values())
 
@@ -83,15 +83,15 @@ def quantize_frozen(scaling: Scaling, views: Mapping[str, Tensor], name: str, va
 
 
 def scratch_view(memory: Tensor, weight: Quantized) -> Tensor:
-    """The scratch of a weight (O, I) in 16 bits."""
+    """The scratch memory, viewed as a 16-bit weight (O, I)."""
     return memory[: weight.shape.numel()].view(weight.shape)
 
 
 class WithFp8FrozenProducts(Overlay):
-    """The plain operations `ops`, which read the 16-bit forms, with the products of quantised weights, which run in fp8."""
+    """The plain operations `ops`, which read 16-bit forms, with fp8 GEMMs for quantised weights."""
 
     def __init__(self, ops: ModuleType, fp8: Any, memory: Tensor):
-        """`fp8`: the operations on quantised tensors; `memory`: the view of `dequant_scratch`."""
+        """`fp8`: operations on quantised tensors; `memory`: the view of `dequant_scratch`."""
         super().__init__(ops)
         self.fp8, self.memory = fp8, memory
 
@@ -134,14 +134,14 @@ class WithFp8FrozenProducts(Overlay):
         self.fp8.linear_backward(plain(dinp), None, None, self.quantize_operand(dout), inp, frozen, scratch=scratch)
 
     def quantize_operand(self, tensor: Form) -> Quantized:
-        """Makes the fp8 rows of an activation or a gradient from its 16 bits, and returns it."""
+        """Writes the fp8 rows of an activation or a gradient from its 16-bit form; returns the tensor."""
         assert isinstance(tensor, Quantized)
         self.fp8.quantize(tensor, plain(tensor))
         return tensor
 
 
 class WithFp8Adapters(WithAdapters):
-    """`WithAdapters` for operations whose tensors may be quantised."""
+    """`WithAdapters` for operations on tensors that may be quantised."""
 
     def add_forward(self, out: Form, inp: Form, weight: Any, scratch: Tensor) -> None:
         super().add_forward(plain(out), plain(inp), weight, scratch)
@@ -150,12 +150,12 @@ class WithFp8Adapters(WithAdapters):
         super().add_backward(plain(dinp), plain(dout), plain(inp), weight, scratch)
 
     def composed_or_fused(self, name: str, *tensors: Form | None, **options: Any) -> None:
-        """Composed: no fused operation has a product in fp8."""
+        """Always runs the composed form: no fused operation has an fp8 GEMM."""
         self.composed[name](*tensors, **options)
 
 
 class WithDequantizedWeights(Overlay):
-    """The plain operations `ops` of text and tasks: a frozen weight in fp8 is read in 16 bits."""
+    """The plain operations `ops` for sampling and tasks. Dequantises a frozen fp8 weight before each use."""
 
     def __init__(self, ops: ModuleType, memory: Tensor):
         """`memory`: the view of `dequant_scratch`."""
@@ -169,6 +169,6 @@ class WithDequantizedWeights(Overlay):
         return on_plain(found, self.in_16_bits) if callable(found) else found
 
     def in_16_bits(self, weight: Form) -> Tensor:
-        """Exact: the scale is a power of two."""
+        """Dequantises exactly, because the scale is a power of two."""
         assert isinstance(weight, Quantized) and weight.rows is not None
         return scratch_view(self.memory, weight).copy_(weight.rows).mul_(weight.inverse_scale)

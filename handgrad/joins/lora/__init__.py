@@ -1,5 +1,5 @@
-"""LoRA: adapters beside frozen weights (docs/lora.md).
+"""LoRA: adapters on frozen weights (docs/lora.md).
 
-tables  the GEMMs that have adapters, the adapters' rows, the memory beside them, weights with adapters added
-bind    a model's weights with adapters, the operations that read them; `cuda`: the GEMMs added to others on NVIDIA GPUs
+tables  the GEMMs with adapters, the adapters' rows and working memory, merged weights
+bind    a model's weights with adapters, the operations that read them; `cuda`: accumulating GEMMs on NVIDIA GPUs
 """

@@ -1,9 +1,9 @@
-"""The operations of a model whose weights have adapters: the model passes an `AdaptedWeight` where it would pass a weight.
+"""The operations of a model with adapters. The model passes an `AdaptedWeight` instead of a weight.
 
-The model calls the operations by their plain names. GEMMs are bound here, composed of plain operations, so that an
-adapter's come before an activation function. The parts of one matrix share a GEMM with their A's, one above the other, and
-one with B' = s B, in which each part's B stands in the rows of its outputs and the columns of its A, zeros elsewhere
-(docs/lora.md):
+The model calls the operations by their plain names. This module binds GEMMs that are composed of plain operations, because
+an adapter's output must be added before an activation function. All parts of one matrix share a GEMM with their stacked A's
+and one with the block matrix B' = s B: each part's B is in the rows of its outputs and the columns of its A, with zeros
+elsewhere (docs/lora.md):
 
     u = x A^T (N, R),  y += u B'^T.   Backward: du = dy B',  dB' = dy^T u,  dB += s dB' in its blocks,
                                                 dx += du A,  dA += du^T x
@@ -30,7 +30,7 @@ from handgrad.training.step import Program
 class AdaptedWeight:
     """A frozen weight (O, I) with its adapter: A (R, I), B (outputs of its parts, r) and their gradients."""
 
-    frozen: Any  # as a GEMM without adapters reads it
+    frozen: Any  # in the form that a plain GEMM reads
     adapter: Adapter
     a: Tensor
     b: Tensor
@@ -39,7 +39,7 @@ class AdaptedWeight:
 
 
 def adapted(adapters: Iterable[Adapter], weights: Any, views: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Any:
-    """A model's weights with their adapters, whose tensors and gradients are given by name."""
+    """A model's weights with adapters. `views` and `gradients`: the adapters' tensors and gradients by name."""
     blocks = list(weights.blocks)
     for adapter in adapters:
         _, layer, name = adapter.weight.split(".")
@@ -50,7 +50,7 @@ def adapted(adapters: Iterable[Adapter], weights: Any, views: Mapping[str, Tenso
 
 
 def with_adapters(state: TrainingState, weights: Any) -> Any:
-    """A run's weights with its adapters; as they are in a run without any."""
+    """A run's weights with its adapters, if it has any."""
     if state.design.lora is None:
         return weights
     views = {row.name: row.view(state.parameters) for row in state.design.parameters}
@@ -61,7 +61,7 @@ def without_adapter(weight: Any) -> Any:
     return weight.frozen if isinstance(weight, AdaptedWeight) else weight
 
 
-# The GEMMs that are added to others, in plain torch; `joins.lora.cuda` on NVIDIA GPUs. With u = x A^T: y += u B^T.
+# Accumulating GEMMs in plain torch; `joins.lora.cuda` on NVIDIA GPUs. With u = x A^T: y += u B^T.
 # Backward: du = dy B,  dB = dy^T u,  dx += du A,  dA = du^T x.
 
 
@@ -79,7 +79,7 @@ def add_linear_backward(
 
 
 def add_linear_operations(ops: ModuleType) -> tuple[Callable[..., None], Callable[..., None]]:
-    """`add_linear_forward` and `add_linear_backward` beside the plain operations `ops`."""
+    """(add_linear_forward, add_linear_backward) to match the backend's operations `ops`."""
     if ops.BACKEND.name != "cuda":
         return add_linear_forward, add_linear_backward
     from handgrad.joins.lora import cuda  # imports the library of a GPU
@@ -89,20 +89,20 @@ def add_linear_operations(ops: ModuleType) -> tuple[Callable[..., None], Callabl
 
 
 class WithAdapters(Overlay):
-    """The operations `ops` of a model whose weights have adapters.
+    """The operations `ops` for a model whose weights have adapters.
 
-    Frozen matrices have no gradients. Some kernels compute frozen vectors' gradients all the same, into memory that nothing
-    reads.
+    Frozen matrices have no gradients. Some kernels always compute vector gradients; for frozen vectors they write to memory
+    that nothing reads.
     """
 
     def __init__(self, ops: ModuleType, memory: Mapping[str, Tensor], module: ModuleType | None = None):
-        """`memory`: views of `tables.buffers`, for u, du, B' and dB'; `module`: of the operations that the model calls,
-        `ops` (by default) or `ops.decode`."""
+        """`memory`: views of `tables.buffers`, for u, du, B' and dB'; `module`: has the operations that the model calls,
+        `ops` (default) or `ops.decode`."""
         super().__init__(ops)
         self.memory, self.module = memory, module or ops
         self.add_linear_forward, self.add_linear_backward = add_linear_operations(ops)
         layernorm, rmsnorm = ops.layernorm_forward, ops.rmsnorm_forward
-        # Operations that end with a product, as two in a row, the second one from below.
+        # Fused operations that end with a GEMM, each as two operations. This class provides the second.
         self.composed: dict[str, Callable[..., None]] = {
             "attention_linear_residual_forward": after_attention(ops.decode.attention_decode, self.linear_residual_forward),
             "layernorm_linear_forward": after_layernorm(layernorm, self.linear_forward),
@@ -119,13 +119,13 @@ class WithAdapters(Overlay):
         return getattr(self.module, name)
 
     def composed_or_fused(self, name: str, *tensors: Tensor | None, **options: Any) -> None:
-        """Composed for a weight with an adapter, whose product has to come in between; else as the backend has it."""
+        """Runs the composed form for a weight with an adapter, whose output is added in between; else the fused kernel."""
         has_adapter = any(isinstance(tensor, AdaptedWeight) for tensor in tensors)
         operation = self.composed[name] if has_adapter else getattr(self.module, name)
         operation(*tensors, **options)
 
     def add_forward(self, out: Tensor, inp: Tensor, weight: Any, scratch: Tensor) -> None:
-        """out (N, O) += u B'^T, as many tokens at a time as there is memory for: generation may have more."""
+        """out (N, O) += u B'^T, in chunks of tokens that fit the memory: generation may have more tokens."""
         if not isinstance(weight, AdaptedWeight):
             return
         scaled_b, ranks = self.scaled_b(weight), weight.adapter.ranks
@@ -137,8 +137,8 @@ class WithAdapters(Overlay):
             self.add_linear_forward(out[rows], u, scaled_b, scratch=scratch)
 
     def add_backward(self, dinp: Tensor, dout: Tensor, inp: Tensor, weight: Any, scratch: Tensor) -> None:
-        """dinp (N, I) += du A, and the gradients of A and B. u is made again: that takes less than its memory for every
-        layer."""
+        """dinp (N, I) += du A; accumulates the gradients of A and B. Recomputes u, which is cheaper than keeping it for
+        every layer."""
         if not isinstance(weight, AdaptedWeight):
             return
         adapter, N = weight.adapter, inp.shape[0]
@@ -162,7 +162,7 @@ class WithAdapters(Overlay):
         return scaled_b
 
     def view(self, name: str, rows: int, columns: int) -> Tensor:
-        """The beginning of a buffer as (rows, columns)."""
+        """The start of a buffer, viewed as (rows, columns)."""
         return self.memory[name][: rows * columns].view(rows, columns)
 
     # Forward.
@@ -229,12 +229,12 @@ class WithAdapters(Overlay):
         """Nothing below the blocks is trained."""
 
     def discarded(self, vector: Tensor) -> Iterator[Tensor]:
-        """Memory for two gradients of vectors that nothing reads."""
+        """Memory for two unused vector gradients."""
         return (row[: vector.numel()] for row in self.memory["lora.unread"])
 
 
 def launches(program: Program, trained: Iterable[str]) -> Program:
-    """The program whose stages name the buckets of parameters that are `trained`: no other gradient leaves, and no other
-    weight is waited for."""
+    """Keeps the bucket names of stages only for `trained` parameters, so that ranks neither send other gradients nor wait
+    for other weights."""
     stages = [stage if stage.bucket in trained else Stage("", stage.run) for stage in program.micro_step]
     return replace(program, micro_step=stages)

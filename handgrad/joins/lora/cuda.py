@@ -1,4 +1,4 @@
-"""The products of an adapter that are added to others, by cuBLASLt, which reads and writes the same matrix."""
+"""An adapter's accumulating GEMMs in cuBLASLt, which reads and writes the same matrix."""
 
 from torch import Tensor
 

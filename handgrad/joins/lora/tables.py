@@ -1,8 +1,8 @@
-"""The products that have adapters, the adapters' rows, and the memory beside them.
+"""The products with adapters, the adapters' rows, and their working memory.
 
-A matrix of a block holds one product or several, whose outputs follow one another. Each product of rank r has an A (r, I)
-of its own, drawn, and a B (outputs, r), zero at first. A matrix's adapter is one row of either kind: the A's of its
-products, and their B's, one above the other.
+A block's matrix stacks the outputs of one or more products. Each product has its own A (r, I), drawn at random, and B
+(outputs, r), initially zero. A matrix's adapter is two parameter rows: the stacked A's of its products, and their
+stacked B's.
 """
 
 import math
@@ -23,14 +23,14 @@ from handgrad.networks.lora import LoraShape
 from handgrad.training.state import FROZEN, TrainingState
 
 RANK_MULTIPLE = 8
-KIND = "adapters at work"  # the arena's allocation of their activations
+KIND = "adapters at work"  # the arena's allocation for their activations
 
 DRAWN = Init("normal", 3**-0.5, by_inputs=True)  # the variance of PEFT's uniform distribution up to 1 / sqrt(I)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A product with an adapter: a stretch of its matrix's outputs."""
+    """A product with an adapter: a range of its matrix's outputs."""
 
     name: str
     outputs: slice
@@ -40,7 +40,7 @@ class Part:
 class Adapter:
     """The adapter of one matrix."""
 
-    weight: str  # the matrix's row, like blocks.0.qkv_weight
+    weight: str  # name of the matrix, like blocks.0.qkv_weight
     parts: tuple[Part, ...]
     outputs: int  # O, of the matrix
     inputs: int  # I
@@ -49,17 +49,17 @@ class Adapter:
 
     @property
     def a(self) -> str:
-        """The row of the A's."""
+        """The name of the A row."""
         return self.weight.removesuffix("_weight") + "_A"
 
     @property
     def b(self) -> str:
-        """The row of the B's."""
+        """The name of the B row."""
         return self.weight.removesuffix("_weight") + "_B"
 
     @property
     def ranks(self) -> int:
-        """R, of all parts together."""
+        """R: the sum of the parts' ranks."""
         return len(self.parts) * self.rank
 
     def places(self) -> Iterator[tuple[Part, slice, slice]]:
@@ -79,24 +79,24 @@ class Adapter:
 
 @dataclass(frozen=True)
 class LoraDesign:
-    """The adapters of a run, in the order of the model's matrices."""
+    """The adapters of a run, in the model's matrix order."""
 
     adapters: tuple[Adapter, ...]
 
     def table(self, lanes: int) -> Table:
-        """The rows that train, laid out."""
+        """The trained rows, with offsets."""
         return lay_out((row for adapter in self.adapters for row in adapter.rows()), lanes)
 
     def flops_per_token(self, flops: float, frozen: Table, shape: ModelShape) -> float:
-        """Forward and backward, of a model that takes `flops` when all of it trains: without the gradients of the blocks'
-        matrices and of the head, with the adapters' products, of which x A^T is made twice."""
+        """FLOPs of forward and backward. `flops`: of the model with all weights trained. Subtracts the weight gradients
+        of the blocks' matrices and the head; adds the adapters' products, with x A^T computed twice."""
         untrained = sum(row.elements for row in frozen if row.group == "matrix") + shape.vocab_size * shape.channels
         a, b = (sum(math.prod(row.shape) for row in self.table(1) if row.name.endswith(end)) for end in ("_A", "_B"))
         return flops - 2.0 * untrained + 8.0 * a + 6.0 * b
 
 
 def check(lora: LoraShape, ops: Any) -> None:
-    """Raises `UsageError` for a rank that these operations do not take: tensor cores read rows of multiples of 16 bytes."""
+    """Raises `UsageError` for a rank that these operations do not support: tensor cores need rows of 16-byte multiples."""
     if ops.BACKEND.name == "cuda" and lora.rank % RANK_MULTIPLE:
         raise UsageError(
             f"the kernels take ranks of lora that are multiples of {RANK_MULTIPLE}, found {lora.rank};"
@@ -125,8 +125,8 @@ def frozen_buffer(elements: int, dtype: torch.dtype) -> Buffer:
 
 
 def buffers(design: LoraDesign, frozen: Table, tokens: int, dtype: torch.dtype) -> list[Buffer]:
-    """The rows of the adapters' own activations for `tokens` tokens, which no layer keeps. They share no memory with the
-    other activations: tasks overwrite those, and read the adapters."""
+    """The rows of the adapters' own activations for `tokens` tokens, which all layers reuse. They share no memory with the
+    model's activations, because tasks overwrite these while they read the adapters."""
     exact = accumulation_dtype(dtype)
     ranks = max(adapter.ranks for adapter in design.adapters)
     wide = max(adapter.outputs * adapter.ranks for adapter in design.adapters)
@@ -140,11 +140,11 @@ def buffers(design: LoraDesign, frozen: Table, tokens: int, dtype: torch.dtype) 
     ]
 
 
-# Weights with their adapters added.
+# Merged weights.
 
 
 def merged(weight: Tensor, adapter: Adapter, tensor: Callable[[str], Tensor]) -> Tensor:
-    """W (O, I) + s B A in float32, the parts in their rows. `tensor`: A's and B's by the names of their rows."""
+    """W (O, I) + s B A in float32, each part in its rows. `tensor`: row name -> A or B."""
     found = weight.to(torch.float32, copy=True)
     a, b = (tensor(name).to(found) for name in (adapter.a, adapter.b))
     for part, ranks, rows in adapter.places():
@@ -153,7 +153,8 @@ def merged(weight: Tensor, adapter: Adapter, tensor: Callable[[str], Tensor]) ->
 
 
 def saved(state: TrainingState) -> dict[str, Tensor]:
-    """The model's weights of a run on one rank, by name, their adapters merged in; frozen ones as the run reads them."""
+    """The model's weights of a single-rank run, by name, with adapters merged. Other frozen weights are as the run reads
+    them."""
     trained = {row.name: row.view(state.master) for row in state.design.parameters}
     found = {row.name: state.named_weights[row.name][: row.stored_rows] for row in state.design.frozen}
     found |= {name: found[name].rows.float() * found[name].inverse_scale for name in state.design.fp8_only}

@@ -1,11 +1,11 @@
-"""Several processes that train together.
+"""Multi-process training.
 
-launchers      this process's rank, as torchrun, srun or mpirun tells it
-rendezvous     how the processes form a group, and leave it
-ranks          the group: its collectives, checked against each other
-heartbeat      tells the others that this process lives, and ends it when one of them is lost
-order          the sequence of collectives, the same on all ranks
-replicas       the ranks' copies of the weights, the same on all ranks
-stragglers     the rank that the others wait for
+launchers      reads this process's rank from torchrun, srun or mpirun
+rendezvous     forms the group of processes, and leaves it
+ranks          the group and its collectives, checked against each other
+heartbeat      signals that this process is alive, and ends it if another one is lost
+order          checks that all ranks run the same sequence of collectives
+replicas       checks that all ranks hold the same weights
+stragglers     finds the rank that the others wait for
 gradient_sync  sums the lanes' gradients in a fixed tree, all-gathers the updated weights
 """

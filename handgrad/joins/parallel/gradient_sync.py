@@ -1,10 +1,10 @@
 """Gradient sync: sums the lanes' gradients in a fixed tree, then all-gathers the updated weights.
 
-A rank first adds up its own lanes' gradients, as a stack of partial sums. Then it exchanges every bucket: it receives the
-other ranks' sums of the parts that it owns, and adds them by the same tree. A bucket leaves while the backward of the
-layers below still runs, on a stream of its own.
+A rank first adds its own lanes' gradients with a stack of partial sums. Then it exchanges each bucket: it receives the
+other ranks' sums for the parts that it owns, and adds them in the same tree. It sends a bucket on a separate stream, while
+the backward of the layers below still runs.
 
-With bf16 on the wire every operand of every addition is rounded first, wherever in the tree it travels.
+With bf16 on the wire, every operand of every addition is rounded first, whether or not it crosses the wire.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from handgrad.memory.rows import BLOCK_ELEMENTS, Table
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Program
 
-RING = 3  # blocks whose gradients exist at once with ZeRO 2: at work, in flight, and next
+RING = 3  # blocks with gradients in memory at once, with ZeRO 2: current, in flight, and next
 
 
 def gradient_ring(buckets: Buckets) -> dict[str, slice]:
-    """With ZeRO 2, the range that each bucket's gradients take: `RING` blocks in turn, the others on their own."""
+    """With ZeRO 2, bucket name -> range of its gradients. Blocks share `RING` ranges in turn, other buckets own theirs."""
     places, stop, blocks = {}, 0, block_buckets(buckets)
     for bucket in buckets:
         if bucket in blocks[RING:]:
@@ -39,24 +39,24 @@ def gradient_ring(buckets: Buckets) -> dict[str, slice]:
 
 
 def block_buckets(buckets: Buckets) -> list[Bucket]:
-    """The buckets of the blocks, all of one size, in order."""
+    """The blocks' buckets, all of one size, in order."""
     return [bucket for bucket in buckets if bucket.name.startswith("blocks.")]
 
 
 def moved(table: Table, buckets: Buckets, places: dict[str, slice]) -> Table:
-    """The table with its rows where `places` has their buckets."""
+    """Moves the table's rows to their buckets' `places`."""
     shifts = {bucket.name: places[bucket.name].start - bucket.start for bucket in buckets}
     return tuple(replace(row, offset=row.offset + shifts[bucket_of(row, buckets).name]) for row in table)
 
 
 def norm_blocks_of(bucket: Bucket) -> int:
-    """The number of sums of squares of a whole bucket."""
+    """The number of sums of squares for a whole bucket."""
     return -(-bucket.elements // BLOCK_ELEMENTS)
 
 
 def buffers(rows: dict[str, Buffer], buckets: Buckets, sharding: Sharding) -> dict[str, Buffer]:
-    """The flat buffers' rows (`training.state.flat_buffers`) as one rank has them: shards of the ranks' common tensors, a
-    stack of sums for its lanes, and memory for buckets in flight."""
+    """Adapts the rows of `training.state.flat_buffers` to one rank: shards of the shared tensors, a stack of sums for its
+    lanes, and memory for buckets in flight."""
     elements, exact = rows["parameters"].shape[0], rows["gradients"].dtype
     shard = shard_elements(buckets, sharding.shards)
     rows = dict(rows)
@@ -70,8 +70,8 @@ def buffers(rows: dict[str, Buffer], buckets: Buckets, sharding: Sharding) -> di
     if sharding.ranks > 1:
         rows["weight_checksums"] = Buffer("weight_checksums", (sharding.ranks,), torch.int64, "gradients")
         own_blocks = sum(norm_blocks_of(bucket) for bucket in buckets)
-        rows["own_norms"] = Buffer("own_norms", (2, own_blocks), exact, "gradients")  # of a step and of the one before
-        # The first bucket in memory is the last to be sent, and may be in flight together with the one before.
+        rows["own_norms"] = Buffer("own_norms", (2, own_blocks), exact, "gradients")  # of this step and the previous one
+        # The first bucket in memory is sent last, and may be in flight together with the one sent before it.
         first, *others = (bucket.wire_elements(sharding.ranks) for bucket in buckets)
         in_flight = first + max(others, default=0)
         rows["exchange"] = Buffer("exchange", (in_flight * exact.itemsize,), torch.uint8, "exchange")
@@ -87,8 +87,8 @@ class GradientSync:
         self.buckets = design.buckets
         self.by_name = {bucket.name: bucket for bucket in self.buckets}
         ring = gradient_ring(self.buckets) if self.sharding.shards_gradients else {}
-        self.gradient_ranges = ring or {bucket.name: bucket.flat for bucket in self.buckets}  # of the gradients
-        self.lane_sums = state.views["gradients"]  # (levels, elements): the lane at work, and partial sums that wait
+        self.gradient_ranges = ring or {bucket.name: bucket.flat for bucket in self.buckets}  # bucket -> its gradients
+        self.lane_sums = state.views["gradients"]  # (levels, elements): the current lane, then pending partial sums
         self.gradients = self.lane_sums[0]
         self.own_norms = state.views["own_norms"] if ranks.size > 1 else None  # (2, blocks) of this rank's own lanes
         starts = itertools.accumulate((norm_blocks_of(bucket) for bucket in self.buckets), initial=0)
@@ -102,7 +102,7 @@ class GradientSync:
         self.weight_gathers: dict[str, dist.Work] = {}  # on a CPU: the buckets whose weights are in flight
 
     def launches(self, program: Program) -> Program:
-        """The program with the ranks' sums before the update and their weights after it."""
+        """Adds to the program the gather of sums before the update and of weights after it."""
         program = program.adding(compiled_ahead=[self.launch_sums])
         if self.ranks.size == 1:
             return program
@@ -111,8 +111,8 @@ class GradientSync:
     # A rank's own lanes.
 
     def stack_lane(self, lane: int, part: slice, *, last: bool) -> None:
-        """Adds the sum of the rank's `lane` to the partial sums that wait for it; the result waits in turn, unless the lane
-        was the last."""
+        """Adds the sum of the rank's `lane` to the pending partial sums of the tree; the result is pending in turn, unless
+        this was the last lane."""
         stack, level = self.lane_sums[:, part], 0
         while lane >> level & 1:
             self.ops.tree_sum(stack[0], stack[:: level + 1][:2], rounded=self.sharding.rounded)
@@ -121,22 +121,22 @@ class GradientSync:
             stack[level + 1].copy_(stack[0])
 
     def launch_sums(self) -> None:
-        """Launches every kind of sum once, to compile the kernels."""
+        """Launches each kind of sum once, to compile its kernels."""
         if self.sharding.lanes_per_rank > 1:
             self.stack_lane(1, slice(None), last=True)
         if self.ranks.size > 1:
-            for bucket in self.buckets:  # whose sums begin at any multiple of four bytes
+            for bucket in self.buckets:  # their sums start at any multiple of four bytes
                 self.sum_own_squares(bucket)
             self.reduce_bucket(self.buckets[0])
 
     # Between ranks.
 
     def send_gradients(self, name: str) -> None:
-        """In the last micro-step of the last lane: sends a bucket that is complete."""
+        """Sends a complete bucket, in the last micro-step of the last lane."""
         bucket = self.by_name[name]
         with self.on_side_stream():
             if self.overlaps_kernels(bucket):
-                self.reduce_received()  # before its buffer is used again; the first bucket in memory has another
+                self.reduce_received()  # before reusing its buffer; the first bucket in memory has its own
             if self.received is not None:
                 self.received.record()
             if self.sharding.lanes_per_rank > 1:
@@ -152,22 +152,22 @@ class GradientSync:
             self.clear_ring(bucket)
 
     def sum_own_squares(self, bucket: Bucket) -> None:
-        """Sums the squares of this rank's own gradients of a bucket: they show whose lanes differ when a step is
-        repeated."""
+        """Sums the squares of this rank's own gradients in a bucket. If a repeated step differs, these sums identify the
+        rank."""
         assert self.own_norms is not None
         first = self.own_blocks[bucket.name]
         sums = self.own_norms[self.step % 2, first : first + norm_blocks_of(bucket)]
         self.ops.squared_norms(sums, self.gradients[self.gradient_ranges[bucket.name]], block_elements=BLOCK_ELEMENTS)
 
     def overlaps_kernels(self, bucket: Bucket) -> bool:
-        """True if kernels run while this bucket travels: not with the first in memory, the last of a backward and the one
-        that the next forward begins with."""
+        """True if kernels run while this bucket travels. False for the first bucket in memory: the backward sends it last,
+        the next forward reads it first."""
         return bucket is not self.buckets[0]
 
     def clear_ring(self, sent: Bucket) -> None:
-        """With ZeRO 2, once a block is sent: zeroes the ring slot of the block `RING - 1` layers below it. What lay there,
-        of the block above the sent one, has been received. The block in between has not begun, but its backward already
-        adds to one of this block's bias gradients."""
+        """With ZeRO 2, after sending a block: zeroes the ring slot for the block `RING - 1` layers below. The slot held the
+        block above the sent one, whose exchange is complete. This must come before the backward of the block in between,
+        which already adds to a bias gradient in the slot."""
         blocks = block_buckets(self.buckets)
         if sent in blocks and (below := blocks.index(sent) - RING + 1) >= 0:
             if self.received is not None:
@@ -175,7 +175,7 @@ class GradientSync:
             self.gradients[self.gradient_ranges[blocks[below].name]].zero_()
 
     def reduce_received(self) -> None:
-        """Sums the buckets in flight over the ranks, where this rank owns them."""
+        """Receives the buckets in flight and sums this rank's share of each over the ranks."""
         while self.gradients_in_flight:
             bucket, work = self.gradients_in_flight.pop(0)
             self.ranks.wait(work, f"gradients of {bucket.name}")
@@ -187,7 +187,7 @@ class GradientSync:
                 self.ranks.wait(work, operation)
 
     def reduce_bucket(self, bucket: Bucket) -> Tensor:
-        """Adds the ranks' sums of this rank's share of a bucket; returns that share of the step's gradient."""
+        """Sums this rank's share of a bucket over the ranks; returns that share of the step's gradient."""
         shard = self.state.views.get("gradient_shard")
         rank, ranks = self.ranks.rank, self.ranks.size
         owned = self.gradients[bucket.owned(rank, ranks)] if shard is None else shard[bucket.local(rank, ranks)]
@@ -197,7 +197,7 @@ class GradientSync:
         return owned
 
     def wire_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """(the buffer that a rank sends of a bucket, the one it receives): the gradients as they are, or rounded."""
+        """(send buffer, receive buffer) for a bucket. Sends the gradients themselves, or a rounded copy."""
         gradients = self.gradients[self.gradient_ranges[bucket.name]]
         exchange = self.state.views["exchange"].view(gradients.dtype)
         ranks, others = self.ranks.size, self.buckets[0].wire_elements(self.ranks.size)
@@ -209,14 +209,14 @@ class GradientSync:
         return halves[: bucket.elements], halves[bucket.elements : bucket.elements + elements]
 
     def await_gradients(self) -> None:
-        """Ends a step's gradients: the current stream waits until the last bucket is summed."""
+        """Makes the current stream wait until the step's last bucket is summed."""
         with self.on_side_stream():
             self.reduce_received()
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def gather_sums(self) -> None:
-        """Gathers every rank's losses and, where they are shared, partial norms, on every rank."""
+        """All-gathers the losses and, if each rank computes only its shard's, the partial norms."""
         parts = [("losses", self.state.losses_of_step)]
         if self.sharding.shards > 1:
             parts.append(("norms", self.state.norm_partials))
@@ -227,7 +227,7 @@ class GradientSync:
     # The new weights.
 
     def gather_weights(self) -> None:
-        """Starts to all-gather the new weights, in the order in which the next forward reads them."""
+        """Starts all-gathering the new weights, in the order in which the next forward reads them."""
         if self.sharding.shards == 1:
             return
         with self.on_side_stream():
@@ -255,7 +255,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        """Launches on the side stream, after the current stream's launches so far."""
+        """Switches to the side stream, ordered after the current stream's launches so far."""
         if self.stream is None:
             yield
             return

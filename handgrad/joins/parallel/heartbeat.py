@@ -1,11 +1,11 @@
-"""The ranks' heartbeat: ends a run within bounded time when one of its processes is lost or nothing moves.
+"""The ranks' heartbeat: ends a run within bounded time if a process is lost or all ranks are stuck.
 
-A collective waits for ever for a rank that is dead, stopped or stuck, or until a library's limit that names no rank. So a
-thread of each rank writes beats into the store where the ranks met and reads others: rank 0 all of them, the rest rank 0's.
-The first rank to find a fault writes it under one key that all ranks read. Clocks of machines are never compared, and a
-pause of all ranks together is no rank's silence (`RunningClock`).
+A collective waits forever for a dead, stopped or stuck rank, or until a library's timeout that names no rank. So a thread
+of each rank writes heartbeats to the rendezvous store and reads others: rank 0 reads all, the rest read rank 0's. The first
+rank to find a fault writes it under one key that all ranks read. The ranks never compare clocks of different machines, and
+a pause of all ranks together counts as silence of none (`RunningClock`).
 
-A call to a store whose host is stopped does not return, whatever its time limit. So a second thread, the guard, which never
+A call to a store whose host is stopped never returns, whatever its timeout. So a second thread, the guard, which never
 calls the store, watches the first and ends the process.
 """
 
@@ -26,18 +26,18 @@ import torch.distributed as dist
 from handgrad.errors import RESUMABLE, NumericsError
 from handgrad.joins.parallel.order import Entry, difference_text, first_difference, named_ranks
 
-INTERVAL_SECONDS = 1.0  # between beats
-WORK_FACTOR = 6  # a rank may work so many times as long as all may wait for each other
-SUSPECT_SECONDS = 5.0  # of silence are enough once a collective has failed
-READ_SECONDS = 0.05  # between two looks whether the others know of an error
-GRACE_SECONDS = 3.0  # between finding a fault and ending the process: it may be about to end by itself
+INTERVAL_SECONDS = 1.0  # between heartbeats
+WORK_FACTOR = 6  # limit of one rank's work, as a multiple of the limit for waiting
+SUSPECT_SECONDS = 5.0  # of silence suffice after a failed collective
+READ_SECONDS = 0.05  # between checks whether the others know of an error
+GRACE_SECONDS = 3.0  # between finding a fault and ending the process, which may be about to end by itself
 
 
 class RunningClock:
-    """Seconds in which this process ran. Between two reads at most `most_seconds` count, so read it more often than that.
+    """Seconds for which this process was running. Counts at most `most_seconds` between reads, so read it more often.
 
-    `scontrol suspend`, `docker pause` and a frozen virtual machine stop all processes of a run together. On a clock of the
-    machine, the first process to continue would take the pause for the others' silence.
+    `scontrol suspend`, `docker pause` and a frozen virtual machine stop all processes of a run together. By the machine's
+    clock, the first process to continue would mistake the pause for silence of the others.
     """
 
     def __init__(self, most_seconds: float, clock: Callable[[], float] = time.monotonic):
@@ -53,7 +53,7 @@ class RunningClock:
 
 
 class Beat(NamedTuple):
-    """A rank's status. A rank that has left says so: with an error's text, or an empty one for an orderly end."""
+    """A rank's status. A rank that leaves sends a last beat, with its error's text, or "" for an orderly end."""
 
     count: int
     step: int
@@ -62,11 +62,11 @@ class Beat(NamedTuple):
     seconds: float  # in this status
     left: str | None = None
     exit_code: int = RESUMABLE
-    recent: Sequence[Entry] = ()  # its last collectives, once it has waited for long
+    recent: Sequence[Entry] = ()  # its last collectives, sent after a long wait
 
 
 class Fault(NamedTuple):
-    """The end of the run, and the exit code of the ranks that did not cause it."""
+    """A reason to end the run, and the exit code for the ranks that did not cause it."""
 
     text: str
     exit_code: int = RESUMABLE
@@ -74,15 +74,15 @@ class Fault(NamedTuple):
 
 @dataclass
 class Seen:
-    """A rank's last beat, and when this process first saw it."""
+    """A rank's last heartbeat, and when this process first saw it."""
 
     beat: Beat
     since: float
 
 
 class Heartbeat:
-    """Publishes this rank's status; ends the process when another rank is lost or has left with an error, or when all of
-    them wait for each other for `stall_seconds`."""
+    """Publishes this rank's status. Ends the process if another rank is lost or leaves with an error, or if all ranks wait
+    for each other for `stall_seconds`."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class Heartbeat:
         end: Callable[[int], None] = os._exit,
         clock: Callable[[], float] | None = None,
     ):
-        """`store`: a connection of its own, whose calls take at most `timeout_seconds`. Writes the first beat: `start` may
-        be called once all ranks have written theirs. `stacks`: the folder for the stacks of a process that is ended."""
+        """Writes the first heartbeat; call `start` once all ranks have written theirs. `store`: a connection of its own,
+        whose calls take at most `timeout_seconds`. `stacks`: folder for the thread stacks of a process that this ends."""
         self.store, self.rank, self.size, self.stacks = store, rank, size, stacks
         self.timeout_seconds, self.stall_seconds = timeout_seconds, stall_seconds
         self.limit_seconds = timeout_seconds
@@ -109,7 +109,7 @@ class Heartbeat:
         self.beats = 0
         self.closing = threading.Event()
         self.seen: dict[int, Seen] = {}
-        self.rounds = 0  # of beats written and read
+        self.rounds = 0  # of heartbeats written and read
         self.fault: Fault | None = None
         self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
         self.guard = threading.Thread(target=self.guard_thread, name="guard", daemon=True)
@@ -120,25 +120,25 @@ class Heartbeat:
         self.guard.start()
 
     def set_status(self, step: int, operation: str, *, waiting: bool = True) -> None:
-        """Sets this rank's status: it waits for others, or works."""
+        """Sets this rank's status: waiting for others, or working."""
         self.status = step, operation, waiting, self.clock()
 
     def leave(self, text: str, exit_code: int = RESUMABLE) -> None:
-        """Tells the others the error that ends this rank, or, with no text, its orderly end. Returns within
-        `timeout_seconds`, and a few more in which the others learn of an error of rank 0, whose process has the store."""
+        """Tells the others the error that ends this rank or, with text "", its orderly end. Returns within
+        `timeout_seconds`; rank 0, which hosts the store, gives the others a few seconds more to read its error."""
         if self.closing.is_set():
             return
         self.closing.set()
-        if self.thread.is_alive():  # a late beat after this one would be waited for
+        if self.thread.is_alive():  # the thread must not write another heartbeat after this one
             self.thread.join(self.timeout_seconds)
-        if not self.thread.is_alive():  # else the store does not answer: no rank would read it
+        if not self.thread.is_alive():  # else the store hangs, and no rank could read the message
             with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone, and with it the readers
                 self.write(self.beat(text, exit_code))
                 if text and self.rank == 0:
                     self.await_readers()
 
     def await_readers(self) -> None:
-        """Waits until all others know of a fault, `SUSPECT_SECONDS` at most."""
+        """Waits until all others know of a fault, for at most `SUSPECT_SECONDS`."""
         readers = [self.knows(rank) for rank in range(1, self.size)]
         for _ in range(int(SUSPECT_SECONDS / READ_SECONDS)):
             if self.store.check(readers):
@@ -146,8 +146,8 @@ class Heartbeat:
             time.sleep(READ_SECONDS)
 
     def await_verdict(self) -> None:
-        """After a failed collective: gives the threads time to find the rank at fault and to end the process. Counts
-        their rounds instead of reading a clock: on a busy machine they come late."""
+        """Call it after a failed collective. Gives the threads time to find the rank at fault and to end the process.
+        Counts their rounds instead of seconds, because they run late on a busy machine."""
         self.limit_seconds = min(self.timeout_seconds, SUSPECT_SECONDS)
         last = self.rounds + int(self.timeout_seconds / self.interval) + 3
         while self.thread.is_alive() and self.rounds < last and not self.closing.wait(self.interval):
@@ -169,8 +169,8 @@ class Heartbeat:
             self.rounds += 1
 
     def guard_thread(self) -> None:
-        """Ends the process when `run` has found a fault, or has come to a halt itself. Counts its own turns instead of
-        reading a clock: this process may itself have been stopped, which the others report."""
+        """Ends the process if `run` has found a fault or is itself stuck. Counts its own turns instead of seconds, because
+        this process may have been stopped; then the others report it."""
         rounds, turns = -1, 0
         while not self.closing.wait(self.interval):
             turns = 0 if self.rounds != rounds else turns + 1
@@ -198,7 +198,7 @@ class Heartbeat:
         return f"knows/{rank}"
 
     def read(self) -> Fault | None:
-        """The fault that ends this run, if there is one: another rank's finding, or this one's."""
+        """The fault that ends this run, if any, found by this rank or another."""
         if self.store.check(["fault"]):
             return Fault(*json.loads(self.store.get("fault")))
         others = [rank for rank in (range(self.size) if self.rank == 0 else range(1)) if rank != self.rank]
@@ -213,14 +213,14 @@ class Heartbeat:
         return fault
 
     def out_of_order(self) -> Fault | None:
-        """On rank 0: ranks that wait for each other at different collectives."""
+        """On rank 0: a fault if ranks wait for each other at different collectives."""
         if self.rank != 0:
             return None
         sides = first_difference({0: list(self.recent), **{rank: seen.beat.recent for rank, seen in self.seen.items()}})
         return Fault(difference_text(sides), NumericsError.exit_code) if sides else None
 
     def lost_rank(self) -> Fault | None:
-        """A rank that has left with an error, or whose beat has not changed for too long."""
+        """A fault if a rank has left with an error, or its heartbeat has not changed for too long."""
         for rank, seen in self.seen.items():
             if seen.beat.left:
                 return Fault(f"rank {rank} ended by an error: {seen.beat.left}", seen.beat.exit_code)
@@ -233,7 +233,7 @@ class Heartbeat:
         return None
 
     def stalled_ranks(self) -> Fault | None:
-        """On rank 0: all ranks wait for each other for too long, or one works for much longer."""
+        """On rank 0: a fault if all ranks wait for each other for too long, or one works for much longer."""
         if self.rank != 0:
             return None
         beats = {0: self.beat(), **{rank: seen.beat for rank, seen in self.seen.items() if seen.beat.left is None}}
@@ -252,24 +252,24 @@ class Heartbeat:
         return Fault(f"nothing has moved for {max(shortest, longest):.0f} s: {where}")
 
     def stop(self, fault: Fault) -> None:
-        """Prints the fault and this rank's status in one line, writes the stacks of its threads, ends the process."""
+        """Prints the fault and this rank's status in one line, writes its thread stacks, and ends the process."""
         step, operation, _, _ = self.status
         try:
             device = self.pending()
-        except RuntimeError:  # the device has failed as well
+        except RuntimeError:  # the device has failed too
             device = ""
         where = f"step {step}, {operation}" + (f" (on the device: {device})" if device else "")
         advice = "; relaunch the same command to resume from the last checkpoint" if fault.exit_code == RESUMABLE else ""
         line = f"handgrad: rank {self.rank}, at {where}: {fault.text}{advice}"
         try:
-            with contextlib.suppress(OSError):  # the launcher that read this is gone
+            with contextlib.suppress(OSError):  # the launcher that reads this is gone
                 print(line, file=sys.stderr, flush=True)
             self.write_stacks(line)
-        finally:  # whatever could not be written
+        finally:  # even if a write failed
             self.end(fault.exit_code)
 
     def write_stacks(self, line: str) -> None:
-        """Writes into the folder, or to stderr where there is none or it cannot be written."""
+        """Writes to the folder, or to stderr if there is none or it is not writable."""
         try:
             if self.stacks is None or not self.stacks.parent.is_dir():
                 raise OSError

@@ -1,4 +1,4 @@
-"""The rank of this process, from the environment that a launcher gives it."""
+"""Reads the rank of this process from its launcher's environment variables."""
 
 import re
 from collections.abc import Mapping
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from handgrad.errors import UsageError
 
 DEFAULT_PORT = 29500
-SLURM_PORTS = range(20000, 40000)  # one by job number, so that two jobs on a node do not meet
+SLURM_PORTS = range(20000, 40000)  # chosen by job number, so that two jobs on a node do not collide
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One of the processes that were started together."""
+    """One process of a group started together."""
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # among the processes of this machine: which GPU it takes
+    local_rank: int = 0  # among this machine's processes; selects the GPU
     local_size: int = 1
     launcher: str = ""  # empty for a single process
-    address: str = ""  # of the machine of rank 0
+    address: str = ""  # of rank 0's machine
     port: int = 0
 
     @property
@@ -30,15 +30,15 @@ class RankInfo:
 
 
 def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
-    """Reads the variables of torchrun, srun or mpirun; of several launchers the innermost counts.
+    """Reads the variables of torchrun, srun or mpirun. Of nested launchers the innermost counts.
 
-    Raises `UsageError` for an environment that is incomplete or contradicts itself.
+    Raises `UsageError` for an incomplete or contradictory environment.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return rank_info("torchrun", environment, names, address="", port=DEFAULT_PORT)
-    # mpirun in a job of SLURM starts its daemons by srun, and what they start inherits SLURM's numbers of the daemon. But
-    # `srun --mpi=pmi2` sets PMI_RANK as well: without a rank on the machine it is srun that started this process.
+    # In a SLURM job, mpirun starts its daemons through srun, and their children inherit the daemon's SLURM numbers. But
+    # `srun --mpi=pmi2` sets PMI_RANK too: without a local rank, srun started this process.
     names = OPEN_MPI if OPEN_MPI[0] in environment else MPICH
     if names[0] in environment and (names[2] in environment or not slurm_starts_several(environment)):
         local = environment.get(names[3]) == environment.get(names[1])
@@ -54,13 +54,13 @@ def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
 
 
 def slurm_starts_several(environment: Mapping[str, str]) -> bool:
-    """True in one of several tasks of an `srun`. The script of an `sbatch` and the shell of an `salloc`
-    know the job's tasks as well, but they are a single process: only a step's tasks have SLURM_STEP_NUM_TASKS."""
+    """True in one of several tasks of an `srun`. An `sbatch` script and an `salloc` shell also see the job's task
+    count but are a single process; only the tasks of a step have SLURM_STEP_NUM_TASKS."""
     return "SLURM_PROCID" in environment and number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1
 
 
 def tasks_here(environment: Mapping[str, str]) -> int:
-    """Tasks of this step on this node, of a list like "4(x2),3" in the order of nodes."""
+    """Tasks of this step on this node, from a list like "4(x2),3" in node order."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or ""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -70,8 +70,8 @@ def tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a list as SLURM writes it: "rack[1-2]gpu[003-006,9]-ib,x7" begins with rack1gpu003-ib."""
-    first = re.findall(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]  # up to a comma that is in no brackets
+    """The first host of a SLURM node list: "rack[1-2]gpu[003-006,9]-ib,x7" begins with rack1gpu003-ib."""
+    first = re.findall(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]  # up to the first comma outside brackets
     return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first)
 
 
@@ -84,7 +84,7 @@ def rank_info(
     port: int,
     local_size: int | None = None,
 ) -> RankInfo:
-    """The `RankInfo` from variables called `names` (rank, size, local rank, local size), checked."""
+    """Reads and checks the `RankInfo` from the variables `names` (rank, size, local rank, local size)."""
     rank, size = (number(environment, name) for name in names[:2])
     if size < 1 or not 0 <= rank < size:
         raise UsageError(

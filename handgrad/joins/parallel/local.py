@@ -1,12 +1,12 @@
 """Starts the ranks of one machine and waits for them: `handgrad train --ranks N`.
 
-The environment of a rank is torchrun's. Signals go to every rank once, errors that ranks share are printed once, and the
-exit code is the worst rank's. Ranks are processes of their own groups, so that a terminal's Ctrl-C reaches them only
-through their launcher.
+Ranks get torchrun's environment variables. The launcher forwards each signal to every rank once, prints shared errors
+once, and exits with the worst rank's code. Each rank has its own process group, so that a terminal's Ctrl-C reaches it only
+through the launcher.
 
-With `--restarts N` a run that has crashed starts again. It resumes at its newest checkpoint with the bits of an unbroken
-run, so a restart costs nothing but time. An error that no restart can fix ends the run at once; so do two starts without a
-new checkpoint.
+With `--restarts N`, a crashed run starts again. It resumes at its newest checkpoint with the bits of an uninterrupted run,
+so a restart costs only time. An error that no restart can fix ends the run at once, and so do two starts without a new
+checkpoint.
 """
 
 import contextlib
@@ -35,23 +35,23 @@ from handgrad.errors import (
     print_message,
 )
 
-LAUNCHER = "HANDGRAD_LAUNCHER"  # the launcher's process id, in the environment of its ranks
-FORWARDED = (signal.SIGINT, *(number for number in STOPPING if number != signal.SIGXCPU))  # a rank has its own CPU time
+LAUNCHER = "HANDGRAD_LAUNCHER"  # variable with the launcher's process id, in its ranks' environment
+FORWARDED = (signal.SIGINT, *(number for number in STOPPING if number != signal.SIGXCPU))  # CPU time is a rank's own
 POLL_SECONDS = 0.05
-KILL_SECONDS = 30.0  # between a rank's SIGTERM, because another has failed, and its SIGKILL
-PARENT_DEATH_SIGNAL = 1  # of prctl, Linux
+KILL_SECONDS = 30.0  # between SIGTERM and SIGKILL for a rank, after another one has failed
+PARENT_DEATH_SIGNAL = 1  # option of Linux's prctl
 
-# A mistake, damaged input, a folder of another run, a run that does not fit: the next start ends the same way. A machine
-# that computes wrongly must stop.
+# After a usage mistake, damaged input, another run's folder or too little memory, the next start would end the same way. A
+# machine that computes wrongly must stop.
 MENDED_BY_NO_START = (UsageError, DataError, ConfigError, MemoryShort, HardwareError)
 FINAL = (0, INTERRUPTED, *(error.exit_code for error in MENDED_BY_NO_START))
-IDLE_STARTS = 2  # without a new checkpoint, after which the run is given up
+IDLE_STARTS = 2  # give up after this many starts without a new checkpoint
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
 
 def command_line(*words: object) -> list[str]:
-    """`handgrad` with these words, by the Python at work or, as with torchrun, by PYTHON_EXEC. It runs the code of this
-    process: `-P` ignores another checkout in the working directory."""
+    """The command `handgrad WORDS`, run by this Python or, as with torchrun, by PYTHON_EXEC. `-P` ignores a checkout in the
+    working directory, so that the command runs the same code as this process."""
     options = ["-m"] if Path.cwd() == Path(__file__).resolve().parents[2] else ["-P", "-m"]
     return [os.environ.get("PYTHON_EXEC", sys.executable), *options, "handgrad", *map(str, words)]
 
@@ -65,8 +65,8 @@ def run_ranks(
 ) -> int:
     """Starts `size` processes of a command, waits for all and returns the worst exit code.
 
-    `patience_seconds`: after a rank has failed, the others' time to end by themselves and say why. `received`: a list for
-    the signals that were passed on.
+    `patience_seconds`: how long the others may take to end by themselves and say why, after a rank has failed. `received`:
+    a list that collects the forwarded signals.
     """
     processes: list[subprocess.Popen[bytes]] = []
     received = [] if received is None else received
@@ -88,15 +88,15 @@ def run_ranks(
     for rank, code in enumerate(codes):
         if code < 0 and not received and code != -signal.SIGTERM:
             print_message(f"{f'rank {rank}' if size > 1 else 'the run'} was ended by {signal.Signals(-code).name}")
-    if received and all(code < 0 for code in codes):  # before they could say anything
+    if received and all(code < 0 for code in codes):  # no rank lived to print a message
         print_message("interrupted")
     return worst_code(codes) if codes else INTERRUPTED
 
 
 @contextlib.contextmanager
 def noted_signals(received: list[int]) -> Iterator[None]:
-    """Within a `with` block the signals to forward end nothing and are appended to `received`. A SIGHUP that `nohup` has
-    ignored stays so."""
+    """Within a `with` block, appends the signals to forward to `received` instead of acting on them. A SIGHUP that `nohup`
+    ignores stays ignored."""
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -112,8 +112,8 @@ def noted_signals(received: list[int]) -> Iterator[None]:
 
 
 def rank_environment(size: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun gives all ranks of one machine, replacing another launcher's; a single process keeps its
-    own."""
+    """torchrun's variables for all ranks of one machine, which replace another launcher's. A single process keeps its
+    environment."""
     launcher = {LAUNCHER: str(os.getpid())}
     if size == 1:
         return {**environment, **launcher}
@@ -136,8 +136,8 @@ def send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], patience_seconds: float) -> None:
-    """Forwards the signals that are `received`; returns when all have ended. After one has failed the others get SIGTERM,
-    then SIGKILL, if they stay too long."""
+    """Forwards `received` signals and returns when all processes have ended. If one fails, sends the others SIGTERM, then
+    SIGKILL, if they take too long to end."""
     forwarded, failed = 0, None
     ending = [(patience_seconds + KILL_SECONDS, signal.SIGKILL), (patience_seconds, signal.SIGTERM)]
     while True:
@@ -155,30 +155,30 @@ def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]], received: Seque
 
 
 def worst_code(codes: Sequence[int]) -> int:
-    """The exit code of a command whose ranks ended with `codes`. That another rank was lost says more than the signal
-    that ended it, an error more than either."""
+    """The exit code of a command whose ranks ended with `codes`. The code for a lost rank takes precedence over a signal,
+    an error's code over both."""
     severity = {0: 0, RESUMABLE: 2, INTERRUPTED: 3}
     worst = max(codes, key=lambda code: severity.get(code, 1 if code < 0 else 4))
     return 128 - worst if worst < 0 else worst
 
 
 def is_launched() -> bool:
-    """True in a rank that `run_ranks` has started."""
+    """True in a rank that `run_ranks` started."""
     return LAUNCHER in os.environ
 
 
 def end_with_launcher() -> None:
-    """Lets the system send this rank SIGTERM when its launcher ends without a word, where there is such a service."""
+    """Asks the system to send this rank SIGTERM if its launcher dies, where the system offers it."""
     if os.environ.get(LAUNCHER) == str(os.getppid()) and sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], restarts: int) -> int:
-    """Calls `start` until it returns 0, a code of `FINAL`, or has failed `restarts` times more; returns the last code.
+    """Calls `start` until it returns 0 or a code in `FINAL`, or `restarts` are used up; returns the last code.
 
-    `start` trains in other processes, passes signals on to them, and appends those to the list that it is given. After a
-    signal nothing starts again. `saved_step`: the step of the run's newest checkpoint, -1 without any.
+    `start` trains in other processes, forwards signals to them, and appends the signals to its argument. A signal prevents
+    restarts. `saved_step`: returns the step of the run's newest checkpoint, or -1.
     """
     received: list[int] = []
     idle = 0

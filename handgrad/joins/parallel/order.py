@@ -1,10 +1,10 @@
-"""The sequence of a rank's collectives: the same on all ranks, or sums are silently wrong.
+"""Checks that all ranks run the same sequence of collectives. Otherwise sums would be silently wrong.
 
-A collective has a tag: its name, dtype and sizes. One tag follows another in the same way in every step, and a rank learns
-these successions as it meets them. Before one that is new to it no bytes go out until every rank has come to the same tag:
-each counts itself in the store where they met. So a rank that skips a collective, or comes with another size, stops there
-before it spoils a sum; the others wait for it, and the heartbeat compares what each of them had last. In a step like the
-one before it nothing is exchanged.
+A collective's tag is its name, dtype and sizes. Steps repeat the same pairs of consecutive tags, and each rank remembers
+the pairs it has seen. On a new pair, a rank sends no bytes until every rank has reached the same tag: each increments a
+counter in the rendezvous store. So a rank that skips a collective, or passes another size, stops before it corrupts a sum;
+the others wait for it, and the heartbeat compares the last collectives of all. A step that repeats known pairs exchanges
+nothing.
 """
 
 import time
@@ -14,29 +14,29 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-RECENT = 256  # collectives that a rank remembers: more than a step has
+RECENT = 256  # collectives in a rank's history: more than a step has
 POLL_SECONDS, LONGEST_POLL_SECONDS = 0.001, 0.05
 
-Entry = tuple[int, int, str]  # a collective's number, its step and its tag
+Entry = tuple[int, int, str]  # (number, step, tag) of a collective
 
 
 class Order:
-    """One rank's sequence."""
+    """One rank's sequence of collectives."""
 
     def __init__(self, store: dist.Store | None = None, size: int = 1):
-        """`store`: where the ranks agree; without one they do not."""
+        """`store`: the store for agreeing; None: the ranks do not agree."""
         self.store, self.size = store, size
         self.count = 0
         self.digest = 0  # of the tags since `begin_step`
         self.last = 0  # the hash of the last tag
-        self.known: set[tuple[int, int]] = set()  # a tag's hash and its successor's
+        self.known: set[tuple[int, int]] = set()  # hashes of consecutive tags
         self.recent: deque[Entry] = deque(maxlen=RECENT)
 
     def begin_step(self) -> None:
         self.digest = 0
 
     def enter(self, step: int, tag: str) -> bool:
-        """Numbers the next collective; True if it is new here, to be agreed on before it begins."""
+        """Numbers the next collective. True if the pair is new, so that the ranks must agree before it begins."""
         found = zlib.crc32(tag.encode())
         self.recent.append((self.count, step, tag))
         self.count += 1
@@ -47,7 +47,7 @@ class Order:
         return new and self.store is not None
 
     def agree(self) -> None:
-        """Returns once every rank has come to the collective that was entered last."""
+        """Waits until every rank has reached the collective entered last."""
         assert self.store is not None
         key = f"collective/{self.count}"
         if self.store.add(f"{key}/{self.last}", 1) == self.size:
@@ -59,7 +59,7 @@ class Order:
 
 
 def first_difference(sequences: Mapping[int, Sequence[Entry]]) -> dict[tuple[int, int, str], list[int]]:
-    """The ranks by their entry at the first number at which two entries differ; empty if there is none."""
+    """Finds the first number at which two ranks' entries differ; returns entry -> ranks there, or {} if none differ."""
     numbered = {rank: {number: (step, tag) for number, step, tag in recent} for rank, recent in sequences.items()}
     for number in sorted({number for entries in numbered.values() for number in entries}):
         sides: dict[tuple[int, int, str], list[int]] = {}
@@ -73,7 +73,7 @@ def first_difference(sequences: Mapping[int, Sequence[Entry]]) -> dict[tuple[int
 
 
 def difference_text(sides: Mapping[tuple[int, int, str], Sequence[int]]) -> str:
-    """The message about ranks that are not at the same collective."""
+    """The message about ranks at different collectives."""
     stands = "; ".join(
         f"{named_ranks(members)} at step {step}, collective {number}, {tag}"
         for (step, number, tag), members in sorted(sides.items(), key=lambda side: -len(side[1]))

@@ -1,7 +1,7 @@
-"""The processes that train together, and their collectives.
+"""The group of training processes, and its collectives.
 
-A collective only moves bytes: handgrad does all additions itself, in a fixed order, so a library's order cannot matter.
-Each has a tag of its name, dtype and sizes, in a sequence that all ranks share (`parallel.order`).
+Collectives only move bytes: handgrad does all additions itself, in a fixed order, independent of the library's. Each
+collective has a tag of name, dtype and sizes; `parallel.order` checks that all ranks run the same sequence.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from handgrad.joins.parallel.heartbeat import Heartbeat
 from handgrad.joins.parallel.order import Order, difference_text, first_difference
 
 T = TypeVar("T")
-# torch renames it: 2.11 has only the old name, 2.13 warns about it.
+# torch renamed it: 2.11 has only the old name, 2.13 warns about it.
 all_gather_tensor = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-NETWORK = ("gloo", "NCCL")  # in the text of a collective's error
-LOCAL = (  # in the text of an NCCL error that is this rank's own
+NETWORK = ("gloo", "NCCL")  # words in the text of a collective's error
+LOCAL = (  # words in the text of an NCCL error that this rank caused
     "unhandled cuda error",
     "invalid usage",
     "invalid argument",
@@ -33,17 +33,17 @@ LOCAL = (  # in the text of an NCCL error that is this rank's own
 
 @dataclass
 class Ranks:
-    """One process of a group that trains together; a single process does not communicate."""
+    """One process of a training group. A single process does not communicate."""
 
     rank: int = 0
     size: int = 1
     nodes: int = 1
     heartbeat: Heartbeat | None = None
-    host_group: dist.ProcessGroup | None = None  # gloo, beside the devices' NCCL
-    overlapped_group: dist.ProcessGroup | None = None  # takes few multiprocessors, for collectives beside kernels
+    host_group: dist.ProcessGroup | None = None  # gloo, in addition to NCCL for devices
+    overlapped_group: dist.ProcessGroup | None = None  # uses few multiprocessors, for collectives that overlap kernels
     step: int = 0
     order: Order = field(default_factory=Order)  # of the collectives
-    waited_seconds: float = 0.0  # for others, as far as the host did the waiting
+    waited_seconds: float = 0.0  # that the host waited for other ranks
     clock: Callable[[], float] = time.perf_counter  # seconds
     launched: deque[tuple[str, Any]] = field(default_factory=lambda: deque(maxlen=128))  # the last collectives
 
@@ -53,7 +53,7 @@ class Ranks:
         return self.rank == 0
 
     def begin_step(self, step: int) -> None:
-        """From here on collectives belong to `step`."""
+        """Assigns the following collectives to `step`."""
         self.step = step
         self.order.begin_step()
 
@@ -64,7 +64,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
-        """Encloses a wait for other ranks. Raises `LostRank` for an error of the network; any other is this rank's own."""
+        """Encloses a wait for other ranks. Raises `LostRank` for a network error; any other error is this rank's own."""
         begun = self.clock()
         if self.heartbeat is not None:
             self.heartbeat.set_status(self.step, operation)
@@ -77,24 +77,24 @@ class Ranks:
         self.waited_seconds += self.clock() - begun
         self.set_status(f"its own work after {operation}")
 
-    # On the device, in the order of the current stream. `wait` makes the result safe to read.
+    # On the device, ordered with the current stream. Call `wait` before reading the result.
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, operation: str, shares: Sequence[int] = (), *, overlapped: bool = False
     ) -> dist.Work:
-        """sent (W pieces) -> received (W pieces): every rank's piece for this one, in the order of ranks. `shares`: the
-        elements of the pieces that are sent, if they differ. `overlapped`: while kernels run that it must not disturb."""
+        """sent (W pieces) -> received (W pieces): each rank's piece for this rank, in rank order. `shares`: elements of
+        each sent piece, if they differ. `overlapped`: kernels run meanwhile and must not be slowed down."""
         return self._launch(all_to_all, received, sent, operation, shares, overlapped=overlapped)
 
     def all_gather(
         self, full: Tensor, part: Tensor, operation: str, shares: Sequence[int] = (), *, overlapped: bool = False
     ) -> dist.Work:
-        """full (W parts) = the ranks' `part`s in their order; `part` may be this rank's place in `full`. `shares`: the
-        elements of the parts, if they differ."""
+        """full (W parts) = the `part` of each rank, in rank order. `part` may be this rank's slice of `full`. `shares`:
+        elements of each part, if they differ."""
         return self._launch(all_gather, full, part, operation, shares, overlapped=overlapped)
 
     def wait(self, work: dist.Work, operation: str) -> None:
-        """Waits: the host on a CPU, the current stream on a GPU."""
+        """Makes the host (on a CPU) or the current stream (on a GPU) wait for the collective."""
         with self.waiting(operation):
             work.wait()
 
@@ -110,7 +110,7 @@ class Ranks:
     ) -> dist.Work:
         shares = shares if len(set(shares)) > 1 else ()
         sizes = f"{size_text(sent)} -> {size_text(received)}"
-        if shares:  # of which ranks send and receive different sizes
+        if shares:  # ranks send and receive different sizes
             sizes = f"{list(shares)} elements of {dtype_text(sent)}"
         self._enter(operation, f"{operation} ({sizes})")
         group = self.overlapped_group if overlapped else None
@@ -121,7 +121,7 @@ class Ranks:
         return work
 
     def _enter(self, operation: str, tag: str) -> None:
-        """Enters a collective into the sequence; one that is new there waits until all ranks have come to it."""
+        """Enters a collective into the sequence. If it is new there, waits until all ranks have reached it."""
         if self.order.enter(self.step, tag):
             with self.waiting(operation):
                 self.order.agree()
@@ -129,7 +129,7 @@ class Ranks:
     # Between the hosts.
 
     def all_gather_numbers(self, values: Sequence[float], operation: str) -> list[list[float]]:
-        """Every rank's numbers, in the order of ranks. All ranks have equally many."""
+        """Every rank's numbers, in rank order. All ranks must pass equally many."""
         if self.size == 1:
             return [list(values)]
         self._enter(operation, f"{operation} ({len(values)} numbers)")
@@ -140,7 +140,7 @@ class Ranks:
         return everyone.view(self.size, -1).tolist()
 
     def all_gather_objects(self, mine: T, operation: str) -> list[T]:
-        """Every rank's object, in the order of ranks."""
+        """Every rank's object, in rank order."""
         if self.size == 1:
             return [mine]
         self._enter(operation, operation)
@@ -153,8 +153,8 @@ class Ranks:
         return everyone
 
     def from_rank_0(self, make: Callable[[], T], operation: str) -> T:
-        """Calls `make` on rank 0 alone; returns its result on all ranks. Its `HandgradError` ends all, and rank 0 prints
-        it."""
+        """Calls `make` on rank 0 only; returns its result on all ranks. A `HandgradError` of `make` ends all ranks; rank 0
+        prints it."""
         if self.size == 1:
             return make()
         made: list[Any] = [None, None]
@@ -179,7 +179,7 @@ class Ranks:
             self.all_gather_numbers([0.0], operation)
 
     def pending(self) -> str:
-        """The first collective that was launched and has not ended."""
+        """The first launched collective that has not completed."""
         for operation, work in list(self.launched):
             if not work.is_completed():
                 return operation
@@ -198,7 +198,7 @@ class Ranks:
                     )
 
     def all_gather_checked(self, values: Sequence[float], operation: str) -> list[list[float]]:
-        """`all_gather_numbers`, after checking that all ranks are at the same step and launched the same collectives."""
+        """Calls `all_gather_numbers`, and checks that all ranks are at the same step and launched the same collectives."""
         if self.size == 1:
             return [list(values)]
         rows = self.all_gather_numbers([self.step, self.order.count, self.order.digest, *values], operation)
@@ -208,7 +208,7 @@ class Ranks:
         return [row[3:] for row in rows]
 
     def _lost(self, error: RuntimeError, operation: str) -> NoReturn:
-        """A collective failed: another rank is gone. The heartbeat names it and ends this process; else this does."""
+        """Raises `LostRank` for a failed collective, unless the heartbeat first names the rank and ends the process."""
         if self.heartbeat is not None:
             self.heartbeat.await_verdict()
         reason = " ".join(str(error).split())
@@ -218,7 +218,7 @@ class Ranks:
         )
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves the group. An `error` that the other ranks do not have is sent to them."""
+        """Leaves the group. Sends the other ranks an `error` that only this rank has."""
         if self.size == 1:
             return
         if error is None:
@@ -233,8 +233,8 @@ class Ranks:
 
 
 def is_network_error(error: RuntimeError) -> bool:
-    """True if a collective failed because of another rank. A subclass of `RuntimeError` that is not torch.distributed's
-    (out of memory, a CUDA error) is this rank's own."""
+    """True if a collective failed because of another rank. Other subclasses of `RuntimeError` than torch.distributed's (out
+    of memory, a CUDA error) are this rank's own."""
     text = str(error)
     if isinstance(error, dist.DistError):
         return not any(cause in text for cause in LOCAL)
@@ -242,7 +242,7 @@ def is_network_error(error: RuntimeError) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """One line, never empty, which would be an orderly end: the error's own for a user, else its type and text."""
+    """The error as one line: its message if meant for users, else type and text. Never "", which means an orderly end."""
     if (message := user_error(error)) is not None and (text := " ".join(str(message).split())):
         return text
     text = " ".join(str(error).split())
@@ -264,24 +264,24 @@ def dtype_text(tensor: Tensor) -> str:
 
 
 def all_to_all(received: Tensor, sent: Tensor, pieces: list[int], group: dist.ProcessGroup | None) -> Any:
-    """`pieces`: the bytes for each rank, if they differ."""
+    """`pieces`: bytes for each rank, if they differ."""
     mine = [received.nbytes // len(pieces)] * len(pieces) if pieces else None
     return dist.all_to_all_single(received, sent, mine, pieces or None, group=group, async_op=True)
 
 
 def all_gather(full: Tensor, part: Tensor, pieces: list[int], group: dist.ProcessGroup | None) -> Any:
-    """`pieces`: the bytes of each rank's part, if they differ."""
+    """`pieces`: bytes of each rank's part, if they differ."""
     if not pieces:
         return all_gather_tensor(full, part, group=group, async_op=True)
     parts, rank = full.split(pieces), dist.get_rank()
     if parts[rank].data_ptr() != part.data_ptr():
         parts[rank].copy_(part)
-    broadcasts = [(owner, piece) for owner, piece in enumerate(parts) if piece.nbytes]  # gloo gathers equal parts only
+    broadcasts = [(owner, piece) for owner, piece in enumerate(parts) if piece.nbytes]  # gloo gathers only equal parts
     return Works([dist.broadcast(piece, owner, group=group, async_op=True) for owner, piece in broadcasts])
 
 
 class Works:
-    """Several collectives as one."""
+    """Several collectives, waited for as one."""
 
     def __init__(self, works: list[Any]):
         self.works = works
@@ -295,4 +295,4 @@ class Works:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)  # gloo knows no bf16
+    return tensor.view(-1).view(torch.uint8)  # gloo does not support bf16

@@ -1,4 +1,4 @@
-"""The beginning and the end of a group: its processes find each other, and leave."""
+"""Forms a group of processes, and leaves it."""
 
 import contextlib
 import datetime
@@ -26,12 +26,12 @@ from handgrad.joins.parallel.order import Order
 from handgrad.joins.parallel.ranks import Ranks, exit_code
 
 FIRST_RETRY_SECONDS, RETRY_SECONDS = 0.02, 0.5
-OVERLAPPED_CTAS = 4  # thread blocks of a collective that runs beside kernels
+OVERLAPPED_CTAS = 4  # thread blocks of a collective that overlaps kernels
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds that ranks wait for each other, and the folder for the stacks of a rank that waited too long."""
+    """The limits on waiting for other ranks, in seconds, and the folder for thread stacks of a rank that exceeds one."""
 
     join_seconds: float  # at the start
     silence_seconds: float  # without a heartbeat
@@ -40,14 +40,14 @@ class Timeouts:
 
 
 def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
-    """Forms the group of all processes that were started together.
+    """Forms the group of all processes started together.
 
-    Raises `LostRank` when not all of them come within `join_seconds`, `UsageError` when the port is taken.
+    Raises `LostRank` if some do not join within `join_seconds`, `UsageError` if the port is taken.
     """
     if info.size == 1:
         return Ranks()
     if info.nodes == 1 and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine needs no network, and its name no address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine needs no network, and its name may not resolve
     check_loopback(info)
     store = open_store(info, timeouts.join_seconds)
     start = wait_for_all(store, info, timeouts.join_seconds)
@@ -89,8 +89,8 @@ def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
 
 @contextlib.contextmanager
 def joined(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Iterator[Ranks]:
-    """`join`, until the end of a `with` block. An error in the block ends the process at once; one that the other ranks do
-    not have is sent to them, one that all have is printed by rank 0."""
+    """Calls `join`, and leaves the group at the end of a `with` block. An error in the block ends the process at once. If
+    only this rank has it, the others are told; if all ranks have it, rank 0 prints it."""
     ranks = join(info, device, timeouts)
     try:
         yield ranks
@@ -103,8 +103,8 @@ def joined(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Iterator
 
 
 def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
-    """Prints the error as the entry point would, and ends the process without the libraries' cleanup: that waits for
-    collectives which another rank will never join."""
+    """Prints the error as the entry point would, and ends the process without the libraries' cleanup, which would wait for
+    collectives that another rank never joins."""
     if isinstance(error, KeyboardInterrupt):
         end_interrupted()
     message = user_error(error)
@@ -122,18 +122,18 @@ def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
 
 
 def new_overlapped_group(limit: datetime.timedelta, ctas: int = OVERLAPPED_CTAS) -> dist.ProcessGroup:
-    """A communicator of all ranks for collectives beside kernels. NCCL's own choice for an exchange on four H200 was 32
-    thread blocks, each of which occupies a multiprocessor for as long as it waits for the slowest rank."""
+    """A communicator of all ranks for collectives that overlap kernels. For an exchange on four H200, NCCL itself chose 32
+    thread blocks, and each occupies a multiprocessor while it waits for the slowest rank."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas, options.config.max_ctas = 1, ctas
-    options.is_high_priority_stream = True  # or it would wait for kernels that fill the GPU
+    options.is_high_priority_stream = True  # else it would wait behind kernels that fill the GPU
     group = dist.new_group(backend="nccl", pg_options=options, timeout=limit)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True) -> dist.Store:
-    """A connection to the store of all ranks, whose calls take at most `limit_seconds`. Rank 0 hosts the store unless
+    """Connects to the store shared by all ranks; its calls take at most `limit_seconds`. Rank 0 hosts the store unless
     torchrun's agent does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     made: list[dist.Store | Exception] = []
@@ -153,9 +153,9 @@ def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True
         except (dist.DistError, RuntimeError) as error:
             made.append(error)
 
-    connecting = threading.Thread(target=make, daemon=True)  # for a program that takes the call and never answers
+    connecting = threading.Thread(target=make, daemon=True)  # another program may accept the connection and never answer
     connecting.start()
-    connecting.join(limit_seconds + 5)  # torch may try a little longer than its limit
+    connecting.join(limit_seconds + 5)  # torch may exceed its limit a little
     store = made[0] if made else None
     if not isinstance(store, dist.Store):
         reason = " ".join(str(store).split())
@@ -174,12 +174,12 @@ def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True
 def wait_for_all(
     store: dist.Store, info: RankInfo, join_seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> str:
-    """Waits until every rank of this start has joined; returns a name of the start, the same for all of them. Raises
+    """Waits until every rank of this start has joined; returns a name for the start, the same on all ranks. Raises
     `LostRank` naming the missing ranks.
 
-    torchrun's store outlives a start, with what the ranks of the last one wrote, and with c10d its agents do not agree on
-    the number of a restart. So each rank brings a word of its own. Rank 0 collects the words that it finds, and a rank
-    consents to a collection that has its word in it: where all consent, all words are of this start.
+    torchrun's store survives a restart, with all that the last start's ranks wrote, and with c10d its agents do not agree
+    on the restart count. So each rank writes a random word. Rank 0 publishes the list of words that it finds, and a rank
+    confirms a list that contains its own word. If all ranks confirm, all words belong to this start.
     """
     deadline, own, pause = clock() + join_seconds, uuid.uuid4().hex, min(FIRST_RETRY_SECONDS, RETRY_SECONDS)
     store.set(f"joined/{info.rank}", own)
@@ -204,7 +204,7 @@ def wait_for_all(
 
 
 def look_for_all(store: dist.Store, info: RankInfo, own: str) -> tuple[str, list[int]]:
-    """(the name of the start, the ranks that have not yet joined it)."""
+    """(name of the start, ranks that have not joined it yet)."""
     joined = [f"joined/{rank}" for rank in range(info.size)]
     if missing := absent(store, joined):
         return "", missing
@@ -219,13 +219,13 @@ def look_for_all(store: dist.Store, info: RankInfo, own: str) -> tuple[str, list
 
 
 def absent(store: dist.Store, keys: list[str]) -> list[int]:
-    """The ranks, one to a key, whose key is not there."""
+    """The ranks whose key is missing; keys are in rank order."""
     return [] if store.check(keys) else [rank for rank, key in enumerate(keys) if not store.check([key])]
 
 
 def check_loopback(info: RankInfo) -> None:
-    """Raises `UsageError` where processes of one machine cannot reach each other: whatever their addresses are, the kernel
-    takes the loopback interface."""
+    """Raises `UsageError` if processes of one machine cannot reach each other. For all of its own addresses the kernel uses
+    the loopback interface."""
     if info.local_size == 1:
         return
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):

@@ -1,9 +1,9 @@
-"""The ranks' copies of the weights, compared in the steps that use them.
+"""Compares the ranks' copies of the weights, in the steps that use them.
 
-A wrong bit in one rank's copy makes a wrong gradient for all ranks. ZeRO 1 and 2 then overwrite the copy with its owners'
-weights, and nothing shows what happened. So a step takes the checksums after its backward and before its update.
+A wrong bit in one rank's copy makes the gradient wrong for all ranks. ZeRO 1 and 2 then overwrite the copy with its owner's
+weights and so hide the error. Therefore a step takes the checksums after its backward and before its update.
 
-Master weights and moments have no second copy where ranks share them: a checkpoint's judge looks at those.
+Sharded master weights and moments have no second copy; the check before each save covers them.
 """
 
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ REPORT = "checksums"
 
 
 class Replicas:
-    """The checksums of a step's weights, one for every rank, gathered in each `every`-th step (0: never)."""
+    """The checksums of a step's weights, one per rank, gathered in every `every`-th step (0: never)."""
 
     def __init__(self, state: TrainingState, ranks: Ranks, every: int):
         self.ops, self.ranks, self.every = state.design.ops, ranks, every
         self.weights, self.checksums = state.parameters, state.views["weight_checksums"]
         self.own_checksum = self.checksums[ranks.rank : ranks.rank + 1]
         names = [FROZEN, *(f"{name}.rows" for name in sorted(state.design.fp8_only))] if state.design.frozen else []
-        self.frozen = [state.views[name].view(-1).view(torch.int32) for name in names]  # weights that no update writes anew
+        self.frozen = [state.views[name].view(-1).view(torch.int32) for name in names]  # weights that no update overwrites
         self.frozen_sum = torch.zeros_like(self.own_checksum)
         self.checks = False
 
     def launches(self, program: Program) -> Program:
-        """The program with the comparison, which comes before the ranks' sums."""
+        """Adds the comparison to the program, before the ranks' sums."""
         return program.adding(
             before_step=[self.begin],
             before_update=[self.gather_if_due],
@@ -49,7 +49,7 @@ class Replicas:
         self.checks = self.due(step)
 
     def gather_if_due(self) -> None:
-        """Before the update, which replaces the weights that the step used."""
+        """Gathers the checksums before the update, which replaces the weights that the step used."""
         if self.checks:
             self.update_checksum()
             operation = "checksums of the weights"
@@ -62,7 +62,7 @@ class Replicas:
             self.own_checksum.add_(self.frozen_sum)
 
     def compare(self, step: int, checksums: Tensor) -> None:
-        """Raises `NumericsError` unless all ranks have used the same weights; names the ranks that differ from most.
+        """Raises `NumericsError` unless all ranks used the same weights; names the ranks that differ from the majority.
         `checksums`: (ranks) of the step, on the host."""
         sums = checksums.tolist()
         if not self.due(step) or len(set(sums)) == 1:
@@ -75,7 +75,7 @@ class Replicas:
 
 def checksum(out: Tensor, flat: Tensor, ops: ModuleType) -> None:
     """out (1) int64 = a checksum of all bits of `flat`."""
-    if flat.device.type == "cpu":  # a sum takes far less than the hash, and no single flipped bit escapes it
+    if flat.device.type == "cpu":  # a sum is far cheaper than the hash and detects any single flipped bit
         torch.sum(flat.view(torch.int64), 0, keepdim=True, out=out)
     else:
         ops.checksum(out, flat)

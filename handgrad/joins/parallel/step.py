@@ -1,7 +1,7 @@
-"""The optimizer step of a run with several lanes or ranks: the plain step, with the gradients summed over all of them.
+"""The optimizer step of a run with several lanes or ranks: the plain step, with gradients summed over all of them.
 
-Micro-batch m of lane l at step s is a pure function of (s, l, m): a lane's micro-batches follow each other in the step's
-samples, lane after lane.
+Micro-batch m of lane l at step s is a pure function of (s, l, m): lanes split a step's samples into consecutive ranges, and
+each lane takes its micro-batches in order.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from handgrad.training.step import IN_FLIGHT, Feed, Program, StepResult, TrainSt
 
 
 class ParallelStep(TrainStep):
-    """`TrainStep` over this rank's lanes. A step's first micro-step waits for weights bucket by bucket, its last sends
-    gradients bucket by bucket."""
+    """`TrainStep` over this rank's lanes. A step's first micro-step waits for the weights bucket by bucket; its last one
+    sends the gradients bucket by bucket."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class ParallelStep(TrainStep):
         *,
         graphs: bool,
     ):
-        """`replicas`: of several ranks."""
+        """`replicas`: with several ranks."""
         super().__init__(state, feed, program, graphs=graphs)
         self.ranks, self.sync, self.replicas = ranks, sync, replicas
         kinds = ((True, False), (False, True), (True, True)) if ranks.size > 1 else ()  # (waits, sends)
@@ -40,8 +40,8 @@ class ParallelStep(TrainStep):
         self.captures_ahead = self.graphs and bool(kinds) and len(self.design.batch.schedule.stages) > 1
         events = range(IN_FLIGHT if self.design.device.type == "cuda" else 0)
         self.compute_start, self.compute_end = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
-        self.compute_clock = [0.0] * IN_FLIGHT  # on a CPU: the start of a rank's own work, then its length
-        self.compute_seconds = 0.0  # this rank's own work on micro-batches in the last step that was read
+        self.compute_clock = [0.0] * IN_FLIGHT  # on a CPU: start of this rank's own work, then its duration
+        self.compute_seconds = 0.0  # this rank's own work on micro-batches, in the last step read
 
     def accumulate_gradients(self, step: int) -> None:
         self.sync.step = step
@@ -55,8 +55,8 @@ class ParallelStep(TrainStep):
         self.sync.await_gradients()
 
     def capture_ahead(self) -> None:
-        """Captures the kinds of micro-steps that later stages of the batch have: no step in the middle of a run waits for a
-        capture. Their launches have run eagerly in another kind."""
+        """Captures the kinds of micro-steps that later stages of the batch need, so that no later step waits for a capture.
+        Their launches have already run eagerly in another kind."""
         self.captures_ahead = False
         batch, lanes = self.design.batch, self.sync.sharding.lanes_per_rank
         counts = [lanes * batch.micro_steps(stage.first_step) for stage in batch.schedule.stages]
@@ -66,7 +66,7 @@ class ParallelStep(TrainStep):
             launches.capture()
 
     def run_lane(self, step: int, lane: int) -> None:
-        """The micro-batches of one of this rank's lanes, from zeroed sums."""
+        """Runs the micro-batches of one of this rank's lanes, from zeroed sums."""
         state, batch, lanes = self.state, self.design.batch, self.sync.sharding.lanes_per_rank
         micro_steps = batch.micro_steps(step)
         place = self.ranks.rank * lanes + lane
@@ -93,7 +93,7 @@ class ParallelStep(TrainStep):
             self.sync.await_weights(stage.bucket)
 
     def time_compute(self, step: int, *, begins: bool) -> None:
-        """Notes when this rank's own work begins or ends; on a CPU the time it waited for others does not count."""
+        """Records when this rank's own work begins or ends. On a CPU, excludes time spent waiting for others."""
         index = step % IN_FLIGHT
         if self.compute_end:
             (self.compute_start if begins else self.compute_end)[index].record()
@@ -114,8 +114,8 @@ class ParallelStep(TrainStep):
 
 
 class PausedStages:
-    """The stages of a micro-step with pauses: before one that reads a bucket if it `waits`, after one that finishes one
-    if it `sends`. Each stretch between two pauses is a graph of its own."""
+    """The stages of a micro-step with pauses: if `waits`, before a stage that reads a bucket; if `sends`, after a stage
+    that completes one. Each section between pauses is its own graph."""
 
     def __init__(self, stages: list[Stage], waits: bool, sends: bool, *, graphs: bool):
         self.stretches: list[tuple[list[Callable[[], None]], Stage | None]] = [([], None)]
@@ -136,7 +136,7 @@ class PausedStages:
         self.stretches.append(([], None))
 
     def __call__(self, at: Callable[[Stage], None]) -> None:
-        """Goes through all stages; `at` is called at each pause."""
+        """Runs all stages; calls `at` at each pause."""
         if not (self.graphs and self.launched):
             for launches, stage in self.stretches:
                 for launch in launches:
@@ -153,7 +153,7 @@ class PausedStages:
                 at(stage)
 
     def capture(self) -> None:
-        """Makes the graphs, unless they are there, of launches that have run eagerly."""
+        """Captures the graphs, unless already done. Their launches must have run eagerly before."""
         if self.captured:
             return
         self.launched = True

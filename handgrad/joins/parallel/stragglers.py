@@ -1,7 +1,7 @@
 """Finds the rank that the others wait for.
 
-On a busy machine now one rank is late, now another, for a step or for a second. So a rank is slow only in the median of a
-window of steps, and even in its fastest one; and only once it has been so in several windows in a row.
+On a busy machine, one rank or another is late for a step or for a second. So a rank counts as slow only if its median step
+and even its fastest step in a window are slow, in several windows in a row.
 """
 
 import statistics
@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-SLOW_FACTOR = 1.1  # above the median rank's time for its own work
-SLOW_SECONDS = 0.005  # and by at least so much
+SLOW_FACTOR = 1.1  # a slow rank's own work takes this multiple of the median rank's
+SLOW_SECONDS = 0.005  # and at least this much longer
 WINDOW_STEPS, WINDOWS = 8, 3  # steps of a window; windows in a row
 
-Times = Sequence[float]  # the ranks' own work in one step, seconds, in the order of ranks
+Times = Sequence[float]  # seconds of each rank's own work in one step, in rank order
 
 
 class Stragglers:
-    """The ranks' own work: since the last report, and in the window that is under way."""
+    """Tracks the ranks' own work since the last report and in the current window."""
 
     def __init__(self) -> None:
         self.seconds: list[Times] = []
@@ -35,7 +35,7 @@ class Stragglers:
             self.window.clear()
 
     def report(self) -> tuple[dict[str, Any], str | None] | None:
-        """(the slowest rank and its time over the steps since the last report, a line if a rank is newly slow)."""
+        """(slowest rank and its time over the steps since the last report, a line if a rank has become slow)."""
         if not self.seconds:
             return None
         rank, slowest, usual = slowest_rank(self.seconds)
@@ -54,14 +54,14 @@ class Stragglers:
 
 
 def slowest_rank(steps: Sequence[Times]) -> tuple[int, float, float]:
-    """(the slowest rank, its time in its median step, the median rank's)."""
+    """(slowest rank, its median step time, the median rank's)."""
     medians = [statistics.median(times) for times in zip(*steps, strict=True)]
     slowest = max(medians)
     return medians.index(slowest), slowest, statistics.median_low(medians)
 
 
 def slow_rank(window: Sequence[Times]) -> int | None:
-    """The rank that is slower than the median rank, in its median step and, as noise only adds time, in its fastest."""
+    """The rank that is slower than the median rank in its median step and, as noise only adds time, its fastest step."""
     rank, slowest, usual = slowest_rank(window)
     fastest = [min(times) for times in zip(*window, strict=True)]
     slow = slowest > usual * SLOW_FACTOR and slowest - usual > SLOW_SECONDS

@@ -1,5 +1,5 @@
-"""The operations on NVIDIA GPUs where tensors may be quantised: the kernel that makes a tensor writes its fp8 forms in the
-same pass, and cuBLASLt multiplies them."""
+"""The operations on quantised tensors, on NVIDIA GPUs. The kernel that computes a tensor also writes its fp8 forms, and
+cuBLASLt multiplies them."""
 
 # ruff: noqa: F401
 from typing import Any
@@ -33,7 +33,7 @@ from handgrad.joins.fp8.formats import on_plain, plain_or_workspace
 from handgrad.joins.fp8.sizes import statistics_parts
 from handgrad.ops import compose, cuda
 
-# Of a technique that is off by default: it reads 16 bits.
+# Belongs to a technique that is off by default, and reads 16 bits.
 value_embedding_forward = on_plain(cuda.value_embedding_forward)
 value_embedding_backward = on_plain(cuda.value_embedding_backward, plain_or_workspace)
 
@@ -42,5 +42,5 @@ mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, line
 
 
 def __getattr__(name: str) -> Any:
-    """All other operations are the plain ones."""
+    """Forwards all other operations to the plain backend."""
     return getattr(cuda, name)

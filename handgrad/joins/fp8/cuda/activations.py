@@ -1,7 +1,7 @@
 """GELU, squared ReLU and SwiGLU between fp8 GEMMs: forward, and the backward that writes both tensors its neighbours read.
 
-An element of GELU's backward is 7 bytes and, as the compiler makes them of `gelu` and `gelu_derivative`, 46 instructions:
-an H200 issues these no faster than it moves the bytes. With what the leaves below do by hand they are 36.
+An element of GELU's backward takes 7 bytes and, if the compiler translates `gelu` and `gelu_derivative`, 46 instructions:
+an H200 issues these no faster than it moves the bytes. The hand-written leaves below reduce them to 36.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ WARPS = 8  # of the forward
 
 
 def launch_forward(kernel: Any, out: Quantized, hidden: Tensor) -> None:
-    """The rows of out, and its statistics, from hidden (N, F). With `current`, first the scale."""
+    """Writes the rows and statistics of out from hidden (N, F). With `current`, sets the scale first."""
     elements, block = hidden.numel(), NONLINEARITY_ELEMENTS
     programs = triton.cdiv(elements, block)
     arguments = out.rows, *target(out, programs), hidden, elements, *limits(out), elements % block == 0, block
@@ -39,7 +39,7 @@ def launch_forward(kernel: Any, out: Quantized, hidden: Tensor) -> None:
 
 @triton.jit
 def store_scaled(rows, y, scale, inside, counting, TYPE: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr):
-    """Stores y, rounded to the 16-bit TYPE and scaled; returns both counts of it in one number."""
+    """Stores y, rounded to the 16-bit TYPE and scaled; returns both counts packed in one number."""
     scaled = rounded_and_scaled(y, scale, TYPE)
     tl.store(rows, rounded(scaled, 1.0, rows.dtype.element_ty), mask=inside)
     found = 0
@@ -56,8 +56,8 @@ def gelu_forward_fp8(out: Quantized, hidden: Tensor) -> None:
 
 
 def gelu_backward_fp8(dhidden: Quantized, inp: Quantized, dgelu: Tensor, hidden: Tensor) -> None:
-    """dhidden is the gradient before the GELU, from dgelu (N, F), the one after it; with `current`, first its scale. The
-    columns of inp, GELU(hidden), are made at its scale as it stands."""
+    """Writes dhidden, the gradient before the GELU, from dgelu (N, F), the gradient after it; with `current`, sets its
+    scale first. Also writes the columns of inp = GELU(hidden), at inp's existing scale."""
     launch_backward(_gelu_backward, dhidden, inp, dgelu, hidden)
 
 
@@ -74,7 +74,7 @@ def _gelu_forward(
     y, _ = gelu_and_derivative(widened(tl.load(hidden + start + place, mask=inside, other=0.0)))
     TYPE: tl.constexpr = hidden.dtype.element_ty
     found = store_scaled(rows + start + place, y, scale, inside, counting, TYPE, LARGEST, VANISHES_AT)
-    amax = tl.max(tl.abs(y), 0).to(TYPE)  # the largest is the largest after its rounding too
+    amax = tl.max(tl.abs(y), 0).to(TYPE)  # rounding is monotonic: round after taking the maximum
     store_part(statistics, PARTS, tl.program_id(0), amax.to(tl.float32), found & 65535, found >> 16)
 
 
@@ -89,8 +89,8 @@ def _gelu_backward(
 
 @triton.jit
 def through_gelu(x, dy, dscale, scale):
-    """(magnitude of the gradient before the GELU, that gradient in 16 bits and scaled, GELU(x) in 16 bits and scaled) of
-    16-bit x and dy."""
+    """From 16-bit x and dy: (magnitude of the gradient before the GELU, that gradient rounded to 16 bits and scaled,
+    GELU(x) rounded to 16 bits and scaled)."""
     y, derivative = gelu_and_derivative(widened(x))
     dx = widened(dy) * derivative
     return tl.abs(dx), rounded_and_scaled(dx, dscale, x.dtype), rounded_and_scaled(y, scale, x.dtype)
@@ -98,7 +98,7 @@ def through_gelu(x, dy, dscale, scale):
 
 @triton.jit
 def gelu_and_derivative(x):
-    """`gelu` and `gelu_derivative` of float32 x, bit for bit. (Their quotients are products with this reciprocal, after a
+    """`gelu` and `gelu_derivative` of float32 x, bit for bit. (They divide by a product with this reciprocal, after a
     test whether 1 + e is above 2^126.)"""
     square = tl.minimum(x * x, SATURATED)
     e = exp2_of_minus_abs(x * SLOPE * (square * CUBIC + 1))
@@ -115,7 +115,7 @@ def gelu_and_derivative(x):
 
 @triton.jit
 def exp2_of_minus_abs(x):
-    """exp2(-|x|) of float32 x; Triton would take |x|, then negate it, before its instruction, which does both."""
+    """exp2(-|x|) of float32 x, in one instruction; Triton would emit |x| and the negation separately."""
     return tl.inline_asm_elementwise(
         "{ .reg .f32 t; abs.f32 t, $1; neg.f32 t, t; ex2.approx.ftz.f32 $0, t; }",
         "=f,f",
@@ -128,7 +128,7 @@ def exp2_of_minus_abs(x):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x to one unit in the last place, of normal float32 x up to 2^126."""
+    """1 / x to one unit in the last place, for normal float32 x up to 2^126."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -136,8 +136,8 @@ def reciprocal(x):
 
 
 def relu2_forward_fp8(out: Quantized) -> None:
-    """In place in the 16-bit form (N, F), and the rows with their statistics. A scale that waits for the numbers makes it
-    two passes: a square cannot be taken twice."""
+    """Squares in place in the 16-bit form (N, F), and writes rows and statistics. Current scaling takes two passes, because
+    the in-place square cannot be repeated."""
     hidden = plain(out)
     if out.current:
         relu2_forward(hidden)
@@ -147,8 +147,8 @@ def relu2_forward_fp8(out: Quantized) -> None:
 
 
 def relu2_backward_fp8(dhidden: Quantized, inp: Quantized, dsquare: Tensor) -> None:
-    """dhidden is the gradient before the ReLU, from dsquare (N, F), the one after the square; with `current`, first its
-    scale. The columns of inp, the square, are made at its scale as it stands."""
+    """Writes dhidden, the gradient before the ReLU, from dsquare (N, F), the gradient after the square; with `current`,
+    sets its scale first. Also writes the columns of inp, the square, at inp's existing scale."""
     launch_backward(_relu2_backward, dhidden, inp, dsquare, plain(inp))
 
 
@@ -181,17 +181,17 @@ def _relu2_backward(
 
 @triton.jit
 def through_relu2(y, dy, dscale, scale):
-    """(magnitude of the gradient before the ReLU, that gradient in 16 bits and scaled, y scaled) of 16-bit y and dy."""
+    """From 16-bit y and dy: (magnitude of the gradient before the ReLU, that gradient in 16 bits and scaled, y scaled)."""
     y32 = widened(y)
     dx = widened(dy) * (2 * tl.sqrt_rn(y32))
     return tl.abs(dx), rounded_and_scaled(dx, dscale, y.dtype), y32 * scale
 
 
-# SwiGLU. Gates and the numbers that they let through stay in 16 bits.
+# SwiGLU. Gates and gated values stay in 16 bits.
 
 
 def swiglu_forward_fp8(out: Quantized, hidden: Tensor) -> None:
-    """The rows of out (N, F), and its statistics; hidden (N, 2F). With `current`, first the scale."""
+    """Writes the rows and statistics of out (N, F) from hidden (N, 2F). With `current`, sets the scale first."""
     N, F = out.shape
     rows, columns = SWIGLU_TILE
     grid, even = (triton.cdiv(F, columns), triton.cdiv(N, rows)), N % rows == 0 and F % columns == 0
@@ -200,8 +200,8 @@ def swiglu_forward_fp8(out: Quantized, hidden: Tensor) -> None:
 
 
 def swiglu_backward_fp8(dhidden: Quantized, inp: Quantized, dout: Tensor, hidden: Tensor) -> None:
-    """dhidden (N, 2F) is the gradient before the SwiGLU, from dout (N, F), the one after it; with `current`, first its
-    scale. The columns of inp, its output, are made at their scale as it stands."""
+    """Writes dhidden (N, 2F), the gradient before the SwiGLU, from dout (N, F), the gradient after it; with `current`, sets
+    its scale first. Also writes the columns of inp, the SwiGLU's output, at inp's existing scale."""
     launch_backward(_swiglu_backward, dhidden, inp, dout, hidden)
 
 
@@ -225,7 +225,7 @@ def _swiglu_forward(
     found = 0
     if counting:
         found += tl.sum(tl.sum(counted(scaled, LARGEST, VANISHES_AT), 1), 0)
-    amax = tl.max(tl.max(tl.abs(y), 1), 0).to(hidden.dtype.element_ty)  # the largest is the largest after its rounding too
+    amax = tl.max(tl.max(tl.abs(y), 1), 0).to(hidden.dtype.element_ty)  # rounding is monotonic: round after the maximum
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     store_part(statistics, PARTS, part, amax.to(tl.float32), found & 65535, found >> 16)
 
@@ -235,7 +235,7 @@ def _swiglu_backward(
     drows, dcolumns, columns, scaling, inp_scaling, statistics, PARTS, dout, hidden, N4, F, LARGEST: tl.constexpr,
     VANISHES_AT: tl.constexpr, EVEN: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile, in four tensors: their rows i are the tile's rows 4 i to 4 i + 3. N4 = N / 4."""
+    """One tile, held in four tensors: row i of these is the tile's rows 4 i to 4 i + 3. N4 = N / 4."""
     DTYPE: tl.constexpr = drows.dtype.element_ty
     dscale, scale = tl.load(scaling + SCALE), tl.load(inp_scaling + SCALE)
     counting = tl.load(scaling + COUNTING) != 0
@@ -268,8 +268,8 @@ def _swiglu_backward(
 
 @triton.jit
 def through_swiglu(tensors, row, column, inside, scales, F):
-    """(the larger of |dg| and |du|; dg, du and the output, each in 16 bits and scaled) for a row of every quad. Writes the
-    gradients' rows."""
+    """For one row of each quad, returns (the larger of |dg| and |du|; dg, du and the output, each in 16 bits and scaled).
+    Writes the gradients' rows."""
     drows, dout, hidden = tensors
     dscale, scale = scales
     TYPE: tl.constexpr = hidden.dtype.element_ty

@@ -1,4 +1,4 @@
-"""Attention whose results are quantised in the same pass, in the Triton loops for heads of any width."""
+"""Attention that also quantises its results, in the Triton loops for heads of any width."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ SCALE = tl.constexpr(formats.SCALE)
 
 @triton.jit
 def store_quantized(forms, x, row, column, left, D: tl.constexpr, TAIL: tl.constexpr):
-    """A tile x of 16-bit numbers, from (row, column) on of a tensor (N, C). `forms`: (its rows (N, C), its columns (C, N),
-    either of which may be None, scaling, C, N)."""
+    """Stores a tile x of 16-bit numbers at (row, column) of a tensor (N, C). `forms`: (its rows (N, C) or None, its columns
+    (C, N) or None, scaling, C, N)."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     rows, columns, scaling, C, N = forms
@@ -104,7 +104,7 @@ def dkdv_kernel(
         dk_tile = dqkv + row * row_stride + column
         store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
         store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
-    # Joined in 16 bits, and before the stores: else ptxas (CUDA 12.8) serializes the loops' instructions.
+    # Join in 16 bits and before the stores; otherwise ptxas (CUDA 12.8) serializes the loops' instructions.
     dk = dk.to(qkv.dtype.element_ty)
     dv = dv.to(qkv.dtype.element_ty)
     both = tl.reshape(tl.join(dk, dv), (KEYS, 2 * WIDTH)).to(tl.float32)
@@ -124,8 +124,8 @@ def launch_blocks(
     lse: Tensor,
     width: int,
 ) -> int:
-    """Launches a kernel over all blocks of all heads and returns the number of its programs; each writes a part of the
-    statistics of `quantized`, from `first_part` on. `width`: channels of a head."""
+    """Launches a kernel over all blocks of all heads; returns the number of programs. Each writes one part of the
+    statistics of `quantized`, from `first_part` on. `width`: channels per head."""
     starts = mask.starts_like(lse)
     statistics, parts = quantized.statistics, quantized.statistics.shape[1]
     forms = quantized.rows, quantized.columns, quantized.scaling
@@ -151,9 +151,9 @@ def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, m
 def attention_backward(
     dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL
 ) -> None:
-    """A quantised dqkv needs no 16-bit form: with a current scale, the kernels compute all of it twice. The faster of cuDNN
-    and Triton fills its `workspace`, if it has one (heads that share keys always do), and an operation between attention
-    and the GEMM quantises it."""
+    """A quantised dqkv needs no 16-bit form: with a current scale, the kernels compute it twice. If it has a `workspace`
+    (heads that share keys always do), the faster of cuDNN and Triton fills that, and an operation between attention and the
+    GEMM quantises it."""
     inputs = dout, plain(out), lse, qkv
     if isinstance(dqkv, Quantized) and dqkv.workspace is not None:
         attention.attention_backward(dqkv.workspace, *inputs, scratch=scratch, mask=mask)

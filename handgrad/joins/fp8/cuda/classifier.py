@@ -1,4 +1,4 @@
-"""The loss, whose gradient is also written in fp8."""
+"""The loss, which also writes its gradient in fp8."""
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ def classifier_forward_backward(
     softcap: float = 0.0,
     untrained: bool = False,
 ) -> None:
-    """Writes no 16-bit gradient where it has both fp8 forms: nothing reads it then."""
+    """Skips the 16-bit gradient if it writes both fp8 forms, because nothing would read it."""
     logits, out = plain(logits_to_dlogits_inout), logits_to_dlogits_inout
     if isinstance(out, Tensor) or out.rows is None:
         options = {"vocab_size": vocab_size, "softcap": softcap, "untrained": untrained}
@@ -33,7 +33,7 @@ def classifier_forward_backward(
             write_forms(out, logits)
         return
     N, Vp = logits.shape
-    # A tail with nothing but padding came out wrong from Triton 3.6 (H200). No model has one: Vp is V rounded up to 128.
+    # Triton 3.6 (H200) miscomputed a tail that is all padding. No model has one: Vp is V rounded up to 128.
     assert Vp == vocab_size or vocab_size % TILE.value, f"{Vp - vocab_size} columns behind {vocab_size}"
     tensors, in_place = (losses, logits, out.rows, out.scaling, targets, scale), out.columns is None
     launch(_forward_backward, (N,), *tensors, vocab_size, Vp, softcap, in_place, untrained, num_warps=WARPS)
@@ -53,12 +53,12 @@ def _forward_backward(
 
 @triton.jit
 def store_gradient(into, column, d, mask, EVICTION: tl.constexpr):
-    """d in place, and in fp8 as it is rounded there."""
+    """Stores d in place, and in fp8 from the value rounded there."""
     logits, rows, scale, IN_PLACE = into
     if IN_PLACE:
         tl.store(logits + column, d, mask=mask, eviction_policy=EVICTION)
     d8 = rounded(d.to(tl.float32), scale, rows.dtype.element_ty)
     place = rows + column
-    if len(column.shape) == 2:  # stores of 8 bytes: 16 would move a tile of 16-bit numbers from lane to lane
+    if len(column.shape) == 2:  # stores of 8 bytes: 16 would shuffle a tile of 16-bit numbers between lanes
         place = tl.max_contiguous(place, (1, 8))
     tl.store(place, d8, mask=mask)

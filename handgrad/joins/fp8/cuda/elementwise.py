@@ -1,5 +1,5 @@
-"""The backward of a nonlinearity between fp8 GEMMs, which writes both tensors that its neighbours read, and the pieces
-of kernels like it, some of them in PTX."""
+"""The backward of a nonlinearity between fp8 GEMMs, which writes both tensors that its neighbours read, and shared parts of
+such kernels, some of them in PTX."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ BACKWARD_WARPS = 4
 
 
 def launch_backward(kernel: Any, dhidden: Quantized, inp: Quantized, dout: Tensor, hidden: Tensor) -> None:
-    """dhidden is the gradient before a nonlinearity, from dout (N, F), the one after it; with `current`, first its scale.
-    The columns of inp, the nonlinearity's output, are made at its scale as it stands."""
+    """Writes dhidden, the gradient before a nonlinearity, from dout (N, F), the gradient after it; with `current`, sets its
+    scale first. Also writes the columns of inp, the nonlinearity's output, at inp's existing scale."""
     (N, F), (rows, columns) = dout.shape, QUADS_TILE
     assert N % QUAD.value == 0, f"the number of tokens must be a multiple of {QUAD.value}, found {N}"
     scaling, *statistics = target(dhidden, tiles(N, F, QUADS_TILE))
@@ -34,9 +34,9 @@ def backward_tile(
     tensors, PARTS, N4, F, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr, EVEN: tl.constexpr, QUADS: tl.constexpr,
     COLUMNS: tl.constexpr, through: tl.constexpr,
 ):  # fmt: skip
-    """One tile, in four tensors: their rows i are the tile's rows 4 i to 4 i + 3. N4 = N / 4. `through` makes of `hidden`
-    and the gradient `dout`, and of both scales, (magnitude of the gradient before the nonlinearity, that gradient in 16
-    bits and scaled, the nonlinearity's output in 16 bits and scaled)."""
+    """One tile, held in four tensors: row i of these is the tile's rows 4 i to 4 i + 3. N4 = N / 4. From `hidden`, the
+    gradient `dout` and both scales, `through` computes (magnitude of the gradient before the nonlinearity, that gradient in
+    16 bits and scaled, the nonlinearity's output in 16 bits and scaled)."""
     drows, dcolumns, columns, scaling, inp_scaling, statistics, dout, hidden = tensors
     DTYPE: tl.constexpr = drows.dtype.element_ty
     dwords, words = dcolumns.to(tl.pointer_type(tl.int32)), columns.to(tl.pointer_type(tl.int32))
@@ -79,7 +79,7 @@ def backward_tile(
 
 @triton.jit
 def counted(scaled, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr):
-    """1 for what is too large, 65536 for what vanishes: both counts of fewer than 65536 numbers in one sum."""
+    """1 for a number that is too large, 65536 for one that vanishes: one sum holds both counts, for fewer than 65536."""
     magnitude = tl.abs(scaled)
     return tl.where(magnitude > LARGEST, 1, tl.where((magnitude <= VANISHES_AT) & (magnitude > 0), 65536, 0))
 
@@ -134,7 +134,7 @@ WORD_E4M3, WORD_E5M2 = (
 
 @triton.jit
 def word(a, b, c, d, TYPE: tl.constexpr):
-    """Float32 a, b, c, d, rounded to the fp8 format TYPE, in the bytes of an int32, a first."""
+    """Packs float32 a, b, c, d, rounded to the fp8 format TYPE, into an int32, a in the lowest byte."""
     if tl.float8e4nv == TYPE:
         return tl.inline_asm_elementwise(WORD_E4M3, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
     else:

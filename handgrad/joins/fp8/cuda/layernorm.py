@@ -1,5 +1,5 @@
-"""Layer norm that also writes fp8, and what all such norms share: they write the rows beside the 16-bit ones or instead of
-them; a kernel of its own transposes these."""
+"""Layer norm that also writes fp8, and code shared by all such norms. They write fp8 rows in addition to the 16-bit form or
+instead; a separate kernel transposes them."""
 
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -32,8 +32,8 @@ from handgrad.ops.sizes import backward_tile, forward_tile
 def norm_forward(
     out: Form, in_16_bits: Callable[[Tensor], None], kernel: Any, *tensors: Any, mixed: tuple[Tensor | None, ...] = ()
 ) -> None:
-    """Fills out (N, C) with `in_16_bits`, which quantises nothing, if it has no rows; else with `kernel`, which takes
-    `mixed`, the forms of out and `tensors`."""
+    """Fills out (N, C). Without fp8 rows, calls `in_16_bits`, which does not quantise; else launches `kernel` on `mixed`,
+    the forms of out and `tensors`."""
     if isinstance(out, Tensor) or out.rows is None:
         in_16_bits(plain(out))
         quantize_plain(out)
@@ -47,13 +47,13 @@ def norm_forward(
 
 
 def updated_in_fp8(dresidual: Form) -> TypeGuard[Quantized]:
-    """True if the kernel that updates the stream's gradient also quantises it. Without rows, or with a scale that is made
-    from the result, another kernel reads it once more: it cannot be updated twice."""
+    """True if the kernel that updates the stream's gradient also quantises it. Without rows, or with current scaling,
+    another kernel quantises it afterwards, because the in-place update cannot be repeated."""
     return isinstance(dresidual, Quantized) and not dresidual.current and dresidual.rows is not None
 
 
 def quantize_plain(tensor: Form) -> None:
-    """Quantises the 16-bit form, of a tensor with others."""
+    """Quantises the 16-bit form, if the tensor has fp8 forms."""
     if isinstance(tensor, Quantized):
         quantize(tensor, plain(tensor))
 
@@ -88,7 +88,7 @@ def layernorm_backward(
     form, below = (dresidual_inout.rows, *target(dresidual_inout, programs)), dbias_below_acc is not None
     launch(_backward, (programs,), dresidual, *form, partials, *tensors, N, C, *tile, below, stages, num_warps=warps)
     add_partials(accumulators, partials, programs)
-    count_numbers(dresidual_inout, dresidual)  # counting in the kernel would cost it registers, and programs at once
+    count_numbers(dresidual_inout, dresidual)  # counting in the kernel would cost registers and occupancy
     transpose_rows(dresidual_inout)
 
 
@@ -113,7 +113,7 @@ def _forward(
 
 @triton.jit
 def store_rows(rows, place, x, scale, inside):
-    """float32 x in fp8, in stores of a lane's eight numbers."""
+    """Stores float32 x as fp8, eight numbers of a lane per store."""
     tl.store(tl.max_contiguous(rows + place, (1, 8)), rounded(x, scale, rows.dtype.element_ty), mask=inside)
 
 
@@ -122,9 +122,9 @@ def _backward(
     dresidual, rows, scaling, statistics, PARTS, partials, dout, inp, mean, rstd, weight, N, C: tl.constexpr,
     BLOCK_C: tl.constexpr, ROWS: tl.constexpr, BELOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes only the largest number of the statistics."""
+    """Writes only amax of the statistics."""
     row, column, w, sums = backward_begin(weight, C, BLOCK_C, ROWS)
-    LANE: tl.constexpr = 8  # numbers side by side in a lane, which keeps the largest of them
+    LANE: tl.constexpr = 8  # neighbouring numbers in a lane, which keeps their maximum
     amax = tl.zeros((BLOCK_C // LANE,), tl.float32)
     scale = tl.load(scaling + SCALE)
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):

@@ -1,5 +1,5 @@
-"""GEMMs in fp8 where both operands have the forms for it, in 16 bits otherwise. What was measured:
-docs/operations/fp8.md."""
+"""GEMMs in fp8 if both operands have the right forms, else in 16 bits. docs/operations/fp8.md has the
+measurements."""
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from handgrad.ops.cuda.launch import launch
 # not in the head's over the vocabulary (6.3e-3), nor does a float32 one over the tokens (5e-3 against 2e-4).
 LONGEST_FAST_SUM = 8192
 
-# A bias gradient: of a transposed tensor a program sums whole rows: 4.1 of 4.2 TB/s with four loads of a lane under way.
+# A bias gradient: a program sums whole rows of a transposed tensor, at 4.1 of 4.2 TB/s with four loads per lane in flight.
 ROWS, COLUMNS, STAGES, WARPS = 4, 1024, 4, 4
 
 
@@ -43,7 +43,7 @@ def fp8_gemm(
     fast_sums: bool | None = None,
     scratch: Tensor,
 ) -> None:
-    """out (M, N) = left (M, K) right (N, K)^T + bias (N) + added (M, N): both lie along K, as Hopper wants them."""
+    """out (M, N) = left (M, K) right (N, K)^T + bias (N) + added (M, N). K is contiguous in both, as Hopper requires."""
     left, right, (left_inverse, right_inverse) = operands
     fast_sums = has_fast_sums(out, left.shape[1]) if fast_sums is None else fast_sums
     options = {"bias": bias, "added": added, "inverse_scales": (right_inverse, left_inverse), "fast_sums": fast_sums}
@@ -196,7 +196,7 @@ def swiglu_linear_backward(
     weight_backward(dweight_acc, dout, inp, scratch=scratch)
 
 
-# Found by `python -m benchmarks.tune`, beside the algorithms.
+# Found by `python -m benchmarks.tune`, along with the algorithms.
 
 
 def keep_bf16_key(tokens: int, channels: int) -> str:
@@ -204,6 +204,6 @@ def keep_bf16_key(tokens: int, channels: int) -> str:
 
 
 def tuned_keep_bf16(*, tokens: int, channels: int) -> str:
-    """Products that were found faster in bf16, for micro-batches and models of this size: "qkv,proj" or ""."""
+    """GEMMs that measured faster in bf16, for micro-batches and models of this size: "qkv,proj" or ""."""
     found = read_table(shipped_table(), "keep_bf16") | read_table(user_table(), "keep_bf16")
     return found.get(keep_bf16_key(tokens, channels), "")

@@ -1,5 +1,5 @@
-"""The mixture of streams that enters a block and its RMS norm, which also write fp8: forward the norm's output, backward
-the stream's gradient; the mixture stays in 16 bits."""
+"""The mixed stream that enters a block, and its RMS norm, with fp8 results: the norm's output in the forward, the stream's
+gradient in the backward. The mixture stays in 16 bits."""
 
 import triton
 import triton.language as tl
@@ -96,7 +96,7 @@ def _backward(
     dstream, rows, scaling, statistics, PARTS, dfirst, partials, dout, inp, first, rstd, residual_scalar, input_scalar, N,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As the plain one; of the statistics, the largest number alone."""
+    """Like the plain kernel. Writes only amax of the statistics."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
     dr, ds, largest = tl.zeros((ROWS, 1), tl.float32), tl.zeros((ROWS, 1), tl.float32), tl.zeros((ROWS, 1), tl.float32)
     scale = tl.load(scaling + SCALE)

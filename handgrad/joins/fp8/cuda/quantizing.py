@@ -1,4 +1,4 @@
-"""Quantising to fp8, and the scales for it. The end of the file serves all kernels that write fp8."""
+"""Quantising to fp8, and the scales. All kernels that write fp8 use the functions at the end."""
 
 from collections.abc import Callable
 
@@ -26,13 +26,13 @@ SMALLEST_NORMAL = tl.constexpr(2.0**-126)  # of float32
 
 WARPS = 4
 
-# Counting alone: as many programs as run at once, which mostly have nothing to do.
+# Separate counting: as many programs as run concurrently. Most launches have nothing to do.
 COUNTERS, COUNT_BLOCK = 512, 2048
 
-# A tensor's statistics, by one program: 16 KB of up to 50,000 parts under way.
+# One program folds a tensor's statistics: 16 KB of up to 50,000 parts in flight.
 PARTS_BLOCK, PARTS_WARPS = 4096, 8
 
-# Rows of `statistics` lie anyhow: without this each kernel would be compiled for aligned and for other rows.
+# Rows of `statistics` have any alignment: without this, Triton would compile each kernel for aligned and unaligned rows.
 UNALIGNED = ["scaling", "statistics", "totals", "history", "report", "largest_exponents"]
 
 
@@ -40,7 +40,7 @@ Forms = tuple[Tensor | None, Tensor | None]  # rows and columns
 
 
 def limits(tensor: Quantized) -> tuple[float, float]:
-    """(the format's largest number, the largest that rounds to zero), as `store_statistics` wants them."""
+    """(the format's largest number, the largest that rounds to zero), for `store_statistics`."""
     return formats.largest_number(tensor.format), formats.VANISHES_AT[tensor.format]
 
 
@@ -50,7 +50,7 @@ def grid_of(N: int, C: int) -> tuple[int, int]:
 
 
 def target(out: Quantized, parts: int) -> tuple[Tensor, Tensor, int]:
-    """(scaling, statistics, its parts), as the kernels take them; `parts`: how many a kernel writes."""
+    """The kernels' arguments (scaling, statistics, number of its parts). `parts`: written by the kernel."""
     room = out.statistics.shape[1]
     assert room >= parts, f"{room} parts, {parts} needed"
     return out.scaling, out.statistics, room
@@ -66,7 +66,7 @@ def quantize(out: Quantized, inp: Tensor) -> None:
 
 
 def write_forms(out: Quantized, inp: Tensor) -> None:
-    """Writes the fp8 forms of inp (N, C) that are wanted, at the scale as it stands."""
+    """Writes the fp8 forms of inp (N, C) that out has, at the existing scale."""
     _launch_quantize(out, (out.rows, out.columns), (out.scaling, None, 0), inp)
 
 
@@ -76,7 +76,7 @@ def _launch_quantize(out: Quantized, forms: Forms, into: tuple[Tensor, Tensor | 
 
 
 def count_numbers(tensor: Quantized, inp: Tensor) -> None:
-    """The counts of the statistics alone, of inp (N, C), in a step that counts."""
+    """Writes only the counts of the statistics, of inp (N, C), in a step that counts."""
     elements, parts = inp.numel(), tensor.statistics.shape[1]
     grid = (min(COUNTERS, parts, triton.cdiv(elements, COUNT_BLOCK)),)
     arguments = tensor.statistics, parts, inp, elements, tensor.scaling, COUNT_BLOCK, *limits(tensor)
@@ -84,27 +84,27 @@ def count_numbers(tensor: Quantized, inp: Tensor) -> None:
 
 
 def transpose(columns: Tensor, rows: Tensor) -> None:
-    """columns (C, N) = the transpose of rows (N, C), both fp8. Where they are the first N of a buffer's M columns, as in
-    the last chunk of the head, all M are written, from M rows: nothing reads columns behind N."""
+    """columns (C, N) = the transpose of rows (N, C), both fp8. If they are the first N of a buffer's M columns, as in the
+    head's last chunk, transposes M rows to all M columns: nothing reads columns after N."""
     M, C = columns.stride(0), rows.shape[1]
     launch(_transpose, grid_of(M, C), columns, rows, M, C, *QUANTIZE_TILE, num_warps=WARPS)
 
 
 def transpose_rows(tensor: Quantized) -> None:
-    """`columns` from `rows`, if somebody wants them."""
+    """Writes `columns` from `rows`, if the tensor has columns."""
     if tensor.columns is not None:
         assert tensor.rows is not None
         transpose(tensor.columns, tensor.rows)
 
 
 def rescale(tensor: Quantized) -> None:
-    """The scale for the largest number in the tensor's own statistics."""
+    """Sets the scale for the amax in the tensor's own statistics."""
     arguments = tensor.scaling, tensor.statistics, tensor.statistics.shape[1], formats.LARGEST_EXPONENT[tensor.format]
     launch(_rescale, (1,), *arguments, PARTS_BLOCK, num_warps=PARTS_WARPS)
 
 
 def at_own_scale(tensor: Quantized, run: Callable[[], None]) -> None:
-    """Launches what writes the tensor and its statistics; with `current`, again at the scale for what it found."""
+    """Calls `run`, which writes the tensor and its statistics; with `current`, sets the scale from these and repeats."""
     run()
     if tensor.current:
         rescale(tensor)
@@ -156,7 +156,7 @@ def _quantize(
     if statistics is not None:
         part, programs = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.num_programs(0) * tl.num_programs(1)
         store_statistics(statistics, PARTS, part, x, scaling, LARGEST, VANISHES_AT)
-        # Parts of another operation that writes the same tensor: what it found at an earlier scale does not count.
+        # Clear parts that another operation wrote for the same tensor, at an earlier scale.
         for unused in range(part + programs, PARTS, programs):
             store_part(statistics, PARTS, unused, 0.0, 0, 0)
 
@@ -198,7 +198,7 @@ def _rescale(scaling, statistics, PARTS, LARGEST_EXPONENT: tl.constexpr, BLOCK: 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _fold_statistics(totals, statistics, PARTS, BLOCK: tl.constexpr):
-    """One place of one tensor."""
+    """Folds one place of one tensor."""
     tensor, place = tl.program_id(0), tl.program_id(1)
     totals += tensor * STATISTICS_PLACES + place
     statistics += (tensor * STATISTICS_PLACES + place).to(tl.int64) * PARTS
@@ -229,7 +229,7 @@ def _update_scaling(
     largest_exponent = tl.load(largest_exponents + tensor)
     slot = tl.arange(0, BLOCK)
     window = tl.load(history + slot, mask=slot < WINDOW, other=0.0)
-    tl.debug_barrier()  # all is read before the first store
+    tl.debug_barrier()  # read everything before the first store
 
     largest = amax.to(tl.float32)
     limit = power_of_two(largest_exponent) * LARGEST_MANTISSA
@@ -257,7 +257,7 @@ def _update_scaling(
 
 @triton.jit
 def store_scale(scaling, amax, margin, largest_exponent):
-    """Scale and inverse for numbers up to amax, as the reference writes them; unchanged if amax is 0 or not finite."""
+    """Stores scale and inverse for numbers up to amax, like the reference. Keeps them if amax is 0 or not finite."""
     tiny = amax < SMALLEST_NORMAL
     bits = tl.where(tiny, amax * (2.0**24), amax).to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - tl.where(tiny, 127 + 24, 127)  # amax = f 2^exponent, 1 <= f < 2
@@ -270,7 +270,7 @@ def store_scale(scaling, amax, margin, largest_exponent):
 
 @triton.jit
 def power_of_two(e):
-    """2^e of an int32 e, a normal float32 number."""
+    """2^e for int32 e, as a normal float32 number."""
     return ((e + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -279,13 +279,13 @@ def power_of_two(e):
 
 @triton.jit
 def rounded(x, scale, TYPE: tl.constexpr):
-    """x * scale in the fp8 format TYPE, of float32 x. The hardware's conversion saturates."""
+    """x * scale in the fp8 format TYPE, for float32 x. The hardware conversion saturates."""
     return (x * scale).to(TYPE)
 
 
 @triton.jit
 def store_statistics(statistics, PARTS, part, x, scaling, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr):
-    """Part `part` of statistics (3, PARTS) of a tile x (rows, columns) in float32, which is 0 outside of the tensor."""
+    """Stores part `part` of statistics (3, PARTS) for a float32 tile x (rows, columns), which is 0 outside the tensor."""
     magnitude = tl.abs(x)
     amax = tl.max(tl.max(magnitude, 1), 0)
     clipped, vanished = 0, 0
@@ -301,6 +301,6 @@ def store_statistics(statistics, PARTS, part, x, scaling, LARGEST: tl.constexpr,
 
 @triton.jit
 def store_part(statistics, PARTS, part, amax, clipped, vanished):
-    tl.store(statistics + AMAX * PARTS + part, tl.maximum(amax, 0.0))  # 0 where there was nothing but NaN
+    tl.store(statistics + AMAX * PARTS + part, tl.maximum(amax, 0.0))  # 0 if all numbers are NaN
     tl.store(statistics + CLIPPED * PARTS + part, clipped)
     tl.store(statistics + VANISHED * PARTS + part, vanished)

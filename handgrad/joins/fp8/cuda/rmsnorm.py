@@ -85,7 +85,7 @@ def _backward(
     dresidual, rows, scaling, statistics, PARTS, dout, inp, rstd, N, C: tl.constexpr, BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes only the largest number of the statistics."""
+    """Writes only amax of the statistics."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
     largest = tl.zeros((ROWS, 1), tl.float32)
     scale = tl.load(scaling + SCALE)
@@ -105,7 +105,7 @@ def _gain_backward(
     dresidual, rows, scaling, statistics, PARTS, partials, dout, inp, rstd, gain, N, C: tl.constexpr, BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As the plain one; of the statistics, the largest number alone."""
+    """Like the plain kernel. Writes only amax of the statistics."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
     in_row = column < C
     g = tl.load(gain + column, mask=in_row, other=0.0).to(tl.float32)

@@ -1,8 +1,8 @@
-"""The gradient of queries, keys and values before QK-norm and rotation, in fp8: read as attention's backward left it in 16
-bits, turned back and written in both forms, in one pass.
+"""The gradient of queries, keys and values before QK-norm and rotation, in fp8. One pass reads attention's 16-bit gradient,
+rotates it back and writes both forms.
 
-The values, which nothing turns, are quantised on the way. A program has all heads of some token rows, so that it makes the
-angles of a row once. With gains it also leaves a row of partial sums of their gradients.
+The same pass quantises the values, which are not rotated. A program has all heads of some token rows, so that it computes
+the angles of a row once. With gains it also writes a row of partial sums of their gradients.
 """
 
 import triton
@@ -28,7 +28,7 @@ from handgrad.ops.cuda.rotary import (
 )
 from handgrad.ops.reference.rotary import Frequencies
 
-# A warp holds 16 pairs of every row: its loads are as wide then as 128 registers of a lane admit.
+# A warp holds 16 pairs of each row: the widest loads that 128 registers per lane allow.
 PAIRS_PER_WARP, MOST_WARPS = 16, 4
 
 
@@ -41,8 +41,8 @@ def tile(width: int) -> tuple[int, int]:
 def rotary_backward(
     dqkv_inout: Form, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
 ) -> None:
-    """Reads the gradient after the rotation from the `workspace` of a quantised dqkv, as do the next two and the norm with
-    gains."""
+    """Reads the gradient after the rotation from the `workspace` of a quantised dqkv. The next two operations and the norm
+    with gains do the same."""
     backward(dqkv_inout, None, None, num_heads, length, rotary=True, frequencies=frequencies, scale=scale)
 
 
@@ -110,7 +110,7 @@ def launch_backward(
     rotary: bool,
     scale: float,
 ) -> None:
-    """Reads the workspace of dqkv and leaves it as it is. A `plain` form, where there is one, receives the 16 bits."""
+    """Reads the workspace of dqkv without changing it. Also writes a `plain` 16-bit form, if dqkv has one."""
     assert dqkv.workspace is not None
     N, columns = dqkv.workspace.shape
     table, turned_heads, width = heads_of(dqkv.workspace, num_heads, frequencies)
@@ -131,9 +131,9 @@ def _backward(
     QUADS: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr, TURN_SCALE: tl.constexpr, LARGEST: tl.constexpr,
     VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. HEADS: of queries, keys and
-    values together; TURNED: of queries and keys. plain may be None, so may one of the forms, the table of frequencies and
-    the gains; with these, row p of partials (P, 2, D) receives the sums of their gradients."""
+    """Some token rows, held in four tensors: row i of these is rows 4 i to 4 i + 3. N4 = N / 4. HEADS: of queries, keys and
+    values together; TURNED: of queries and keys. plain, one of the forms, the table of frequencies and the gains may each
+    be None. With gains, program p writes the sums of their gradients to row p of partials (P, 2, D)."""
     scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
     quad, pair = tl.program_id(0) * QUADS + tl.arange(0, QUADS)[:, None], tl.arange(0, BLOCK_P)[None, :]
     in_quad, in_row = quad < N4, pair < D // 2
@@ -180,8 +180,8 @@ def turned_pairs(
     tensors, sums, row, column, head, places, turn, gains, COLUMNS: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr,
     ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """(larger magnitude of a pair, its first and its second channel in 16 bits and scaled, sums), whose rows it writes. To
-    the sums it adds both channels' terms of the gains' gradients, none of them a value's."""
+    """Returns (larger magnitude of a pair, its first and second channel in 16 bits and scaled, sums), and writes the rows.
+    Adds both channels' terms of the gains' gradients to the sums; values have none."""
     plain, rows, dturned, qkv, rstd, scale = tensors
     in_quad, inside = places
     cos, sin = turn
@@ -209,7 +209,7 @@ def turned_pairs(
 
 @triton.jit
 def written_pairs(forms, place, inside, dx1, dx2, scale, TYPE: tl.constexpr, D: tl.constexpr):
-    """The result of `turned_pairs` of float32 pairs, whose rows it writes, and the 16-bit form if there is one."""
+    """Computes the result of `turned_pairs` for float32 pairs; writes the rows and, if it exists, the 16-bit form."""
     plain, rows = forms
     if plain is not None:
         tl.store(plain + place, dx1.to(plain.dtype.element_ty), mask=inside)
@@ -236,7 +236,7 @@ def counted_quads(firsts, seconds, LARGEST: tl.constexpr, VANISHES_AT: tl.conste
 
 @triton.jit
 def store_quads(columns, firsts, seconds, column, quad, inside, N4, D: tl.constexpr):
-    """Four rows of scaled pairs, whose first channels are `column`, in the transposed form."""
+    """Stores four rows of scaled pairs, with first channels `column`, in the transposed form."""
     x0, x1, x2, x3 = firsts
     z0, z1, z2, z3 = seconds
     DTYPE: tl.constexpr = columns.dtype.element_ty
@@ -247,6 +247,6 @@ def store_quads(columns, firsts, seconds, column, quad, inside, N4, D: tl.conste
 
 @triton.jit
 def widened_pairs(first, inside, D: tl.constexpr):
-    """Both channels of the pairs whose first ones are at `first`, in float32."""
+    """Loads both channels of pairs as float32. `first`: addresses of the first channels."""
     x1 = widened(tl.load(first, mask=inside, other=0.0))
     return x1, widened(tl.load(first + D // 2, mask=inside, other=0.0))

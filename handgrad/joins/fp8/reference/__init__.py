@@ -1,4 +1,4 @@
-"""The operations in plain torch where tensors may be quantised: each is the plain one, then `quantize`; a GEMM of two
+"""The operations on quantised tensors, in plain torch. Each runs the plain operation, then `quantize`; a GEMM of two
 quantised tensors multiplies their fp8 numbers."""
 
 # ruff: noqa: F401
@@ -53,16 +53,16 @@ def statistics_parts(
     widest: int,
     padded_vocab_size: int,
 ) -> int:
-    """Parts in which a tensor's statistics come at most: a tensor is quantised in one piece. `feed_forward`: numbers of a
-    token that a nonlinearity makes; `widest`: the longest side of a block's matrices, whose other side is `channels`."""
+    """Most parts of a tensor's statistics: one, because this backend quantises a whole tensor. `feed_forward`: outputs of a
+    nonlinearity per token; `widest`: the longest side of a block's matrices, with `channels` as the other side."""
     return 1
 
 
 def tuned_keep_bf16(*, tokens: int, channels: int) -> str:
-    """Products of fp8 runs that are faster in bf16: nothing was measured here."""
+    """GEMMs of fp8 runs that are faster in bf16: none, as no timings exist for this backend."""
     return ""
 
 
 def __getattr__(name: str) -> Any:
-    """All other operations are the plain ones."""
+    """Forwards all other operations to the plain backend."""
     return getattr(reference, name)

@@ -1,4 +1,4 @@
-"""GEMMs in fp8 where both operands have the forms for it, in 16 bits otherwise."""
+"""GEMMs in fp8 if both operands have the right forms, else in 16 bits."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def fp8_gemm(out: Tensor, operands: Operands, *, bias: Tensor | None = None, add
 
 
 def linear_forward(out: Form, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor | None = None) -> None:
-    """A quantised out, the logits, is written in 16 bits alone: the loss turns it into the gradient that is quantised."""
+    """Writes a quantised out (the logits) only in 16 bits. The loss replaces it by its gradient and quantises that."""
     operands = fp8_operands(inp, "rows", weight, "rows")
     if operands is None:
         reference.linear_forward(plain(out), plain(inp), plain(weight), bias)
@@ -64,7 +64,7 @@ def weight_backward(dweight_acc: Tensor, dout: Form, inp: Form) -> None:
 
 
 def bias_backward(dbias_acc: Tensor, dout: Form, *, scratch: Tensor | None = None) -> None:
-    """Sums the fp8 numbers where dout has them in columns."""
+    """Sums the fp8 numbers if dout has columns."""
     if isinstance(dout, Tensor) or dout.columns is None:
         reference.bias_backward(dbias_acc, plain(dout))
     else:
@@ -81,7 +81,7 @@ def linear_residual_forward(
 def linear_gelu_forward(
     out: Form, hidden: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    """Writes only the `rows` of a quantised out; the backward makes the `columns` that it needs."""
+    """Writes only the `rows` of a quantised out. The backward makes the `columns`."""
     linear_forward(hidden, inp, weight, bias)
     if isinstance(out, Tensor):
         reference.gelu_forward(out, hidden)
@@ -101,7 +101,7 @@ def gelu_linear_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """Puts the gradient after the GELU into the `workspace` of a quantised dhidden, and makes the `columns` of inp from
+    """Writes the gradient after the GELU to the `workspace` of a quantised dhidden, and makes the `columns` of inp from
     hidden."""
     if isinstance(dhidden, Tensor):
         linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
@@ -119,7 +119,7 @@ def gelu_linear_backward(
 
 
 def linear_relu2_forward(out: Form, inp: Form, weight: Form, *, scratch: Tensor | None = None) -> None:
-    """Writes the `rows` of a quantised out and its 16-bit form, from which the backward makes the `columns`."""
+    """Writes `rows` and 16-bit form of a quantised out. The backward makes `columns` from the latter."""
     linear_forward(out, inp, weight, None)
     reference.relu2_forward(plain(out))
     if isinstance(out, Quantized):
@@ -129,7 +129,7 @@ def linear_relu2_forward(out: Form, inp: Form, weight: Form, *, scratch: Tensor 
 def relu2_linear_backward(
     dhidden: Form, dweight_acc: Tensor, dout: Form, inp: Form, weight: Form, *, scratch: Tensor | None = None
 ) -> None:
-    """Puts the gradient after the square into the `workspace` of a quantised dhidden, and makes the `columns` of inp from
+    """Writes the gradient after the square to the `workspace` of a quantised dhidden, and makes the `columns` of inp from
     its 16-bit form."""
     if isinstance(dhidden, Tensor):
         linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
@@ -145,7 +145,7 @@ def relu2_linear_backward(
 
 
 def linear_swiglu_forward(out: Form, hidden: Tensor, inp: Form, weight: Form, *, scratch: Tensor | None = None) -> None:
-    """As `linear_gelu_forward`: the `columns` of a quantised out come in the backward."""
+    """Like `linear_gelu_forward`: the backward makes the `columns` of a quantised out."""
     linear_forward(hidden, inp, weight, None)
     result = out if isinstance(out, Tensor) else hidden.new_empty(out.shape)
     reference.swiglu_forward(result, hidden)
@@ -164,7 +164,7 @@ def swiglu_linear_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """The `columns` of a quantised inp are made from hidden."""
+    """Recomputes the `columns` of a quantised inp from hidden."""
     input_backward(dinp, dout, weight)
     result = dhidden if isinstance(dhidden, Tensor) else torch.empty_like(hidden)
     reference.swiglu_backward(result, dinp, hidden)

@@ -1,5 +1,5 @@
-"""The other operations that quantise their result: norms, attention and the rotation before it, the loss's gradient. Each
-is the plain one in 16 bits, then `quantize`."""
+"""Further operations that quantise their result: norms, rotation, attention, the loss gradient. Each runs the plain
+operation in 16 bits, then `quantize`."""
 
 from collections.abc import Callable
 from inspect import Signature, signature
@@ -15,7 +15,7 @@ from handgrad.ops.reference.attention import CAUSAL, Mask
 
 
 def quantizing(operation: Callable[..., None], result: str) -> Callable[..., None]:
-    """The operation, whose `result` may be quantised: it makes the 16-bit form, or a temporary where there is none."""
+    """Wraps an operation whose `result` may be quantised. It writes the 16-bit form, or a temporary if there is none."""
 
     plain_one = signature(operation)
 
@@ -34,7 +34,7 @@ def quantizing(operation: Callable[..., None], result: str) -> Callable[..., Non
 
 
 def taking_forms(operation: Callable[..., None], name: str) -> Signature:
-    """The operation's signature, with a tensor that may be quantised under `name`."""
+    """The operation's signature, with parameter `name` annotated as possibly quantised."""
     plain_one = signature(operation)
     parameters = [p.replace(annotation=Form) if p.name == name else p for p in plain_one.parameters.values()]
     return plain_one.replace(parameters=parameters)
@@ -45,7 +45,7 @@ rmsnorm_forward = quantizing(reference.rmsnorm_forward, "out")
 mix_rmsnorm_forward = quantizing(reference.mix_rmsnorm_forward, "out")
 attention_forward = quantizing(reference.attention_forward, "out")
 
-# The stream's gradient is quantised as it passes by, for the GEMM below that reads it in fp8.
+# Also quantises the stream's gradient, for the GEMM below that reads it in fp8.
 layernorm_backward = quantizing(reference.layernorm_backward, "dresidual_inout")
 rmsnorm_backward = quantizing(reference.rmsnorm_backward, "dresidual_inout")
 mix_rmsnorm_backward = quantizing(reference.mix_rmsnorm_backward, "dstream_inout")
@@ -57,14 +57,14 @@ attention_backward_into = quantizing(reference.attention_backward, "dqkv")
 def attention_backward(
     dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None, mask: Mask = CAUSAL
 ) -> None:
-    """A dqkv with a `workspace` is left there: an operation between attention and the GEMM quantises it."""
+    """Leaves dqkv in its `workspace`, if it has one; an operation between attention and the GEMM quantises it."""
     into = dqkv.workspace if isinstance(dqkv, Quantized) and dqkv.workspace is not None else dqkv
     attention_backward_into(into, dout, plain(out), lse, qkv, mask=mask)
 
 
 def quantizing_workspace(operation: Callable[..., None]) -> Callable[..., None]:
-    """The operation, which changes attention's input gradient in place. A quantised one lies in its `workspace`, where
-    attention's backward left it, and is quantised from there."""
+    """Wraps an operation that changes attention's input gradient in place. For a quantised gradient, it works in the
+    `workspace` where attention's backward left the gradient, then quantises from there."""
 
     def call(dqkv_inout: Form, *tensors: Any, **named: Any) -> None:
         gradient = plain_or_workspace(dqkv_inout)
@@ -94,7 +94,7 @@ def classifier_forward_backward(
     softcap: float = 0.0,
     untrained: bool = False,
 ) -> None:
-    """Quantises at the scale as it stands, which follows from the largest number that the gradient can have."""
+    """Quantises at the existing scale, which fits the largest possible gradient."""
     logits = plain(logits_to_dlogits_inout)
     options = {"vocab_size": vocab_size, "softcap": softcap, "untrained": untrained}
     reference.classifier_forward_backward(losses, logits, targets, scale, **options)

@@ -1,4 +1,4 @@
-"""Quantising to fp8 and the scales for it."""
+"""Quantising to fp8, and the scales."""
 
 import math
 
@@ -9,12 +9,12 @@ from handgrad.joins.fp8 import formats
 from handgrad.joins.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
 from handgrad.ops import CONTROL_STEP
 
-# A scale 2^e such that amax 2^e is at most the format's largest number 1.75 * 2^E, with `margin` binades left free: for
-# amax = f 2^a, 1 <= f < 2, that is e = E - a - margin, and one less where f > 1.75.
+# A scale 2^e keeps amax 2^e within the format's largest number 1.75 * 2^E, with `margin` binades of headroom. For
+# amax = f 2^a, 1 <= f < 2, this gives e = E - a - margin, and one less if f > 1.75.
 
 
 def quantize(out: Quantized, inp: Tensor) -> None:
-    """Writes the fp8 forms of inp (N, C), and the statistics; with `current`, first the scale."""
+    """Writes the fp8 forms and statistics of inp (N, C); with `current`, sets the scale first."""
     amax = inp.abs().nan_to_num_(nan=0.0, posinf=math.inf).amax().float()
     if out.current:
         rescale_to(out, amax)
@@ -28,7 +28,7 @@ def quantize(out: Quantized, inp: Tensor) -> None:
 
 
 def write_forms(out: Quantized, inp: Tensor) -> None:
-    """Writes the fp8 forms of inp (N, C) that are wanted, at the scale as it stands."""
+    """Writes the fp8 forms of inp (N, C) that out has, at the existing scale."""
     scaled = inp.float() * out.scaling[SCALE]
     for form, values in ((out.rows, scaled), (out.columns, scaled.t())):
         if form is not None:
@@ -48,8 +48,8 @@ def rescale_to(tensor: Quantized, amax: Tensor) -> None:
 
 
 def write_scales(scaling: Tensor, amax: Tensor, largest_exponents: Tensor) -> None:
-    """Scale and inverse in the rows of scaling (n, SCALING_PLACES) for numbers up to amax (n); a row keeps its scale where
-    amax is 0 or not finite."""
+    """Writes scale and inverse for numbers up to amax (n) to the rows of scaling (n, SCALING_PLACES). A row keeps its scale
+    if amax is 0 or not finite."""
     mantissa, exponent = torch.frexp(amax.float())  # amax = mantissa 2^exponent, 1/2 <= mantissa < 1
     e = largest_exponents - (exponent - 1) - (mantissa > formats.LARGEST_MANTISSA / 2).int() - scaling[:, MARGIN].int()
     e = e.clamp(-formats.LARGEST_SCALE_EXPONENT, formats.LARGEST_SCALE_EXPONENT)
@@ -60,7 +60,7 @@ def write_scales(scaling: Tensor, amax: Tensor, largest_exponents: Tensor) -> No
 
 
 def fold_statistics(totals_inout: Tensor, statistics: Tensor) -> None:
-    """totals (n, 3) float64 joined with statistics (n, 3, parts): the larger amax, the sums of the counts."""
+    """Joins statistics (n, 3, parts) into totals (n, 3) float64: maximum of amax, sums of counts."""
     totals_inout[:, AMAX] = torch.maximum(totals_inout[:, AMAX], statistics[:, AMAX].amax(-1).double())
     for place in (CLIPPED, VANISHED):
         totals_inout[:, place] += statistics[:, place].sum(-1, dtype=torch.float64)
@@ -78,11 +78,11 @@ def update_scaling(
     saturation_steps: int,
     widen: bool,
 ) -> None:
-    """Delayed scaling: every tensor's scale for the next step, from the largest amax of the last `window` steps.
+    """Delayed scaling: sets each tensor's scale for the next step from the largest amax of the last `window` steps.
 
-    What totals (n, 3) say of this step goes into history (n, window) and, with the scale that was used, into report
-    (n, REPORT_PLACES); then they are zero. With `widen`, a tensor that met numbers above the format's largest in
-    `saturation_steps` steps in a row gets one binade of margin more. Numbers are counted in every `count_every`-th step.
+    Moves this step's totals (n, 3) to history (n, window) and, with the scale in use, to report (n, REPORT_PLACES), then
+    zeroes them. With `widen`, a tensor with numbers above the format's largest in `saturation_steps` steps in a row gets
+    one more binade of margin. Every `count_every`-th step counts clipped and vanished numbers.
     largest_exponents (n) is int32.
     """
     step = int(controls[CONTROL_STEP])
