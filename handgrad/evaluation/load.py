@@ -149,8 +149,7 @@ def load_model(
 ) -> LoadedModel:
     """Loads the weights and allocates `buffers` beside them. Raises the errors of `Weights.weight`."""
     shape = weights.shape
-    heads = {"num_heads": shape.num_heads, "head_width": shape.head_width}
-    ops.check_sizes(length=shape.sequence_length, channels=shape.channels, **heads)
+    ops.check_sizes(**shape.kernel_sizes)
     table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
     plan = make_plan([parameters, *buffers])

@@ -84,6 +84,12 @@ class ModelShape:
         return self.network.kv_heads(self)
 
     @property
+    def kernel_sizes(self) -> dict[str, int]:
+        """The arguments of a backend's `check_sizes`."""
+        heads = {"num_heads": self.num_heads, "head_width": self.head_width}
+        return {"length": self.sequence_length, "channels": self.channels, **heads}
+
+    @property
     def letters(self) -> dict[str, int]:
         """The sizes of the letters in tensor shapes. HD and its like are the columns of all heads together."""
         C, F, H, K, D = self.channels, self.feed_forward, self.num_heads, self.kv_heads, self.head_width

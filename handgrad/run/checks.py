@@ -50,8 +50,7 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
             + (" --batch-schedule ''" if config.batch_schedule else "")
         )
     shape, device = design.shape, design.device
-    heads = {"num_heads": shape.num_heads, "head_width": shape.head_width}
-    design.plain_ops.check_sizes(length=shape.sequence_length, channels=shape.channels, **heads)
+    design.plain_ops.check_sizes(**shape.kernel_sizes)
     needed = sum(memory_bytes(design).values()) + more_bytes
     host, free = design.host_plan.total_bytes, devices.available_bytes(torch.device("cpu"))
     if free is not None and host > free:

@@ -57,9 +57,7 @@ def set_up(config: RunConfig, vocab_size: int) -> Design:
     check_offload(config, device, 1)
     config = with_tuned_gemms(with_precision(config, device), device)
     design = resolve(config, vocab_size, device=device)
-    shape = design.shape
-    heads = {"num_heads": shape.num_heads, "head_width": shape.head_width}
-    design.plain_ops.check_sizes(length=shape.sequence_length, channels=shape.channels, **heads)
+    design.plain_ops.check_sizes(**design.shape.kernel_sizes)
     advice = "`handgrad plan` shows what takes it, and the --micro-batch that fits"
     check_available(design.plan.total_bytes, device, "the run", advice)
     return design
