@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# The homes of the public names, looked up at their first use: `import handgrad` loads nothing, no torch above all, so the
-# commands that do not need it answer at once.
+# The modules of the public names, imported at first use. `import handgrad` itself loads nothing, above all no torch, so
+# commands that need no torch answer at once.
 HOMES = {
     "HandgradError": "handgrad.errors",
     "Model": "handgrad.api.model",
@@ -58,7 +58,7 @@ HOMES = {
     "report": "handgrad.api.reports",
     "train": "handgrad.api.training",
 }
-# Spelt out, not made of HOMES: a type checker reads which names are public from here.
+# Spelt out, not computed from HOMES: type checkers read the public names here.
 __all__ = [
     "HandgradError",
     "Model",
@@ -77,7 +77,7 @@ __all__ = [
     "train",
 ]
 
-if not TYPE_CHECKING:  # a type checker that saw it would pass misspelt names
+if not TYPE_CHECKING:  # a type checker that saw this function would accept misspelt names
 
     def __getattr__(name: str) -> Any:
         if name not in HOMES:

@@ -1,25 +1,25 @@
-"""The program `handgrad`, and `python -m handgrad`: signals have their handlers before anything large is imported."""
+"""The program `handgrad`, and `python -m handgrad`. Installs signal handlers before it imports anything large."""
 
-import _signal  # pyrefly: ignore[missing-import] - built in, while `signal` imports some milliseconds of others
+import _signal  # pyrefly: ignore[missing-import] - built in; importing `signal` takes some milliseconds
 import atexit
 import sys
 
-INTERRUPTIBLE = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler  # else ignored, as in a shell's background
+INTERRUPTIBLE = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler  # else ignored, as in a background job
 if INTERRUPTIBLE:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
 def main() -> int:
-    """Runs the command of the command line; returns its exit code."""
-    if sys.platform == "win32":  # whose `signal` and `fcntl` lack what the imports below use
+    """Runs the command in `sys.argv`; returns its exit code."""
+    if sys.platform == "win32":  # lacks parts of `signal` and `fcntl` that the imports below use
         print("handgrad needs Linux or macOS, found Windows; run it in WSL 2", file=sys.stderr)
         return 64
     from handgrad.errors import end_at_once, stoppable
 
     if INTERRUPTIBLE:
         _signal.signal(_signal.SIGINT, end_at_once)
-        # The last that runs at exit: then Python takes its handlers away and the modules down, which takes a second, and a
-        # signal would kill it whatever its exit code is.
+        # Runs last at exit. Python then removes its handlers and tears down its modules, which takes a second, and a signal
+        # in that time would kill the process whatever its exit code is.
         atexit.register(_signal.signal, _signal.SIGINT, _signal.SIG_IGN)
     with stoppable(training=sys.argv[1:2] == ["train"]):
         loaded = "torch" in sys.modules  # by a program that calls this function

@@ -48,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             near = nearest_name(command, COMMANDS)
             raise UsageError(f"unknown command {command!r}{near}; `handgrad --help` lists all")
         note_other_checkout(command)
-        threads.choose()  # now: to choose a run for data or weights, `parse` loads torch
+        threads.choose()  # before `parse`, which loads torch to choose a run for data or weights
         parsed = parse(command, arguments[1:])
-        # Imported only now: help and mistakes are answered at once, and `prepare` never loads torch.
+        # Imported late, so that help and usage errors answer at once and `prepare` never loads torch.
         module = importlib.import_module(f"handgrad.commands.{command}")
         with interruptible():
             return module.run(parsed)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"handgrad: {interrupt}" if str(interrupt) else "handgrad: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:  # `user_error` tells a user's error from a bug, which goes on up
+    except Exception as error:  # `user_error` returns None for a bug, which propagates
         message = user_error(error)
         if message is None:
             raise
@@ -70,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def note_other_checkout(command: str) -> None:
-    """Says so where the working directory lies in a checkout of handgrad whose code this is not: a change that is tried
-    there would not be tested."""
+    """Prints a note if the working directory is in a checkout of handgrad other than the one that runs: changes to that
+    checkout would not take effect."""
     ours = Path(handgrad.__file__).resolve().parents[1]
     with contextlib.suppress(OSError):  # a folder that cannot be read
         for folder in (Path.cwd(), *Path.cwd().parents):
             if (folder / "pyproject.toml").is_file() and (folder / "handgrad" / "__init__.py").is_file():
-                from handgrad.joins.parallel.local import is_launched  # whose imports `--help` spares
+                from handgrad.joins.parallel.local import is_launched  # imported late: `--help` does not need it
 
                 if folder != ours and not is_launched():
                     remedy = f"`cd {shlex.quote(str(folder))} && python -m handgrad {command}` runs the code there"
@@ -85,16 +85,16 @@ def note_other_checkout(command: str) -> None:
 
 
 def open_missing_streams() -> None:
-    """Opens the standard streams that the process was started without (`>&-`, `2>&-`). The next file it opens, perhaps a
-    run's record, would get the number of a missing one, and libraries would print into it."""
+    """Opens the standard streams that the process was started without (`>&-`, `2>&-`). Otherwise the next file it opens,
+    perhaps a run's record, would get the descriptor of a missing stream, and libraries would print into it."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # as long as the process  # noqa: SIM115
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # open until exit  # noqa: SIM115
 
 
 FIRST_STEPS = """\

@@ -1,4 +1,4 @@
-"""Errors for users: one line with the expected, the found, the place and the next thing to do.
+"""Errors for users: one line that says what was expected, what was found, where, and what to do next.
 
 `print_message` prints the line and `cli.main` exits with the class's code. A bug is an `assert` or any other exception, and
 shows its traceback.
@@ -19,20 +19,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-RESUMABLE = 75  # the exit code of a run that the same command resumes: EX_TEMPFAIL of sysexits.h
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended, as shells have it
+RESUMABLE = 75  # exit code: the same command resumes the run; EX_TEMPFAIL of sysexits.h
+INTERRUPTED = 130  # exit code after Ctrl-C, by shell convention
 
-# C0 except newline and tab, DEL, C1, and the characters that turn the direction of a text around.
+# C0 except newline and tab, DEL, C1, and the characters that change the direction of text.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def shown(text: str) -> str:
-    r"""`text` with its control characters as \x1b and the like, which a terminal shows and does not obey."""
+    r"""`text` with its control characters escaped, like \x1b, so that a terminal shows them instead of obeying them."""
     return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class ShownOutput:
-    """Standard output on a terminal: names and generated texts are `shown`. `terminal` takes sequences of our own."""
+    """Standard output on a terminal: passes all text through `shown`. Our own escape sequences go to `terminal`."""
 
     def __init__(self, terminal: TextIO):
         self.terminal = terminal
@@ -45,13 +45,13 @@ class ShownOutput:
 
 
 class HandgradError(ValueError):
-    """Base of all messages for users; `exit_code` is the exit status of the command that raised it."""
+    """Base class of the errors for users. `exit_code`: exit status of the command that raises it."""
 
     exit_code = 64
     shared = False  # all ranks of the run raise it together
 
     def __init__(self, message: str):
-        # One line, whatever was interpolated: a message is read in a log as often as on a terminal.
+        # One line, whatever was interpolated: messages end up in logs as often as on a terminal.
         super().__init__(shown(re.sub(r"\s*\n\s*", " ", message.strip())))
 
 
@@ -60,7 +60,7 @@ class UsageError(HandgradError):
 
 
 class DataError(HandgradError):
-    """An input file is missing, damaged or of another kind than its name says."""
+    """An input file is missing, damaged, or not of the kind that its name says."""
 
     exit_code = 65
 
@@ -85,20 +85,20 @@ class LostRank(HandgradError):
 
 
 class MemoryShort(HandgradError):
-    """An allocation failed in the middle of the work: the same run fails there again."""
+    """An allocation failed during the work; the same run would fail there again."""
 
     exit_code = 71
 
 
 class NumericsError(HandgradError):
-    """The training diverged: losses or gradients stayed non-finite, or ranks that should agree do not."""
+    """Training diverged: losses or gradients stayed non-finite, or ranks that should agree do not."""
 
     exit_code = 76
     shared = True
 
 
 class AuditError(HandgradError):
-    """A replay or another run gives other bits than the record of a run says."""
+    """A replay, or another run, does not reproduce the bits that a run recorded."""
 
     exit_code = 77
     shared = True
@@ -126,13 +126,13 @@ HINTS = {
 
 
 def storage_error(error: OSError, doing: str) -> StorageError:
-    """An `OSError` met while `doing` something ("writing shards/train_000000.bin") as one readable line."""
+    """The one-line error for an `OSError`. `doing`: what failed, like "writing shards/train_000000.bin"."""
     return StorageError(f"{doing} failed: {error.strerror or error}{HINTS.get(error.errno or 0, '')}")
 
 
 def user_error(error: BaseException) -> HandgradError | None:
-    """An exception as a message for users: a `HandgradError` is one; an `OSError` and a lack of memory become one. None for
-    a bug."""
+    """The error to show to the user: a `HandgradError` itself, or one made from an `OSError` or an out-of-memory error.
+    None for a bug."""
     if isinstance(error, HandgradError):
         return error
     if isinstance(error, OSError):
@@ -145,22 +145,22 @@ def user_error(error: BaseException) -> HandgradError | None:
 
 @contextlib.contextmanager
 def storage_errors(doing: str) -> Iterator[None]:
-    """Raises an `OSError` of the block as the `storage_error` of `doing`."""
+    """Turns an `OSError` in the block into the `storage_error` for `doing`."""
     try:
         yield
     except OSError as error:
         raise storage_error(error, doing) from None
 
 
-# Signals that stop a training run, beside SIGINT: of a job that has to go, of a terminal or its connection that is gone, of
-# schedulers' warnings (SLURM's --signal), of a limit of CPU time.
+# Signals that stop a training run, besides SIGINT: the job is terminated, its terminal or connection is gone, a scheduler
+# warns it (SLURM's --signal), it reaches a limit of CPU time.
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-REPEAT_SECONDS = 1.0  # a signal that comes again sooner is the same one, on another way
+REPEAT_SECONDS = 1.0  # a signal that arrives again sooner is the same one, by another route
 
 
 def print_message(message: object, *, ends: bool = True) -> None:
-    """Prints an error or a text as a line on stderr, once among the processes that one launcher has started on a machine.
-    `ends`: it ends this process."""
+    """Prints an error or text as one line on stderr; of the processes that one launcher started on a machine, only the
+    first prints it. `ends`: the message ends this process."""
     line = f"handgrad: {shown(str(message))}"
     if is_first_to_print(line, ends=ends):
         try:
@@ -170,18 +170,18 @@ def print_message(message: object, *, ends: bool = True) -> None:
 
 
 def send_to_devnull(stream: TextIO) -> None:
-    """Sends the rest of a stream, whose reader is gone, to /dev/null. Python flushes the stream's buffer at exit, and a
-    failure there would change the exit code to 120."""
+    """Redirects a stream whose reader is gone to /dev/null. Python flushes the stream's buffer at exit; a failure there
+    would change the exit code to 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def is_first_to_print(text: str, *, ends: bool = True, of_all: bool = False) -> bool:
-    """True unless another of the processes that one torchrun or `--ranks` has started on a machine has asked before; with
-    `of_all`, whatever its text was: a launcher stops the others when one has failed.
+    """True unless another process that the same torchrun or `--ranks` started on this machine has asked for this text
+    before. `of_all`: or for any text, because a launcher stops the others when one has failed.
 
-    If the text `ends` them, all hand it to torchrun, whose own report ends with it.
+    `ends`: the text ends the process; every process also hands it to torchrun, whose own report ends with it.
     """
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # attempt_0/RANK/error.json, in a folder of this start
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # attempt_0/RANK/error.json, in a folder of this launch
         try:
             if ends:
                 extra = {"timestamp": str(int(time.time()))}
@@ -192,14 +192,14 @@ def is_first_to_print(text: str, *, ends: bool = True, of_all: bool = False) -> 
             (folder / f"handgrad_{zlib.crc32(text.encode()):08x}").touch(exist_ok=False)
         except FileExistsError:
             return False
-        except OSError:  # no such folder, or a full one: each prints its own
+        except OSError:  # no such folder, or a full disk: each process prints its own
             pass
     return True
 
 
 def end_interrupted(text: str = "interrupted", code: int = INTERRUPTED) -> NoReturn:
-    """Ends the process at once with one line, without an exception: a library could lose it, or abort on it."""
-    cursor = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # a live line hides it
+    """Prints one line and ends the process at once. Raises no exception: a library could swallow it, or abort on it."""
+    cursor = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # a live line hides the cursor
     line = f"handgrad: {text}\n" if is_first_to_print(f"handgrad: {text}", of_all=True) else ""
     with contextlib.suppress(OSError):
         os.write(2, (cursor + line).encode())
@@ -210,7 +210,7 @@ _first_came: dict[int, float] = {}  # signal: time
 
 
 def is_repeat(number: int) -> bool:
-    """True if the signal has come within the last second, by another way: a launcher passes its own on to its ranks."""
+    """True if the same signal arrived within the last second: a launcher forwards its own signals to its ranks."""
     now = time.monotonic()
     if now - _first_came.get(number, -math.inf) < REPEAT_SECONDS:
         return True
@@ -219,12 +219,12 @@ def is_repeat(number: int) -> bool:
 
 
 def forget_signals() -> None:
-    """Lets the next signal count in any case."""
+    """Makes the next signal count, even if it repeats one."""
     _first_came.clear()
 
 
 def end_stopped(number: int, frame: FrameType | None) -> None:
-    """Handles the signals of `STOPPING` in a training run that makes no steps: before the first, or after the last."""
+    """Handles the `STOPPING` signals while a training run makes no steps: before the first, or after the last."""
     if not is_repeat(number):
         name = signal.Signals(number).name
         end_interrupted(
@@ -235,7 +235,7 @@ def end_stopped(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def stoppable(*, training: bool) -> Iterator[None]:
-    """Encloses a training run with `end_stopped` for the signals that would end it without a word."""
+    """Installs `end_stopped` during a training run, for the signals that would otherwise end it silently."""
     numbers = [number for number in STOPPING if training and signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in numbers:
@@ -243,19 +243,19 @@ def stoppable(*, training: bool) -> Iterator[None]:
         yield
     finally:
         for number in numbers:
-            # What a signal asked for is done: when it comes again, it must not change the exit code.
+            # The run has obeyed this signal: a repeat must not change the exit code.
             signal.signal(number, signal.SIG_IGN if number in _first_came else signal.SIG_DFL)
 
 
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Handles SIGINT where nothing is half done, during imports above all."""
+    """Handles SIGINT while there is nothing to clean up, mainly during imports."""
     end_interrupted()
 
 
 def interrupt_once(number: int, frame: FrameType | None) -> None:
-    """Handles SIGINT where something may have to be cleaned up; a second one ends the process at once, and so does one
-    during a late import."""
-    if is_repeat(number):  # of one that has stopped a training run
+    """Handles SIGINT while there may be something to clean up: raises `KeyboardInterrupt`. A second one, or one during a
+    late import, ends the process at once."""
+    if is_repeat(number):  # the first has stopped a training run
         return
     signal.signal(signal.SIGINT, end_at_once)
     while frame is not None:
@@ -267,7 +267,7 @@ def interrupt_once(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Encloses the work of a program that handles SIGINT by `end_at_once`, with `interrupt_once` in its place."""
+    """Installs `interrupt_once` for the block, in a program that handles SIGINT with `end_at_once`."""
     ours = signal.getsignal(signal.SIGINT) is end_at_once
     if ours:
         signal.signal(signal.SIGINT, interrupt_once)

@@ -1,4 +1,4 @@
-"""Durable files: on the disk when a call returns, whole or absent, with their hash."""
+"""Durable files: on disk when a call returns, complete or absent; and their hashes."""
 
 import contextlib
 import hashlib
@@ -17,12 +17,12 @@ def file_sha256(path: Path) -> str:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """`write_bytes_durably` of `text` in UTF-8; half a surrogate pair, which a sample may hold, becomes "?"."""
+    """`write_bytes_durably` for `text` in UTF-8. A lone surrogate, which a sample may contain, becomes "?"."""
     write_bytes_durably(path, text.encode(errors="replace"))
 
 
 def write_bytes_durably(path: Path, content: bytes) -> None:
-    """Replaces `path` by a file with `content`, on the disk when this returns; never half of it. Raises OSError."""
+    """Atomically replaces `path` with a file of `content`, which is on disk when this returns. Raises OSError."""
     new = path.with_name(path.name + ".new")
     try:
         with new.open("wb") as file:
@@ -38,7 +38,7 @@ def write_bytes_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Forces the names in a folder to the disk. Raises OSError."""
+    """Syncs the names in a folder to disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,7 +47,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_name(path: Path) -> None:
-    """Forces the new name of a whole file or folder to the disk. Raises OSError, which says that `path` stands."""
+    """Syncs the new name of a complete file or folder to disk. Raises an OSError that says that `path` is complete."""
     try:
         sync_folder(path.parent)
     except OSError as error:
@@ -57,21 +57,21 @@ def sync_name(path: Path) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raises `UsageError` if `path` exists, or cannot be made; an empty folder counts as free."""
+    """Raises `UsageError` if `path` exists or cannot be created; an empty folder counts as free."""
     if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise UsageError(f"{path} already exists; give another name or remove it")
     check_above(path)
 
 
 def check_above(path: Path) -> None:
-    """Raises `UsageError` if the nearest thing above `path` that exists is no folder."""
+    """Raises `UsageError` if the nearest existing ancestor of `path` is not a folder."""
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise UsageError(f"{path} cannot be made: {above} is a file; give another name")
 
 
 def check_writable(path: Path) -> None:
-    """Raises, before the work, `UsageError` if the file exists, `StorageError` if it cannot be written afterwards."""
+    """Checks an output file before the work. Raises `UsageError` if it exists, `StorageError` if it cannot be written."""
     if path.is_file():
         raise UsageError(f"{path} already exists; give --out another name or remove it")
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -79,7 +79,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_replaceable(path: Path, flag: str) -> None:
-    """Raises `UsageError`, before the work, if the file of a `flag` cannot be written: it is a folder, or lies in none."""
+    """Checks the file of a `flag` before the work. Raises `UsageError` if it is a folder or its folder does not exist."""
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{flag} {path}: there is no folder {path.absolute().parent}; make it, or write elsewhere")
     if path.is_dir():
@@ -88,7 +88,7 @@ def check_replaceable(path: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def whole(final: Path) -> Iterator[Path]:
-    """A path beside `final` for a file or folder: renamed to `final` when the block ends well, removed when it does not.
+    """A path next to `final` for a file or folder, renamed to `final` if the block succeeds, removed if it fails.
 
     Raises `UsageError` if `final` exists, `StorageError` if the disk refuses.
     """

@@ -1,4 +1,4 @@
-"""Numbers and tables as a person reads them."""
+"""Numbers and tables in human-readable form."""
 
 from collections.abc import Sequence
 
@@ -45,14 +45,14 @@ def human_age(seconds: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """A line per row, its cells in columns: the first `left` of them aligned on the left, the others on the right."""
+    """A line per row, with aligned columns: the first `left` columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if number < left else ">" for number in range(len(widths))]
     return ["  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, sides, widths, strict=True)) for row in rows]
 
 
 def memory_table(columns: list[dict[str, int]]) -> list[str]:
-    """One line per allocation, bytes by kind in each column, and their sums."""
+    """One line per kind of memory, with its bytes in each column, and a line of totals."""
     totals = ("total", [sum(column.values()) for column in columns])
     rows = [*((kind, [column[kind] for column in columns]) for kind in columns[0]), totals]
     return [f"  {kind:<16}" + "".join(f"{human_bytes(size):>16}" for size in sizes) for kind, sizes in rows]

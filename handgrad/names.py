@@ -1,4 +1,4 @@
-"""The names that people type, and the names of ours that they mean."""
+"""Names that users type, and our names that they mean."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 EPOCHS = "epochs epoch num_epochs n_epochs max_epochs num_train_epochs"
 STEPS_OF_AN_EPOCH = "an epoch takes the training split's tokens / tokens_per_step steps"
-# A name of ours, and other trainers' and libraries' words for it. The first name that a command knows is suggested.
+# Our name: other trainers' and libraries' words for it. An error suggests the first of our names that the command knows.
 SYNONYMS = {
     "learning_rate": "lr max_lr peak_lr",
     "final_learning_rate_fraction": "min_lr final_lr min_lr_ratio final_lr_frac",
@@ -46,12 +46,12 @@ SYNONYMS = {
     "out": "out_dir output output_dir run_dir",
     "device": "gpu cuda cpu",
     "gpus": "num_gpus n_gpus ngpus nproc_per_node devices",
-    # of --lora, and its products
+    # of --lora: its settings and GEMMs
     "rank": "r lora_r lora_rank",
     "alpha": "lora_alpha",
     "on": "target_modules lora_target_modules lora_attn_modules modules",
     **{name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")},
-    # of other commands than train
+    # of commands other than train
     "tokenizer": "vocab vocab_size vocabulary encoding",
     "batch": "batch_size bs",
     "samples": "num_samples n",
@@ -90,7 +90,7 @@ SYNONYMS = {
     "d48": "gpt2_xl xl 1558m 1.5b",
 }
 
-# Other trainers' settings that are none of a run here, and their place.
+# The place where handgrad does it: other trainers' settings that are not settings of a run here.
 ELSEWHERE = {
     "in a copy of the package, by a few lines: Trying an idea, in docs/architecture.md": "activation activation_function"
     " activation_fn hidden_act loss_fn loss_function criterion",
@@ -113,8 +113,8 @@ ELSEWHERE = {
 
 
 def nearest_name(name: str, known: Any) -> str:
-    """' (did you mean X?)' for the known name that `name` says in other words, or else the closest one; ' (that is done
-    ...)' for a word of other trainers that is no setting of a run; or nothing."""
+    """' (did you mean X?)' with the known name that `name` is a synonym of, or else the closest one; ' (that is done
+    ...)' for other trainers' settings that a run here does not have; or ''."""
     known = list(known)
     names = {plain_name(option): option for option in known}
     meant = next((names[word] for word in meanings(name) if word in names), None)
@@ -128,7 +128,7 @@ def nearest_name(name: str, known: Any) -> str:
 
 
 def meanings(name: str) -> list[str]:
-    """The names of ours that `name` may mean: itself, and each that it is a synonym of."""
+    """Our names that `name` may mean: itself, and each name that it is a synonym of."""
     plain = plain_name(name)
     return [plain, *(target for target, words in SYNONYMS.items() if plain in words.split())]
 
@@ -144,7 +144,7 @@ def plain_name(name: str) -> str:
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raises `UsageError` with the nearest choice for a value that is none of them."""
+    """Raises `UsageError`, with the nearest choice, if `value` is not one of `choices`."""
     choices = tuple(choices)
     if value not in choices:
         near = nearest_name(str(value), choices)
@@ -152,8 +152,8 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def named_values(kind: type[T], setting: str, text: str, example: str) -> T:
-    """The dataclass whose fields a setting's text names with their values, like the `example`; a switch is named alone, and
-    what is not named has its default. Raises `UsageError` for a name or a value that it does not have."""
+    """Parses a setting's text, like the `example`, into a dataclass: name=value for a field, the bare name for a switch.
+    Fields that the text leaves out keep their defaults. Raises `UsageError` for an unknown name or an invalid value."""
     known = {f.name: f.type for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):

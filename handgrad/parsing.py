@@ -1,8 +1,8 @@
-"""JSON and TOML from anybody's file, within bounds: what is returned can be compared, shown and written without a surprise.
-An object of a file, a `Record`, carries its place, so that an error names the file, the line and the field.
+"""JSON and TOML from untrusted files, within bounds: parsed values are safe to compare, print and write. A `Record`, an
+object from a file, knows its place, so errors name the file, the line and the field.
 
-Python's own readers pass on integers of hundreds of digits, which no float holds, and values nested so deeply that
-`repr` fails; TOML's fails on either with an error of its own.
+Python's own JSON parser accepts integers of hundreds of digits, which no float holds, and values nested so deeply that
+`repr` fails; its TOML parser fails on both with exceptions of other types.
 """
 
 import contextlib
@@ -19,29 +19,29 @@ from typing import Any
 
 from handgrad.errors import DataError, storage_errors
 
-MOST_DEPTH = 64  # of lists and objects in each other
+MOST_DEPTH = 64  # of nested lists and objects
 MOST_DIGITS = 40  # of an integer: more than 64 bits ever need
-MOST_TOML_BYTES = 1 << 20  # a recipe has some kilobytes
+MOST_TOML_BYTES = 1 << 20  # a recipe has a few kilobytes
 OPENING = "[{"
 BLANKS = re.compile(r"\s*")
-DOTTED = re.compile(rf"(?:\.\s*[\w\"'-]+\s*){{{MOST_DEPTH}}}")  # such a key takes time with the square of its length
+DOTTED = re.compile(rf"(?:\.\s*[\w\"'-]+\s*){{{MOST_DEPTH}}}")  # parsing such a key takes quadratic time
 
 
 def parse_json(content: bytes | str, *, unique: bool = False) -> Any:
-    """The value of a JSON text in UTF-8. Raises ValueError, with the reason: no such text, nested too deeply, an integer of
-    too many digits, or with `unique` a key that an object has twice: readers differ in which value they take."""
+    """Parses a JSON text in UTF-8. Raises ValueError, with the reason, if the text is invalid, is nested too deeply, has an
+    integer of too many digits, or, with `unique`, has a key twice in an object: parsers differ in the value they keep."""
     text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     try:
         value = (UNIQUE_DECODER if unique else DECODER).decode(text)
     except RecursionError:
         raise too_deep() from None
-    if sum(map(text.count, OPENING)) > MOST_DEPTH:  # else it cannot be
+    if sum(map(text.count, OPENING)) > MOST_DEPTH:  # otherwise it cannot be nested too deeply
         check_bounds(value)
     return value
 
 
 def parse_value(text: str, place: int) -> tuple[Any, int]:
-    """(value, the place after it) of the JSON that begins at `place` of a text. Raises ValueError as `parse_json` does."""
+    """(JSON value that begins at `place` in a text, the place after it). Raises ValueError as `parse_json` does."""
     try:
         value, end = DECODER.raw_decode(text, place)
     except RecursionError:
@@ -51,14 +51,14 @@ def parse_value(text: str, place: int) -> tuple[Any, int]:
 
 
 def parse_array(blocks: Iterator[str], most: int) -> Iterator[Any]:
-    """The entries of an array, in a text that begins with its bracket, one after another: a file of gigabytes is not held.
+    """Yields the entries of a JSON array, whose text comes in `blocks`; never holds all of a file of gigabytes.
 
-    Raises ValueError with the text that stands where it expected an entry of at most `most` characters.
+    Raises ValueError, with the text that it found, where it expected an entry of at most `most` characters.
     """
     text, place = next(blocks, "").lstrip()[1:], 0
     while not text.startswith("]", place := blanks_end(text, place)):
         value, after = None, len(text)
-        with contextlib.suppress(ValueError):  # no JSON, or an entry that goes on in the next block
+        with contextlib.suppress(ValueError):  # not JSON, or an entry that continues in the next block
             value, end = parse_value(text, place)
             after = blanks_end(text, end)
         if after < len(text) and text[after] in ",]":
@@ -74,13 +74,13 @@ def parse_array(blocks: Iterator[str], most: int) -> Iterator[Any]:
 
 
 def blanks_end(text: str, place: int) -> int:
-    """The first place from `place` on that is no blank."""
+    """The first non-blank place at or after `place`."""
     found = BLANKS.match(text, place)
     return found.end() if found else place
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """The table of a TOML text. Raises ValueError as `parse_json` does, and for a text of more than a megabyte."""
+    """Parses a TOML text. Raises ValueError as `parse_json` does, and for a text of more than a megabyte."""
     if len(content) > MOST_TOML_BYTES:
         raise ValueError(f"{len(content)} bytes, more than {MOST_TOML_BYTES}")
     text = content.decode()
@@ -182,7 +182,7 @@ class Record:
         return tuple(self._encodable(name, text) for text in value)
 
     def number(self, name: str) -> float:
-        """A float; null is NaN. A writer of strict JSON may spell the non-finite ones as text."""
+        """A float; null is NaN. Accepts non-finite numbers as text, because strict JSON has no literals for them."""
         value = self.value(name, "a number")
         if value is None:
             return math.nan
@@ -196,7 +196,7 @@ class Record:
             raise self.wrong(name, "a number", value) from None
 
     def count(self, name: str, limit: int = COUNT_LIMIT, *, or_text: bool = False) -> int:
-        """A whole number from 0 to `limit` - 1; with `or_text` its digits count as well."""
+        """A whole number from 0 to `limit` - 1; with `or_text` also as text of decimal digits."""
         wanted = f"a whole number from 0 to {limit - 1}"
         value = self.value(name, wanted)
         short = or_text and isinstance(value, str) and value.isdecimal() and len(value) <= len(str(COUNT_LIMIT))
@@ -221,7 +221,7 @@ def as_record(value: Any, where: str) -> Record:
 
 
 def parse_record(line: bytes, where: str, *, unique: bool = False) -> Record:
-    """The record in a line. Raises `DataError` if the line is no JSON object, or with `unique` has a key twice."""
+    """Parses a line. Raises `DataError` if it is not a JSON object or, with `unique`, has a key twice."""
     try:
         value = parse_json(line, unique=unique)
     except ValueError as error:  # not JSON, not UTF-8, or out of bounds
@@ -231,14 +231,14 @@ def parse_record(line: bytes, where: str, *, unique: bool = False) -> Record:
 
 
 def numbered_lines(content: bytes, path: Path) -> Iterator[tuple[bytes, str]]:
-    """(line, place) of every line that is not blank."""
+    """Yields (line, place) for every line that is not blank."""
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             yield line, f"line {number} of {path}"
 
 
 def readable_records(path: Path) -> Iterator[Record]:
-    """The records of a file in order, without lines that are none: a kill may have cut the last. Raises `StorageError`."""
+    """Yields the records of a file in order. Skips other lines: a kill may have cut the last one. Raises `StorageError`."""
     with storage_errors(f"reading {path}"):
         content = path.read_bytes()
     for line, where in numbered_lines(content, path):

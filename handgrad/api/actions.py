@@ -1,4 +1,4 @@
-"""prepare, plan, evaluate, export: these commands as functions that return the printed results."""
+"""prepare, plan, evaluate, export: the commands as functions, which return the results that the commands print."""
 
 import os
 from pathlib import Path
@@ -36,10 +36,10 @@ def prepare(
     skip_bad_rows: bool = False,
     overwrite: bool = False,
 ) -> Dataset:
-    """`handgrad prepare`: text into a folder of token shards, returned open; reuses finished shards.
+    """`handgrad prepare`: turns text into a folder of token shards, and returns it opened; reuses finished shards.
 
-    Unlike the command it works in this process alone unless `workers` asks for more (0: one per core): Python's new
-    processes import the script again, which therefore needs `if __name__ == "__main__":`; a notebook does not.
+    Unlike the command, it uses only this process unless `workers` asks for more (0: one per core): new processes import
+    the script again, so a script then needs `if __name__ == "__main__":`; a notebook does not.
 
     Raises the errors of the command.
     """
@@ -73,11 +73,11 @@ def plan(
     model: str = "",
     **settings: Unpack[Settings],
 ) -> Forecast:
-    """`handgrad plan --gpu`: the run of these settings on `gpus` GPUs, a process on each. `price`: dollars per GPU and
-    hour; `fit`: memory of each that it may take, like `24GB`, instead of all; `vocab_size`: by default the data's, or
-    GPT-2's where there is none.
+    """`handgrad plan --gpu`: forecasts a run with these settings on `gpus` GPUs, one process per GPU. `price`: dollars per
+    GPU-hour; `fit`: memory limit per GPU, like `24GB`, instead of all of it; `vocab_size`: by default the data's, or
+    GPT-2's if there are no data.
 
-    Raises `UsageError`: an unknown GPU, a precision that it lacks, a run that does not fit; and the errors of `preset`.
+    Raises `UsageError` for an unknown GPU, a precision that it lacks, a run that does not fit; and the errors of `preset`.
     """
     if gpus < 1 or vocab_size < 0 or (price is not None and not 0 <= price < float("inf")):
         raise UsageError(f"gpus must be at least 1, price and vocab_size 0 or more; found {gpus}, {price}, {vocab_size}")
@@ -98,12 +98,12 @@ def evaluate(
     precision: str = "auto",
     backend: str = "auto",
 ) -> HeldOut:
-    """`handgrad evaluate`: the loss on the validation split of `data`, by default the model's training data. `model` is a
-    loaded one, in its own precision, or an argument of `load`. Windows of `context` tokens (0: the model's context, of a
-    model from elsewhere at most 4096) start `eval_stride` tokens apart and score their last ones (0: side by side; None: as
-    in the model's run).
+    """`handgrad evaluate`: the loss on the validation split of `data`, by default the model's training data. `model`: a
+    loaded model, which keeps its precision, or an argument of `load`. Windows of `context` tokens (0: the model's context;
+    for an imported model at most 4096) start `eval_stride` tokens apart, and each scores its last ones (0: side by side;
+    None: as in the model's run).
 
-    Raises `UsageError`, `DataError`: no such data, or not in the model's tokens.
+    Raises `UsageError` or `DataError` if there are no such data, or if they are not in the model's tokens.
     """
     if min(eval_tokens, eval_stride or 0, context) < 0 or micro_batch < 1:
         raise UsageError("--eval-tokens, --context and --eval-stride must be 0 or more and --micro-batch 1 or more")
@@ -122,8 +122,8 @@ def evaluate(
 
 
 def export(source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to: str = "hf", dtype: str = "") -> Exported:
-    """`handgrad export`: a run or checkpoint into a folder that transformers ("hf"), PEFT ("peft") or llm.c ("llmc") opens,
-    or into a file for llama.cpp ("gguf"), read back and compared before it gets its name. Raises the errors of the command.
+    """`handgrad export`: writes a run or checkpoint to a folder for transformers ("hf"), PEFT ("peft") or llm.c ("llmc"),
+    or to a file for llama.cpp ("gguf"). Reads it back and compares it first, then renames it. Raises the command's errors.
     """
     folders = {"hf": export_model, "peft": export_peft, "llmc": export_llmc}
     check_choice("to", to, (*folders, "gguf"))

@@ -1,4 +1,4 @@
-"""A loaded model: its logits, the losses of tokens, the texts it writes."""
+"""A loaded model: its logits, its losses, the texts that it generates."""
 
 import math
 import os
@@ -41,19 +41,19 @@ Tokens = str | Tensor | np.ndarray | Sequence[int] | Sequence[str] | Sequence[Se
 class Model:
     """Weights that do not change, and the memory to compute with them.
 
-    Beside the weights a model has two planned allocations: the activations of up to 8 rows of tokens, and the state of the
-    texts that it writes at once. The first call that needs one makes it; a larger call makes it anew. Results are tensors
-    of their own.
+    Besides the weights, a model has two planned allocations: the activations of up to 8 rows of tokens, and the state of
+    the texts in one batch of generation. The first call that needs one allocates it; a larger call allocates it again.
+    Results are separate tensors.
 
     Arguments named `tokens` are
 
-        "a text"                           its document: end-of-text or the model's own begin, then its tokens
+        "a text"                           its document: end-of-text or the model's begin-of-text, then its tokens
         [464, 2068, 7586]                  one row
         ["a text", "another"], [[464], [2068, 7586]], a tensor or array (T) or (B, T)      rows, of any lengths
     """
 
     def __init__(self, source: Weights, ops: ModuleType, device: torch.device, precision: str):
-        """Copies the weights of `source`. Raises `DataError` without memory for them."""
+        """Copies the weights of `source`. Raises `DataError` if they do not fit in memory."""
         self.device, self.precision = device, precision
         self.dtype = devices.dtype_of(device, precision)
         loaded = load_model(source, device, self.dtype, ops, [])
@@ -65,7 +65,7 @@ class Model:
         self.data = source.config.data  # the shards they were trained on, if known
         self.talks = is_taught_to_talk(source.tokenizer, source.checkpoint)
         self.eval_stride, self.packing = source.config.eval_stride, source.config.packing  # of its run's validations
-        self.eval_context = usual_window(source)  # tokens of a window of `handgrad.evaluate`
+        self.eval_context = usual_window(source)  # tokens per window of `handgrad.evaluate`
         self._activation_memory = GrowingMemory(device)
         self._forward: tuple[tuple[int, int, bool], Any] | None = None  # ((rows, tokens, packed), their buffers)
         self._talk: Talk | None = None
@@ -79,17 +79,17 @@ class Model:
             f" {count_parameters(self.table):,} parameters in {self.precision} on {self.device}>"
         )
 
-    # Numbers of given tokens.
+    # Logits and losses of given tokens.
 
     def tokens(self, text: str) -> list[int]:
-        """The document that begins with `text`: a prompt's start (`Tokenizer.prompt_start`), then the text's tokens."""
+        """The tokens of the document that begins with `text`: `Tokenizer.prompt_start`, then the text's own tokens."""
         return document(self.tokenizer, text)
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """(B, T, V) in the model's precision: after each token the logits of the next one. `generate` samples from the
-        softmax over the last dimension at temperature 1.
+        """(B, T, V) in the model's precision: after each token, the logits of the next one. At temperature 1, `generate`
+        samples from their softmax over the last dimension.
 
-        T is the longest row's length; after the end of a shorter row stands NaN. Raises `UsageError` for a row without a
+        T is the longest row's length; shorter rows end in NaN. Raises `UsageError` for a row without a
         token or longer than the model's context.
         """
         rows = self._rows(tokens, least=1)
@@ -118,11 +118,11 @@ class Model:
         return found
 
     def losses(self, tokens: Tokens) -> Tensor:
-        """(B, T-1) float32: the cross-entropy of each token but the first, given those before it, in nats; -loss is its
-        log-likelihood. A text has one for each of its tokens, since another comes first.
+        """(B, T-1) float32: the cross-entropy in nats of each token but the first, given the tokens before it; -loss is its
+        log-likelihood. A text has a loss for each of its tokens, because its document begins with another token.
 
-        After the end of a shorter row stands NaN. A row longer than the context is cut into contexts that share one token,
-        as training cuts the validation split, so each token but the first is predicted once. Raises `UsageError` for a
+        Shorter rows end in NaN. A row longer than the context is cut into contexts that share one token, as training cuts
+        the validation split, so each token but the first is predicted once. Raises `UsageError` for a
         row of fewer than two tokens.
         """
         return self._losses(self._rows(tokens, least=2))
@@ -131,7 +131,7 @@ class Model:
         """The mean of `losses` over all tokens that have one, in nats."""
         rows = self._rows(tokens, least=2)
         lines = self._losses(rows).cpu().double()
-        # By the rows' lengths, not by the NaN after them: weights that diverged must not hide.
+        # Sum by the rows' lengths instead of skipping NaN: diverged weights must show.
         sums = [line[: len(row) - 1].sum().item() for row, line in zip(rows, lines, strict=True)]
         return sum(sums) / sum(len(row) - 1 for row in rows)
 
@@ -152,7 +152,7 @@ class Model:
         return found
 
     def _rows(self, tokens: Tokens, *, least: int) -> list[list[int]]:
-        """The argument as rows of at least `least` ids that the model knows."""
+        """The argument as rows of at least `least` ids that the model knows. Raises `UsageError` for any other."""
         given: Any = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else tokens
         if isinstance(given, str) or (given and all(isinstance(one, int | np.integer) for one in given)):
             given = [given]
@@ -169,21 +169,21 @@ class Model:
                     raise UsageError(f"expected token ids from 0 to {self.shape.vocab_size - 1}, found {one}")
             if len(ids) < least:
                 raise UsageError(f"expected at least {least} token(s) in row {len(rows)}, found {len(ids)}")
-            rows.append(list(map(int, ids)))  # numpy's of 16 bits beside others would have no common type
+            rows.append(list(map(int, ids)))  # numpy's 16-bit integers have no common type with others
         if not rows:
             raise UsageError("expected tokens, found none; give a text, ids, or rows of them")
         return rows
 
     def forward_buffers(self, batch: int, length: int, *, packed: bool = False) -> Any:
-        """The buffers of a forward pass over `batch` rows of `length` tokens, reused while these sizes stay.
+        """The buffers of a forward pass over `batch` rows of `length` tokens, reused while the arguments stay the same.
         `packed`: a row holds several documents.
 
-        Padding of shorter rows belongs on the right, where causal attention hides it.
+        Pad shorter rows on the right, where causal attention hides the padding.
         """
-        devices.set_arithmetic(self.device, self.precision)  # another model may have set another
+        devices.set_arithmetic(self.device, self.precision)  # another model may have changed it
         sizes = batch, length, packed
         if self._forward is None or self._forward[0] != sizes:
-            self._forward = None  # or it would keep its memory
+            self._forward = None  # frees its memory first
             table = forward_buffers(self.shape, batch, length, self.dtype, self.ops, packed=packed)
             act = named_activations(self.shape, self._activation_memory.lay(table, f"{batch} x {length} tokens"))
             self._forward = sizes, act
@@ -205,8 +205,8 @@ class Model:
         seed: int = 0,
         batch: int = 8,
     ) -> Prompts:
-        """The continuation of a prompt: a str, or for a list of prompts a list of them. Takes the options of
-        `handgrad sample`; prompt number i has the seed `seed` + i, and `batch` texts are written at once.
+        """Continues a prompt and returns a str; for a list of prompts, a list. Takes the options of `handgrad sample`.
+        Prompt number i has the seed `seed` + i; the model generates `batch` texts at a time.
 
         Raises `UsageError` for an invalid option, `NumericsError` when the logits are not finite.
         """
@@ -234,7 +234,7 @@ class Model:
         stop: str | Sequence[str] = (),
         seed: int = 0,
     ) -> Iterator[str]:
-        """`generate` of one prompt, piece by piece. It ends with a `UsageError` when the same model begins another text."""
+        """Like `generate` for one prompt, but yields pieces. Raises `UsageError` if the model begins another text."""
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
         texts = self._texts([prompt], max_tokens, stop, seed)
         return (piece for _, piece in self._write(texts, options, stop, 1) if piece)
@@ -252,12 +252,12 @@ class Model:
         stop: str | Sequence[str] = (),
         seed: int = 0,
     ) -> Iterator[str]:
-        """The assistant's answer to a conversation, piece by piece: `messages` like {"role": "user", "content": "Hello"},
-        the last one the user's, in the chat template of the model's tokenizer, or the plain one.
+        """Yields the assistant's answer to a conversation in pieces. `messages`: like {"role": "user", "content": "Hello"},
+        the last one from the user. Uses the chat template of the model's tokenizer, or the plain one.
 
-        The oldest turns are left out, with a warning, where the conversation and an answer of `max_tokens` (or of a
-        quarter of the context) do not fit the model's context, or the part of it that memory holds. Raises `UsageError`
-        for messages that it cannot answer.
+        Leaves out the oldest turns, with a warning, if the conversation and an answer of `max_tokens` (or of a quarter of
+        the context) do not fit the model's context, or the part of it that fits in memory. Raises `UsageError` for
+        messages that it cannot answer.
         """
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
         check_writing(max_tokens, seed, texts_of(stop))
@@ -285,8 +285,8 @@ class Model:
         batch: int,
         talk: Talk | None = None,
     ) -> Iterator[tuple[Continuation, str]]:
-        """Writes the texts, `batch` at once: yields a text and its next piece. `talk`: of a conversation, which keeps the
-        keys and values of its earlier turns."""
+        """Generates the texts, `batch` at a time; yields (text, its next piece). `talk`: for a conversation, which keeps
+        the keys and values of its earlier turns."""
         if not texts:
             return
         devices.set_arithmetic(self.device, self.precision)
@@ -324,7 +324,7 @@ def load(
     """Loads the model at `source`: a run (its newest checkpoint), RUN/best, a checkpoint, a transformers folder, a name on
     the Hub, a .bin of llm.c. Takes the options of `handgrad sample` and, for imported weights, of `handgrad import`.
 
-    Raises `DataError` or `UsageError` if there is no model, or a damaged one, or one that does not fit.
+    Raises `DataError` or `UsageError` if the model does not exist, is damaged, or does not fit.
     """
     choices = {"device": (device, DEVICES), "precision": (precision, (AUTO, *PRECISIONS)), "backend": (backend, BACKENDS)}
     for name, (value, known) in choices.items():

@@ -1,4 +1,4 @@
-"""A run's records, one by one, also while it continues."""
+"""A run's records, one by one, also while it runs."""
 
 import os
 import time
@@ -16,12 +16,12 @@ KINDS = (*("run", "step", "gpu", "fp8", "ranks", "validation", "evaluation", "sa
 
 
 def metrics(run: str | os.PathLike[str], kind: str = "", *, follow: bool = False) -> Iterator[dict[str, Any]]:
-    """The records of a run's metrics.jsonl in their order, or only one `kind`: run, step, validation, sample, event,
-    ... (docs/report.md has all, and their keys). With `follow` it waits for more until the run is finished, even if
-    somebody stopped the run.
+    """Yields the records of a run's metrics.jsonl in order, or only one `kind`: run, step, validation, sample, event,
+    ... (docs/report.md lists all kinds and their keys). With `follow`, waits for more until the run is finished, even
+    while it is stopped.
 
-    A resumed run repeats the steps after its checkpoint, so a follower gets them again. Raises `UsageError` for
-    a kind that does not exist, `DataError`: there is no such file, or a line is no record.
+    A resumed run repeats the steps after its checkpoint, so a follower gets them again. Raises `UsageError` for an
+    unknown kind, `DataError` if the file does not exist or a line is not a record.
     """
     if kind:
         check_choice("kind", kind, KINDS)
@@ -45,7 +45,7 @@ def read_records(path: Path, *, follow: bool) -> Iterator[dict[str, Any]]:
             file.seek(offset)
             for line in file:
                 if not line.endswith(b"\n"):
-                    break  # cut by a kill, or still being written
+                    break  # truncated by a kill, or still being written
                 offset += len(line)
                 if index == len(seen) or seen[index] != hash(line):
                     del seen[index:]

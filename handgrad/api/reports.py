@@ -36,7 +36,7 @@ RESULTS: dict[str, Callable[[Run], float]] = {
 
 @dataclass(frozen=True)
 class Curves:
-    """A drawn plot. A notebook shows it; `save` writes it as a PNG; `figure` is matplotlib's, to be changed."""
+    """A drawn plot. A notebook shows it; `save` writes it as a PNG; `figure` is a matplotlib figure that you can change."""
 
     plot: Plot
     runs: Sequence[Run]
@@ -60,7 +60,7 @@ class Curves:
 
 
 class Comparison(list[dict[str, Any]]):
-    """A dictionary per run: its results, and the settings that differ. It prints as a table, and a DataFrame takes it."""
+    """A dictionary per run: its results, and the settings that differ. It prints as a table; a DataFrame accepts it."""
 
     def __repr__(self) -> str:
         names = list(self[0])
@@ -76,7 +76,7 @@ def report(*runs: RunFolder, out: RunFolder = "") -> Path:
     """`handgrad report`: writes the page about one or several run folders, or a folder of runs; returns its path. `out`: by
     default RUN/report.html of a single folder, report.html of several.
 
-    Raises `UsageError`, `DataError`: no runs given, or a folder that is none.
+    Raises `UsageError` if no runs are given, `DataError` for a folder that is not a run.
     """
     folders = given(runs)
     default = folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE)
@@ -84,7 +84,7 @@ def report(*runs: RunFolder, out: RunFolder = "") -> Path:
 
 
 def plot(*runs: RunFolder, curve: str = "loss") -> Curves:
-    """A plot of the report, of run folders or a folder of runs: `curve` is its name, such as loss, gradient_norm,
+    """Draws one plot of the report, for run folders or a folder of runs. `curve`: its name, such as loss, gradient_norm,
     learning_rate, tokens_per_second, step_time.
 
     Raises `UsageError` for a curve that these runs do not have, and the errors of `report`.
@@ -96,8 +96,8 @@ def plot(*runs: RunFolder, curve: str = "loss") -> Curves:
 
 
 def compare(*runs: RunFolder) -> Comparison:
-    """The results of run folders, or of all runs in a folder, a row each, then the settings in which they differ. Losses
-    are in nats per token, the training loss is a mean over the last steps, speeds are medians; NaN where a run has none.
+    """Compares run folders, or all runs in a folder: a row per run, with its results, then the settings that differ. Losses
+    are in nats per token, the training loss is a mean over the last steps, speeds are medians; NaN if a run has none.
 
     Raises the errors of `report`.
     """

@@ -29,8 +29,8 @@ Described = TypeVar("Described", bound=Callable[..., Any])
 
 
 class Settings(TypedDict, total=False):
-    """Single fields of `RunConfig`, as a type checker, an editor and a notebook read them: a test holds the two together.
-    `handgrad train --help-all` says what each means."""
+    """The fields of `RunConfig` as keywords, for type checkers, editors and notebooks; a test keeps both equal.
+    `handgrad train --help-all` explains each."""
 
     data: str | os.PathLike[str]
     out: str | os.PathLike[str]
@@ -145,7 +145,7 @@ def preset(name: str, **settings: Unpack[Settings]) -> RunConfig:
 
 
 def configuration(start: str | RunConfig, settings: Settings, recipe_file: str = "", model: str = "") -> RunConfig:
-    """The configuration for the arguments of `Training`: the command's, or a whole configuration with single settings
+    """The configuration for the arguments of `Training`: the command's, or a whole `RunConfig` with single fields
     replaced."""
     given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
     if isinstance(start, RunConfig):
@@ -155,7 +155,7 @@ def configuration(start: str | RunConfig, settings: Settings, recipe_file: str =
 
 @with_settings
 class Training:
-    """A run in a folder, begun or resumed, whose caller decides when it makes steps.
+    """A run in a folder, new or resumed. The caller decides when it makes steps.
 
         with handgrad.Training("tiny", data="shards", out="runs/a", steps=100) as run:
             run.steps(50)
@@ -176,8 +176,8 @@ class Training:
         quiet: bool = False,
         **settings: Unpack[Settings],
     ):
-        """`preset`: a name or a whole `RunConfig`; `config`: a recipe's file; `model`: a name of sizes; `settings`: single
-        fields of `RunConfig`. `quiet`: the console stays empty, log.txt has the lines.
+        """`preset`: a name or a whole `RunConfig`; `config`: a recipe file; `model`: the name of a model size; `settings`:
+        single fields of `RunConfig`. `quiet`: prints nothing to the console; log.txt has the lines.
 
         Raises the errors of `handgrad train`.
         """
@@ -191,7 +191,7 @@ class Training:
             self._opened = opening.pop_all()
         self._stepping = self._torn = False
         self.completed = run.completed  # steps
-        self.validation_loss = run.evaluations.loss  # the last one of this process, in nats
+        self.validation_loss = run.evaluations.loss  # in nats; the last one that this process measured
 
     def __repr__(self) -> str:
         state = "" if self._run else ", closed"
@@ -203,14 +203,14 @@ class Training:
         return Path(self.config.out)
 
     def steps(self, count: int | None = None, on_step: OnStep | None = None) -> list[Step]:
-        """Makes `count` steps, or all remaining ones, and returns them. Validations, samples and checkpoints that are due
-        follow their step.
+        """Makes `count` steps, or all remaining ones, and returns them. Validations, samples and checkpoints follow the
+        step after which they are due.
 
-        Calls `on_step` with each step as soon as its numbers are known; `model()` has its weights then. An exception in
-        `on_step` ends the steps after a whole one (on a GPU the one in progress): nothing is lost, `steps` continues from
-        there. Ctrl-C finishes the step, saves the run and raises `KeyboardInterrupt`; a second Ctrl-C raises it at once,
-        and then the run has to be opened again, at its last checkpoint. SIGTERM and SIGHUP save and raise `Preempted`.
-        Raises `NumericsError` when updates keep being skipped.
+        Calls `on_step` with each step as soon as its numbers are known; `model()` then has its weights. An exception in
+        `on_step` stops the run after a complete step (on a GPU the one in progress): nothing is lost, and `steps` continues
+        from there. Ctrl-C finishes the step, saves the run and raises `KeyboardInterrupt`; a second Ctrl-C raises it at
+        once, and the caller must then reopen the run, at its last checkpoint. SIGTERM and SIGHUP save and raise
+        `Preempted`. Raises `NumericsError` if updates keep being skipped.
         """
         run = self._standing()
         if count is not None and count < 1:
@@ -225,11 +225,11 @@ class Training:
             if on_step is not None:
                 on_step(made[-1])
 
-        devices.set_arithmetic(run.design.device, run.design.precision)  # a model may have set another
+        devices.set_arithmetic(run.design.device, run.design.precision)  # a model may have changed it
         self._stepping = True
         try:
             run.advance(until, take, keeps_process=True)
-            if run.signals.received is not None:  # in the last of all steps: only the caller is left to stop
+            if run.signals.received is not None:  # during the last step: only the caller is left to stop
                 raise preempted(run.signals.received, run.completed, run.saves.last_saved)
         except Preempted as stopped:
             if signal.SIGINT in (run.stop_signal, run.signals.received):
@@ -259,7 +259,7 @@ class Training:
 
     def plot(self, curve: str = "loss") -> "Curves":
         """`handgrad.plot` of this run so far; a notebook shows it."""
-        from handgrad.api.reports import plot  # imports matplotlib, which training spares
+        from handgrad.api.reports import plot  # imports matplotlib, which training does not need
 
         return plot(self.folder, curve=curve)
 
@@ -309,7 +309,7 @@ class Training:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """`close`; but of several ranks one that fails alone saves nothing, since a checkpoint needs all of them."""
+        """Like `close`, but after an error on one of several ranks saves nothing, because a checkpoint needs all ranks."""
         if error is None or self._run is None or self._run.ranks.size == 1:
             self._close(saves=True)
             return

@@ -1,1 +1,1 @@
-"""One module per command, each with `run(arguments) -> exit code`; `arguments` holds their flags and imports no library."""
+"""One module per command, each with `run(parsed) -> exit code`. `arguments` holds their flags, and imports no library."""

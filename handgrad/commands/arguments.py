@@ -1,4 +1,4 @@
-"""Every command's arguments, parsed before the command and its libraries load: help and mistakes are answered at once."""
+"""Parses every command's arguments before the command and its libraries load, so help and usage errors answer at once."""
 
 import argparse
 import contextlib
@@ -38,18 +38,18 @@ def run_config(parsed: argparse.Namespace, command: str = "train") -> RunConfig:
 
 
 def given(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The settings that have a flag on the command line."""
+    """The settings given as flags on the command line."""
     return {name: value for name in (*FIELDS, *flags.TECHNIQUE_CHANGES) if (value := getattr(namespace, name)) is not None}
 
 
 def epochs_in_steps(namespace: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """The answer to --epochs, which other trainers have: '3 epochs of shards/mine are --steps 120', for a run with the
-    other `arguments`; the rule where no data are prepared."""
+    """The answer to --epochs, a flag of other trainers: '3 epochs of shards/mine are --steps 120', for a run with the other
+    `arguments`; if no data are prepared, the rule."""
     asked = value_of(arguments)
     if namespace.preset not in presets.PRESETS:
-        namespace.preset = None  # it took the number, as nothing else does
+        namespace.preset = None  # argparse put the number of epochs here
     found = None
-    with contextlib.suppress(HandgradError):  # other arguments are wrong as well; this one is answered first
+    with contextlib.suppress(HandgradError):  # other arguments may be wrong too; the answer to this one comes first
         found = steps_of_an_epoch(run_config(namespace))
     if found is None:
         return STEPS_OF_AN_EPOCH
@@ -59,7 +59,7 @@ def epochs_in_steps(namespace: argparse.Namespace, arguments: Sequence[str]) -> 
 
 
 def value_of(arguments: Sequence[str]) -> float:
-    """The number of epochs that is asked for; 0 if it is none."""
+    """The number of epochs asked for; 0 if the value is not a number."""
     for word, after in zip(arguments, [*arguments[1:], ""], strict=True):
         name, _, value = word.partition("=")
         if name.startswith("-") and is_epochs(name):
@@ -69,9 +69,9 @@ def value_of(arguments: Sequence[str]) -> float:
 
 
 def steps_of_an_epoch(config: RunConfig) -> tuple[str, float] | None:
-    """(the data of a run, the steps that take all of it once); None without data, or if the steps grow. Raises
+    """(the data of a run, the steps in one epoch of it); None without data, or with a batch schedule. Raises
     `HandgradError` for data that cannot be read."""
-    from handgrad.data.shards import MANIFEST_FILE, open_dataset  # imports numpy, which `--help` spares
+    from handgrad.data.shards import MANIFEST_FILE, open_dataset  # imports numpy, which `--help` does not need
 
     if config.batch_schedule or not (Path(config.data) / MANIFEST_FILE).is_file():
         return None
@@ -140,15 +140,15 @@ EXAMPLES = {
     "demo": "handgrad demo --steps 500",
 }
 
-# The whole command line as one parser, from which shtab writes completions for a shell; handgrad itself never makes it.
+# The whole command line as one parser, for shtab, which generates shell completions; handgrad itself never builds it.
 
-# shtab's own names of the shells' functions that complete paths (https://docs.iterative.ai/shtab/use/).
+# shtab's own names for the shell functions that complete paths (https://docs.iterative.ai/shtab/use/).
 PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 PATH_METAVARS = {"DIR", "FILE", "RUN", "MODEL", "CHECKPOINT", "SOURCE"}
 
 
 def command_line() -> argparse.ArgumentParser:
-    """A parser with a subparser per command, its choices and paths marked."""
+    """A parser with a subparser per command, with choices and paths marked for completion."""
     parser = argparse.ArgumentParser("handgrad")
     commands = parser.add_subparsers(dest="command", parser_class=Parser)
     for name, (summary, add_arguments) in COMMANDS.items():

@@ -37,7 +37,7 @@ def check_flags(parsed: Namespace, name: str, taken: str) -> None:
 
 
 def module(name: str) -> ModuleType:
-    """A benchmark, from the checkout: it uses autograd, which the package never does."""
+    """Imports a benchmark from the checkout: benchmarks use autograd, which the package never does."""
     checkout = Path(handgrad.__file__).parents[1]
     if not (checkout / "benchmarks" / f"{name}.py").exists():
         raise UsageError(f"the benchmarks lie in a checkout of handgrad, none found at {checkout}; clone the repository")
@@ -46,7 +46,7 @@ def module(name: str) -> ModuleType:
 
 
 def settings(parsed: Namespace, device: str, micro_batch: int, **others: object) -> object:
-    """The `Settings` of a GPU benchmark: the flags given, else these defaults (small ones on a CPU)."""
+    """The `Settings` of a GPU benchmark: the given flags, and defaults for the rest (small ones on a CPU)."""
     contenders = module("contenders")
     batch, length = (micro_batch, 1024) if device == "cuda" else (4, 64)
     defaults = {"micro_batch": batch, "sequence_length": length, **others}
@@ -119,7 +119,7 @@ def bench_sampling(parsed: Namespace, device: str) -> None:
     sampling.compare(parsed.model, batches, chosen, devices.resolve_device(device), precision, parsed.out)
 
 
-# The flags of each beside --device, --model and --out.
+# The flags of each benchmark, besides --device, --model and --out.
 BATCH = "micro_batch sequence_length micro_steps data techniques"
 BENCHMARKS: dict[str, tuple[Callable[[Namespace, str], None], str]] = {
     "step": (bench_step, f"{BATCH} precision recompute contenders seconds turn_seconds starts"),

@@ -1,4 +1,4 @@
-"""handgrad chat: a conversation in the terminal, streamed; through a pipe an answer to each line."""
+"""handgrad chat: a conversation in the terminal, streamed; through a pipe, one answer per line."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ NEW, QUIT = "/new", "/quit"
 
 
 class Interrupts:
-    """Handles Ctrl-C: one that comes while the model answers stops the answer, any other ends the command."""
+    """Handles Ctrl-C: while the model answers, it stops the answer; at any other time, it ends the command."""
 
     def __init__(self) -> None:
         self.answering = False
@@ -81,13 +81,13 @@ def converse(parsed: Namespace, talk: Talk, writing: Writing, options: SamplingO
 
 
 def lines(terminal: bool) -> Iterator[str]:
-    """The user's lines, without blanks around them, until the end of the input."""
+    """Yields the user's lines, stripped, until the end of the input; skips blank lines."""
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives `input` its history and editing
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer refuses bytes that are no text
-    while sys.stdin is not None:  # as it is after `<&-`
+        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer refuses bytes that are not text
+    while sys.stdin is not None:  # it is None after `<&-`
         try:
             line = input("> ") if terminal else sys.stdin.readline()
         except EOFError:
@@ -105,7 +105,7 @@ def lines(terminal: bool) -> Iterator[str]:
 def answer(
     prompt: Prompt, model: LoadedModel, decoder: Decoder, stops: list[str], seed: int, interrupts: Interrupts
 ) -> str:
-    """Prints the answer while it is written, and returns it, or as much as there was when Ctrl-C came."""
+    """Prints the answer while the model generates it, and returns it; after Ctrl-C, the part generated so far."""
     text, said = Continuation(prompt.tokens, prompt.max_tokens, seed), ""
     interrupts.answering = True
     for _, piece in stream_text(decoder, model.tokenizer, iter([text]), stops, reuse_cache=True):
@@ -120,7 +120,7 @@ def answer(
     return said
 
 
-# What `serve` and `sample` share with it.
+# Shared with `serve` and `sample`.
 
 
 def sampling_options(parsed: Namespace) -> SamplingOptions:
@@ -129,7 +129,7 @@ def sampling_options(parsed: Namespace) -> SamplingOptions:
 
 
 def open_talking_model(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
-    """Loads the model of a command that talks; prints a note for one that is not taught to talk. Raises the errors of
+    """Loads a model for a conversation; prints a note if it was not trained on conversations. Raises the errors of
     `open_weights` and `load_model`."""
     device, _, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
@@ -145,8 +145,8 @@ def open_talking_model(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
 
 
 def context_of(writing: Writing, asked: int | None) -> tuple[int, str]:
-    """(tokens of the longest conversation, the same in words): the context that is `asked` for, or the model's, or the part
-    of it that memory holds."""
+    """(tokens of the longest conversation, the same in words): the context that is `asked` for, or else the model's, cut to
+    the part that fits in memory."""
     own = writing.model.shape.sequence_length
     wanted = min(asked, own) if asked else own
     context = writing.fitting(wanted)

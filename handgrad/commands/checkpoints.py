@@ -37,7 +37,7 @@ def run(parsed: Namespace) -> int:
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint on the disk; nothing is said about its content."""
+    """A checkpoint on disk, with unverified content."""
 
     folder: Path
     step: int
@@ -75,7 +75,7 @@ def kept_checkpoints(run: Path) -> list[Kept]:
 
 
 def keep_every(run: Path) -> int:
-    """The run's setting; 0 for imported weights, which have no configuration file."""
+    """The run's setting `keep_every`; 0 for imported weights, which have no configuration file."""
     path = run / CONFIG_FILE
     return read_toml(str(path)).get("keep_every", RunConfig.keep_every) if path.is_file() else 0
 
@@ -95,10 +95,10 @@ def verify(folder: Path) -> str:
 
 
 def prune(run: Path, keep: int) -> list[str]:
-    """Removes all checkpoints but the `keep` newest valid ones, the best and the major ones, and moves newer, damaged ones
-    aside, as training does. Returns a line for each.
+    """Removes all checkpoints but the `keep` newest valid ones, the best one and the major ones, and moves newer, damaged
+    ones aside, as training does. Returns a line for each.
 
-    Raises `ConfigError` while a trainer holds the run, `DataError` if no checkpoint is valid: then nothing is removed.
+    Raises `ConfigError` while a trainer holds the run, and `DataError`, before it removes any, if no checkpoint is valid.
     """
     with locked(run, "; prune when it has ended"):
         newest, lines = checkpoint.newest(run / CHECKPOINTS, moves=True)

@@ -1,4 +1,4 @@
-"""handgrad demo: the whole way in about two minutes, from the built-in stories to a report and a story."""
+"""handgrad demo: from the built-in stories to a trained model, a report and a story, in about two minutes."""
 
 import dataclasses
 from argparse import Namespace

@@ -60,7 +60,7 @@ from handgrad.run.packing import evaluation_packing
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import STREAM, ModelShape, check_stride
 
-MEMORY = "evaluation.memory"  # of the loss, then of the tasks
+MEMORY = "evaluation.memory"  # used by the loss, then by the tasks
 PROGRESS_SECONDS = 2.0
 DIVERGED = "its weights have diverged; use an earlier checkpoint, or another --precision"
 
@@ -83,7 +83,7 @@ def run(parsed: Namespace) -> int:
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """The lines to print, computed by all `ranks` together."""
     on = machine(device, parsed.precision, parsed.backend)
-    tasks = ranks.from_rank_0(lambda: read_tasks(parsed), "the tasks")  # before a model is downloaded in vain
+    tasks = ranks.from_rank_0(lambda: read_tasks(parsed), "the tasks")  # fails before it downloads a model
     source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
@@ -92,7 +92,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     if dataset is not None:
         check_stride(stride_of(parsed, source), context, "context")
 
-    shape = replace(source.shape, sequence_length=context)  # of the memory; the weights are the model's own
+    shape = replace(source.shape, sequence_length=context)  # sizes the memory; the weights keep the model's shape
     parts: list[LossPart | TasksPart] = []
     if dataset is not None:
         parts.append(LossPart(parsed, source, dataset, shape, on, ranks))
@@ -110,19 +110,19 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
 
 
 def read_tasks(parsed: Namespace) -> list[TaskData]:
-    """The tasks; raises the errors of a file or of an `--out` that cannot be written."""
+    """Reads the tasks. Raises the errors of their files, and an error for an `--out` that cannot be written."""
     if parsed.out:
         check_writable(Path(parsed.out))
     return load_tasks(parsed.tasks, parsed.limit) if parsed.tasks else []
 
 
 def stride_of(parsed: Namespace, source: Weights) -> int:
-    """The tokens between two windows of the validation: those asked for, or the run's."""
+    """The tokens from one validation window to the next: the number asked for, or the run's."""
     return source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride
 
 
 def validation_data(parsed: Namespace, source: Weights) -> Dataset:
-    """The data whose validation split is evaluated; raises `DataError` if it is not the model's."""
+    """The data to evaluate on. Raises `UsageError` if none are known, `DataError` if they do not suit the model."""
     folder = parsed.data or source.config.data
     if not folder:
         raise UsageError(f"{parsed.checkpoint} belongs to no run; give --data DIR, prepared with its tokenizer")
@@ -131,8 +131,8 @@ def validation_data(parsed: Namespace, source: Weights) -> Dataset:
 
 
 class LossPart:
-    """The loss on the validation split: its memory, then its lines. `plan`: of the memory that the parts share; `beside`:
-    the buffers that this one has for itself."""
+    """The loss on the validation split: plans its memory, then computes its lines. `plan`: the memory that the parts share;
+    `beside`: the buffers that only this part uses."""
 
     def __init__(self, parsed: Namespace, source: Weights, dataset: Dataset, shape: ModelShape, on: Machine, ranks: Ranks):
         """`shape`: the model's, with the length of a window."""
@@ -149,8 +149,8 @@ class LossPart:
             self.plan, self.beside = make_plan(rows), []
 
     def lines(self, model: LoadedModel, views: dict[str, Any]) -> list[str]:
-        """The loss in nats, as perplexity and in bits per byte. `views`: of `plan`. Raises `NumericsError` for a loss that
-        is not finite."""
+        """The loss in nats, as perplexity and in bits per byte. `views`: the views of `plan`. Raises `NumericsError` for a
+        loss that is not finite."""
         parsed, config, dataset = self.parsed, self.source.config, self.dataset
         if self.fp8 is not None:
             model, views = self.fp8.quantized(model, views)
@@ -186,7 +186,7 @@ class LossPart:
 
 
 class TasksPart:
-    """The results on tasks: their memory, then their lines. `plan` and `beside`: as in `LossPart`."""
+    """The results on tasks: plans their memory, then computes their lines. `plan` and `beside`: as in `LossPart`."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class TasksPart:
         self.plan, self.beside = make_plan(self.work.activation_buffers()), list(self.work.buffers())
 
     def lines(self, model: LoadedModel, views: dict[str, Any]) -> list[str]:
-        """The table of results and notes about it, on all ranks. `views`: of `plan`."""
+        """The table of results and notes about it, on all ranks. `views`: the views of `plan`."""
         progress = Progress(self.ranks, "tasks: {:.0%} launched") if self.ranks.is_rank_0 else None
         found = self.work.score(model.weights, model.views | views, progress)
         results = results_of(self.tasks, self.requests, found)
@@ -229,8 +229,8 @@ class TasksPart:
 
 
 class Progress:
-    """Progress on stderr: a line that changes on a terminal, one every 20 s elsewhere. `share` is the text of the part that
-    is done."""
+    """Progress on stderr: a line that updates on a terminal, one every 20 s elsewhere. `share`: the format of the fraction
+    that is done."""
 
     def __init__(self, ranks: Ranks, share: str):
         self.ranks, self.share, self.begun = ranks, share, time.monotonic()
@@ -249,7 +249,7 @@ class Progress:
 
 
 class CheckpointForward:
-    """Runs the GEMMs of a run's checkpoint as the run did: the same ones in fp8, at the same scales."""
+    """Runs the GEMMs of a run's checkpoint as the run did: the same ones in fp8, with the same scales."""
 
     def __init__(self, source: Weights, shape: ModelShape, batch: int, device: torch.device, backend: str, *, packed: bool):
         """For `batch` samples of `shape.sequence_length` tokens at once. Raises `UsageError` for weights without scales."""
@@ -270,7 +270,7 @@ class CheckpointForward:
         self.activations: list[Buffer] = [*self.forward.activations, *documents]
 
     def quantized(self, loaded: LoadedModel, activations: dict[str, Tensor]) -> tuple[LoadedModel, dict[str, Any]]:
-        """(the loaded model with its weights in fp8, the views of its activations with those in fp8)."""
+        """(the loaded model with its weights in fp8, the views of its activations and of its fp8 tensors)."""
         table, flat, layers = parameter_table(loaded.shape), loaded.views["parameters"], loaded.shape.num_layers
         weights = {row.name: row.view(flat) for row in table}
         tensors = self.forward.tensors(loaded.ops, loaded.views | activations, weights, self.saved)

@@ -1,4 +1,4 @@
-"""The flags of every command: a function for each command, behind shared flags."""
+"""The flags of every command: shared flags first, then a function for each command."""
 
 import argparse
 from typing import Any
@@ -69,7 +69,7 @@ BENCHMARK_TEXTS = {
 
 
 def add_run_arguments(parser: Parser) -> None:
-    """A preset or a recipe, a model size, and a flag for every field, under the heading of its group."""
+    """Adds a preset or a recipe, a model size, and a flag for every field, under the heading of its group."""
     parser.takes_one = "after a PRESET all is named: --data DIR, --out RUN, --config FILE, --init-from WEIGHTS"
     parser.usage = "%(prog)s [PRESET] [--config FILE] [--SETTING VALUE]..."
     parser.add_argument("preset", nargs="?", help=f"starting point: {presets.listed(presets.PRESETS)}")
@@ -98,7 +98,7 @@ def add_run_arguments(parser: Parser) -> None:
 
 
 def add_model_arguments(parser: Parser, *, with_fp8: bool = False) -> None:
-    """The model and its computation; `with_fp8`: fp8 is a precision of it, for a run's checkpoint."""
+    """Adds the model, device, precision and backend. `with_fp8`: accepts fp8 as a precision, for a run's checkpoint."""
     model = "run (its newest checkpoint), RUN/best, checkpoint, transformers folder, Hub name, .bin of llm.c"
     parser.add_argument("checkpoint", metavar="MODEL", help=model)
     parser.elsewhere["fp8_weights"] = "removed: weights are read in --precision; leave it out"
@@ -115,7 +115,7 @@ def add_strict(parser: Parser) -> None:
 
 
 def add_sampling_arguments(parser: Parser, text: str) -> None:
-    """The rules for choosing a token, and the end of a `text`, as the help calls it."""
+    """Adds the rules for choosing a token, and for the end of a text. `text`: the help's word for it, like "an answer"."""
     parser.number("--temperature", "divides the logits; 0 is greedy (default: 0.8)", kind=float, default=0.8)
     parser.number("--top-k", "only the N likeliest tokens (0: all)", default=0)
     parser.number("--top-p", "only the likeliest tokens of total probability X (1: all)", kind=float, default=1.0)
@@ -126,7 +126,7 @@ def add_sampling_arguments(parser: Parser, text: str) -> None:
 
 
 def takes_messages(parser: Parser, way: str) -> None:
-    """A command that answers messages, and takes none in its arguments: `way` is theirs."""
+    """For a command that answers messages but takes none as arguments. `way`: how to send it one, for its errors."""
     parser.takes_one = way
     parser.elsewhere |= dict.fromkeys(
         ("prompt", "prompt_file", "in"), f"{way}; `handgrad sample MODEL --prompt TEXT` continues a text"
@@ -134,13 +134,13 @@ def takes_messages(parser: Parser, way: str) -> None:
 
 
 def add_address(parser: Parser, port: int) -> None:
-    """The place where a page is."""
+    """Adds the port and the host of a page."""
     parser.number("--port", f"of the page (default: {port}, or a free one)", rule=between(1, 65535))
     parser.text("--host", "ADDRESS", "address to listen on; 0.0.0.0: all of the network", default="127.0.0.1")
 
 
 def add_timeout_arguments(parser: Parser) -> None:
-    """The waits of ranks for each other, as in a run."""
+    """Adds the timeouts of ranks that wait for each other, as in a run."""
     for name in TIMEOUTS:
         text = f"{FIELDS[name].metadata['help']} (default: {FIELDS[name].default})"
         parser.number(flag(name), text, rule=SECONDS, default=FIELDS[name].default)

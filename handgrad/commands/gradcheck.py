@@ -1,4 +1,4 @@
-"""handgrad gradcheck: every gradient by hand beside central differences of its forward; names the first wrong one."""
+"""handgrad gradcheck: compares gradients by hand with central differences of the forward; names the first wrong one."""
 
 from argparse import Namespace
 
@@ -30,7 +30,7 @@ def mark(checked: Checked) -> str:
 
 
 def mistake(checked: Checked) -> str:
-    """The operation whose backward does not belong to its forward, and a number of it."""
+    """Names the operation whose backward does not match its forward, with an example."""
     found = checked.wrong[0]
     return (
         f"the gradient of {found.of} from {checked.name} does not match the forward: at {found.worst} {found.by_hand:.6g}"
@@ -40,8 +40,8 @@ def mistake(checked: Checked) -> str:
 
 
 def wiring(checked: Checked) -> str:
-    """The part of a network, nearest to the loss, whose gradients are wrong: a mistake spoils all gradients that the
-    backward makes after it."""
+    """Names the part of a network with wrong gradients that is nearest to the loss: a mistake spoils all gradients that the
+    backward computes after it."""
     last = checked.wrong[-1]
     part = last.of.rpartition(".")[0]
     names = [found.of for found in checked.wrong if found.of.rpartition(".")[0] == part]

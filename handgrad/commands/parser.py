@@ -12,7 +12,7 @@ METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Ends an option's help with its default, if it has one that its text does not name."""
+    """Appends an option's default to its help, unless it has none or the text already names it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -37,10 +37,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.rules: dict[str, Rule] = {}
         self.example = ""  # a command line that works, for an error
-        self.takes_one = ""  # the remedy for a second argument where one stands for several
+        self.takes_one = ""  # the remedy for one positional argument too many
         self.in_steps: Callable[[argparse.Namespace, Sequence[str]], str] | None = None  # the answer to --epochs
         self.elsewhere: dict[str, str] = {}  # a flag of another command, or a removed one: what to do
-        self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
+        self.left_out: dict[argparse.Action, str] = {}  # options that `--help` leaves out, with their help
 
     def show_all(self) -> None:
         for action, text in self.left_out.items():
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
             check_choice(name_of(action), str(value), map(str, action.choices))
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """argparse's own conversion, with a setting's message for text that is no number."""
+        """argparse's own conversion, with a setting's message for text that is not a number."""
         if action.type not in (int, float):
             return super()._get_value(action, arg_string)
         try:
@@ -77,17 +77,17 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{name_of(action)} must be {KINDS[action.type]}, found {arg_string!r}") from None
 
     def number(self, flag: str, help: str, *, rule: Rule | None = None, kind: type = int, default: Any = None) -> None:
-        """A flag with a whole number, or of `kind` float, that keeps to `rule`."""
+        """Adds a flag that takes a whole number, or with `kind` float any number, checked by `rule`."""
         action = self.add_argument(flag, type=kind, default=default, metavar=METAVARS[kind], help=help)
         if rule is not None:
             self.rules[action.dest] = rule
 
     def text(self, flag: str, metavar: str, help: str, *, default: str | None = "") -> None:
-        """A flag with a text."""
+        """Adds a flag that takes text."""
         self.add_argument(flag, default=default, metavar=metavar, help=help)
 
     def switch(self, flag: str, help: str) -> None:
-        """A flag without a value."""
+        """Adds a flag without a value."""
         self.add_argument(flag, action="store_true", help=help)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
@@ -110,12 +110,12 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def hint(self, name: str, known: list[str]) -> str:
-        """' (the way)' for a flag that is `elsewhere`, else the nearest `known` flag to an unknown one."""
+        """' (what to do)' for a flag in `elsewhere`, else the `known` flag nearest to an unknown one."""
         way = next((self.elsewhere[word] for word in meanings(name) if word in self.elsewhere), "")
         return f" ({way})" if way else nearest_name(name, known)
 
     def dashed(self, word: str) -> str:
-        """--tokens_per_step=8 -> --tokens-per-step=8: a setting's name in TOML and Python is its flag as well."""
+        """--tokens_per_step=8 -> --tokens-per-step=8: a setting's name in TOML and Python also works as its flag."""
         name, equals, value = word.partition("=")
         option = name.replace("_", "-")
         return option + equals + value if option in self._option_string_actions else word

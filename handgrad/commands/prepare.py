@@ -34,15 +34,15 @@ def run(parsed: Namespace) -> int:
 
 
 def next_command(dataset: Dataset, tokenizer: str) -> str:
-    """A first training run, which suits the data, in a folder that is free: from the weights beside the `tokenizer` that
-    was named."""
+    """The command of a first training run on the data, in an unused folder. If `tokenizer` names a folder with weights, the
+    run starts from them."""
     weights = ["--init-from", tokenizer] if holds_weights(Path(tokenizer)) else []
     free = (out for letter in string.ascii_lowercase if not Path(out := f"runs/{letter}").exists())
     return shlex.join(["handgrad", "train", *weights, "--data", str(dataset.folder), "--out", next(free, "runs/another")])
 
 
 def holds_weights(folder: Path) -> bool:
-    """True for a run, RUN/best, a checkpoint, and a folder of transformers with its weights."""
+    """True for a run, RUN/best, a checkpoint, and a transformers folder with weights."""
     run = folder.parent if folder.name == BEST else folder
     return (run / CHECKPOINTS).is_dir() or any(folder.glob("*.safetensors"))
 
@@ -63,7 +63,7 @@ def prepare_with_progress(options: PrepareOptions) -> Prepared:
         return write_shards(options, show)
 
 
-LEAST_SHARE = 0.05  # of the work that tells the time of the rest: before it the start of the workers counts most
+LEAST_SHARE = 0.05  # of the work, before a line estimates the time left: earlier, the start of the workers dominates
 
 
 class PlainProgress:

@@ -1,4 +1,4 @@
-"""handgrad profile: time per kernel of a run's steps, beside the limits of this machine."""
+"""handgrad profile: time per kernel of a run's steps, compared with the limits of this machine."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -31,8 +31,8 @@ def run(parsed: Namespace) -> int:
 
 
 def tokens_of(config: RunConfig, vocab_size: int | None, *, wanted: bool) -> tuple[RunConfig, Source, int, str]:
-    """(`config` with the packing of the samples, samples, size of their vocabulary, description): of the data folder if it
-    is `wanted` or named by a recipe and exists, and no vocabulary is given; else synthetic ones."""
+    """(`config` with the packing of the samples, samples, vocabulary size, description). Reads the data folder if no
+    vocabulary is given and the folder is `wanted`, or a recipe names it and it exists; else makes synthetic samples."""
     if vocab_size is None and (wanted or (config.data != RunConfig.data and Path(config.data).exists())):
         dataset = open_dataset(config.data, model_of(config))
         config = replace(config, packing=resolve_packing(config.packing, dataset))

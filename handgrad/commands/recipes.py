@@ -1,4 +1,4 @@
-"""`handgrad recipes`: lists the shipped recipes and launch templates, or prints one, to be kept and changed."""
+"""`handgrad recipes`: lists the shipped recipes and launch templates, or prints one, to save and change."""
 
 import argparse
 

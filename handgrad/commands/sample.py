@@ -1,4 +1,4 @@
-"""handgrad sample: text from a checkpoint, streamed, or a file of prompts answered in a batch."""
+"""handgrad sample: text from a checkpoint, streamed, or continuations of a file of prompts, in batches."""
 
 import contextlib
 import hashlib
@@ -84,8 +84,8 @@ def check_flags(parsed: Namespace) -> None:
 def load_decoder(
     weights: Weights, on: Machine, options: SamplingOptions, batch: int, longest: int
 ) -> tuple[LoadedModel, Decoder]:
-    """The model, and the decoder of `batch` texts at once of up to `longest` tokens. Raises `DataError` without memory for
-    them."""
+    """The model, and a decoder for `batch` texts at a time of up to `longest` tokens. Raises `DataError` if they do not fit
+    in memory."""
     buffers = decode_buffers(with_cache(weights.shape, longest), batch, on.dtype, on.ops)
     model = load_model(weights, on.device, on.dtype, on.ops, buffers)
     buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
@@ -96,7 +96,7 @@ def load_decoder(
 def identity_of(
     prompts: list[dict], weights: Weights, parsed: Namespace, options: SamplingOptions, on: Machine, batch: int
 ) -> dict[str, Any]:
-    """All that the texts of a file of prompts depend on. `batch`: texts at once."""
+    """Everything that the texts for a file of prompts depend on. `batch`: texts at a time."""
     return {
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "weights": weights.origin["sha256"],
@@ -127,7 +127,7 @@ def prompt_of(parsed: Namespace) -> str:
 def write_terminal(
     decoder: Decoder, model: LoadedModel, texts: list[Continuation], prompt: str, stops: Sequence[str]
 ) -> None:
-    """Prints one sample after the other, the prompt before each. Streams the first unfinished one; the others wait."""
+    """Prints the samples in order, each after its prompt. Streams the first unfinished one; the others wait."""
     waiting = {
         id(text): f"--- sample {n}, seed {text.seed}\n" * (len(texts) > 1) + prompt for n, text in enumerate(texts, 1)
     }
@@ -152,7 +152,7 @@ def write_lines(
     stops: Sequence[str],
     write: Callable[[int, dict], None],
 ) -> None:
-    """Writes a line for every text, by the number of its prompt, with progress on stderr."""
+    """Writes a line for every finished text, with the number of its prompt; prints progress on stderr."""
     numbers = {id(text): number for number, text in texts.items()}
     pieces: dict[int, list[str]] = {number: [] for number in texts}
     done, last = len(prompts) - len(texts), time.perf_counter()

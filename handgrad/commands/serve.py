@@ -18,10 +18,10 @@ def run(parsed: Namespace) -> int:
     check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
     options = sampling_options(parsed)
     listening = functools.partial(listen, host=parsed.host, port=parsed.port or SERVE_PORT, may_move=parsed.port is None)
-    listening(LocalHandler).server_close()  # a port that is taken is refused before the model is read
+    listening(LocalHandler).server_close()  # refuses a port that is taken before it reads the model
     weights, talk, writing = open_talking_model(parsed)
     context, described = context_of(writing, parsed.context)
-    talks = is_taught_to_talk(weights.tokenizer, weights.checkpoint)  # the page begins with a conversation
+    talks = is_taught_to_talk(weights.tokenizer, weights.checkpoint)  # the page opens with a conversation
     about = {"id": parsed.checkpoint, "object": "model", "created": int(time.time()), "owned_by": "handgrad"}
     most = min(parsed.max_tokens, context)
     about |= {"context": context, "talks": talks, "temperature": options.temperature, "max_tokens": most}

@@ -1,4 +1,4 @@
-"""handgrad train: trains the run in --out, or resumes it; --gpus and --ranks start processes, --restarts starts again."""
+"""handgrad train: trains the run in --out, or resumes it; --gpus and --ranks start processes, --restarts restarts them."""
 
 import os
 import shlex
@@ -37,7 +37,7 @@ def run(parsed: Namespace) -> int:
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
     """The page `out` about the run folders `runs`, as `page.write_report` writes it."""
-    from handgrad.reports import page  # imports matplotlib, which the steps and all ranks but one spare
+    from handgrad.reports import page  # imports matplotlib, which only rank 0 needs, after the steps
 
     return page.write_report(runs, out)
 
@@ -49,14 +49,14 @@ def saved_step(run: Path) -> int:
 
 
 def launch(parsed: Namespace, ranks: int, received: list[int]) -> int:
-    """Starts this command as so many processes, in the environment that this one was started in; appends the signals that
-    were passed on to `received`."""
+    """Starts this command as `ranks` processes, in the environment that this process was started in; returns their exit
+    code. Appends the forwarded signals to `received`."""
     command, environment = command_line("train", *parsed.arguments), threads.environment_before()
     return run_ranks(command, ranks, environment, parsed.run_config.silence_seconds + 5, received)
 
 
 def checked_ranks(parsed: Namespace) -> int:
-    """The number of processes to start. Raises `UsageError` if there are fewer GPUs, or another launcher."""
+    """The number of processes to start. Raises `UsageError` if there are too few GPUs, or another launcher started it."""
     config, ranks = parsed.run_config, parsed.gpus or parsed.ranks or 1
     if parsed.gpus and parsed.ranks:
         raise UsageError("--gpus and --ranks mean the same; give one of them")

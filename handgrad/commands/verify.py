@@ -17,7 +17,7 @@ from handgrad.machine import threads
 from handgrad.tools.record import open_record
 from handgrad.tools.verify import Span, check_machine, holds, replay, spans_of
 
-PATIENCE_SECONDS = 35.0  # of the launcher, for ranks to say why they ended
+PATIENCE_SECONDS = 35.0  # the launcher gives ranks this long to say why they ended
 
 
 def run(parsed: Namespace) -> int:
@@ -44,7 +44,7 @@ def run(parsed: Namespace) -> int:
         raise UsageError(
             f"a launcher's ranks replay one span, found {len(spans)}; give --from {spans[0].first} --to {spans[0].last}"
         )
-    if not launched:  # by a process that has done so
+    if not launched:  # else the launching process has done it
         record.hold()
     links = checkpoints = 0
     for span in spans:
@@ -62,7 +62,7 @@ def run(parsed: Namespace) -> int:
 
 
 def launch(parsed: Namespace, span: Span, scratch: Path) -> int:
-    """Replays one span by several processes; returns their exit code."""
+    """Replays one span in several processes; returns their exit code."""
     words = ["verify", parsed.run, "--from", span.first, "--to", span.last, "--scratch", scratch, "--ranks", parsed.ranks]
     words += ["--data", parsed.data] if parsed.data else []
     words += ["--init-from", parsed.init_from] if parsed.init_from else []
@@ -72,7 +72,7 @@ def launch(parsed: Namespace, span: Span, scratch: Path) -> int:
 
 @contextmanager
 def scratch_folder(given: str, *, inside: bool) -> Iterator[Path]:
-    """An empty folder for a replay, removed afterwards. `inside`: of one of several ranks, which did not make it."""
+    """An empty folder for a replay, removed afterwards. `inside`: yields the folder `given`, which all ranks share."""
     if inside:
         yield Path(given)
         return

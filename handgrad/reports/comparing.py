@@ -1,4 +1,4 @@
-"""Several runs side by side: a row per run, the columns sorted by a click, and equal facts named once."""
+"""Compares runs side by side: a row per run, columns that sort on a click, and equal facts stated once."""
 
 import json
 import math
@@ -92,7 +92,7 @@ def comparison(runs: Sequence[Run]) -> str:
 
 
 def differing_settings(runs: Sequence[Run]) -> list[str]:
-    """Keys of config.toml, but for the folder, which names the run, and for trackers, which change nothing."""
+    """Keys of config.toml that differ, except the folder, which names the run, and trackers, which change no result."""
     keys = sorted({key for run in runs for key in run.config} - {"out", "log_to"})
     return [key for key in keys if len({setting(run, key) for run in runs}) > 1]
 
@@ -127,5 +127,5 @@ def sort_key(column: Column, run: Run) -> float | str | None:
 
 
 def right(column: Column, runs: Sequence[Run]) -> str:
-    """The class of a column of numbers, which are set right."""
+    """The HTML class that right-aligns a column of numbers; "" for other columns."""
     return ' class="number"' if all(NUMBER.fullmatch(column.text(run)) for run in runs) else ""

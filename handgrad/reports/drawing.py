@@ -1,4 +1,4 @@
-"""Plots as PNG and as SVG for a page: no global state of matplotlib, and the same bytes for the same runs."""
+"""Draws plots as PNG, and as SVG for a page. Leaves matplotlib's global state alone; equal runs give equal bytes."""
 
 import io
 import json
@@ -60,7 +60,7 @@ def figure(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> Figure
 
 @contextmanager
 def own_settings(salt: str = "") -> Iterator[None]:
-    """matplotlib draws in the report's style."""
+    """Makes matplotlib draw in the report's style within the block."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({**SETTINGS, "svg.hashsalt": salt})
@@ -69,7 +69,7 @@ def own_settings(salt: str = "") -> Iterator[None]:
 
 def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_format: str) -> tuple[Figure, bytes]:
     """`plot` as a figure and as the bytes of a file, independent of the reader's own matplotlibrc."""
-    # Ids in an SVG are hashes; a salt per plot and size keeps them distinct in a page of several.
+    # Ids in an SVG are hashes; a salt per plot and size keeps them distinct on a page with several plots.
     with own_settings(salt=f"{plot.name} {size}"):
         buffer = io.BytesIO()
         # Neither a date nor a version: equal runs give equal files.
@@ -84,8 +84,8 @@ def png(plot: Plot, runs: Sequence[Run]) -> bytes:
 
 
 def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tuple[str, str]:
-    """`plot` as an <svg> element of an HTML page, in the page's colours and font, and its values as JSON for the page's
-    script."""
+    """(`plot` as an <svg> element of an HTML page, in the page's colours and font; its values as JSON for the page's
+    script)."""
     drawn, content = render(plot, runs, size, "svg")
     svg = content.decode("utf-8")
     svg = svg[svg.index("<svg") :]
@@ -93,7 +93,7 @@ def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tu
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     # HTML knows SVG without namespaces; "href" has replaced "xlink:href" since SVG 2.
     svg = re.sub(r"""\sxmlns(:xlink)?="[^"]*\"""", "", svg).replace("xlink:href", "href")
-    # Groups are named figure_1, axes_1, ... in every figure and a page must not repeat an id. The script looks for some.
+    # Groups are named figure_1, axes_1, ... in every figure and a page must not repeat an id. The script needs some.
     svg = re.sub(rf'<g id="{RUN_LINE}(\d+)"', r'<g class="run" data-run="\1"', svg)
     svg = re.sub(r'<g id="(xtick|xlabel)[_\d]*"', r'<g class="\1"', svg)
     svg = re.sub(r"""<g id="[^"]*\"""", "<g", svg)
@@ -103,13 +103,13 @@ def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tu
     marks = f'{view_box.group()} data-frame="{frame(drawn)}"'
     head = f'<svg class="{kind}" {marks} role="img" aria-label="{escape(plot.title)}">'
     svg = re.sub(r"<svg\b[^>]*>", head, svg, count=1)
-    svg = re.sub(r"<style\b.*?</style>", "", svg, flags=re.DOTALL)  # it would hold for the whole page
+    svg = re.sub(r"<style\b.*?</style>", "", svg, flags=re.DOTALL)  # it would apply to the whole page
     svg = re.sub(r"<[^>]*>", lambda found: restyle(found.group()), svg)
     return re.sub(r"\n\s*", "\n", svg).strip(), series(drawn)
 
 
 def frame(drawn: Figure) -> str:
-    """The axes' edges in the SVG, left, right, top, bottom in points, and the range of x, as JSON."""
+    """JSON of the axes' edges in the SVG (left, right, top, bottom, in points) and of the range of x."""
     (axes,), (width, height) = drawn.axes, drawn.get_size_inches() * 72
     box = axes.get_position()
     edges = [box.x0 * width, box.x1 * width, (1 - box.y1) * height, (1 - box.y0) * height]
@@ -137,7 +137,7 @@ def series(drawn: Figure) -> str:
 
 
 def brief(value: float) -> float | None:
-    """A number to five digits, a whole one in full; None where it is not finite."""
+    """Rounds a number to five digits; keeps a whole number in full. None if it is not finite."""
     if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page about one run or several, and its plots as PNG files beside it."""
+"""The report: one self-contained HTML page about one run or several, and its plots as PNG files next to it."""
 
 import base64
 import functools
@@ -24,7 +24,7 @@ CLOCK_POINTS = 200  # per run: between them the script interpolates
 
 
 class Live(NamedTuple):
-    """The state of watched runs: a version that changes with them, a line about them, and True after the last one's end."""
+    """The state of watched runs: a version that changes with them, a line about them, and whether all have ended."""
 
     version: str
     status: str
@@ -32,10 +32,10 @@ class Live(NamedTuple):
 
 
 def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradError], object] | None = None) -> Path:
-    """Writes the page `out` (.html) about the run folders `runs`, and `<stem>_<plot>.png` beside it; returns `out`.
+    """Writes the page `out` (.html) about the run folders `runs`, and `<stem>_<plot>.png` next to it; returns `out`.
 
-    The same run folders give the same bytes. A folder without a run to report on goes to `leave_out` (see `read_runs`), or
-    raises its `DataError`.
+    The same run folders give the same bytes. The error of a folder without a readable run goes to `leave_out` (see
+    `read_runs`), or is raised.
     """
     if not runs:
         raise UsageError("a report needs at least one run folder: `handgrad report RUN...`")
@@ -46,7 +46,7 @@ def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradE
     read = read_runs(runs, leave_out)
     plots = choose_plots(read)
     files = {out.with_name(f"{out.stem}_{plot.name}.png"): png(plot, read) for plot in plots}
-    # A sample may hold half a surrogate pair, which UTF-8 cannot.
+    # A sample may contain a lone surrogate, which UTF-8 cannot encode.
     files[out] = page(read, plots).encode("utf-8", errors="replace")
     for path, content in files.items():
         with storage_errors(f"writing {path}"):
@@ -56,9 +56,9 @@ def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradE
 
 
 def page(runs: Sequence[Run], plots: Sequence[Plot], live: Live | None = None, notes: Sequence[str] = ()) -> str:
-    """The whole page. It loads nothing: style, script and plots are inline, and its own policy forbids the rest.
+    """The whole page. It loads nothing: style, script and plots are inline, and its security policy forbids the rest.
 
-    With `live` it renews itself from the server that it came from. `notes`: lines at the top.
+    With `live` it updates itself from the server that it came from. `notes`: lines at the top.
     """
     several = len(runs) > 1
     title = " · ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs compared"
@@ -94,7 +94,7 @@ def page(runs: Sequence[Run], plots: Sequence[Plot], live: Live | None = None, n
 
 
 def document(title: str, body: Sequence[str], live: Live | None = None) -> str:
-    """An HTML document. Of a `live` one every part of <main> is renewed by itself."""
+    """An HTML document. In a `live` one, each part of <main> is updated separately."""
     content = script(live=live is not None)
     digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -118,7 +118,7 @@ def document(title: str, body: Sequence[str], live: Live | None = None) -> str:
 
 
 def figure(plot: Plot, runs: Sequence[Run]) -> str:
-    """A plot with its caption; a wide one comes in two sizes, of which the style sheet shows the fitting one."""
+    """A plot with its caption. A wide plot comes in two sizes; the style sheet shows the one that fits."""
     sizes = (LARGE, SMALL) if plot.wide else (SMALL,)
     drawn = [inline_svg(plot, runs, size) for size in sizes]
     drawings, values = "\n".join(svg for svg, _ in drawn), attribute(drawn[0][1])
@@ -129,7 +129,7 @@ def figure(plot: Plot, runs: Sequence[Run]) -> str:
 
 
 def source(name: str) -> str:
-    """The text of a file beside this one."""
+    """The text of a file in this package."""
     return resources.files("handgrad.reports").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -145,19 +145,19 @@ def style_sheet() -> str:
 
 @functools.cache
 def script(*, live: bool) -> str:
-    """page.js (hover values, the choice of the x axis, sortable tables), and live.js after it for a live page, without the
-    spaces at the beginning of their lines."""
+    """page.js (hover values, the choice of the x axis, sortable tables), followed by live.js for a live page, without
+    indentation and blank lines."""
     lines = "\n".join(map(source, ("page.js", "live.js") if live else ("page.js",))).splitlines()
     return "\n".join(line.strip() for line in lines if line.strip())
 
 
 def attribute(content: str) -> str:
-    """`content` as the quoted value of an HTML attribute; JSON's own quotes stay short."""
+    """`content` as the value of an HTML attribute in single quotes, so that JSON's double quotes need no escape."""
     return "'" + escape(content, quote=False).replace("'", "&#39;") + "'"
 
 
 def tokens_axis(run: Run) -> int | list[list[int]]:
-    """The tokens of a step; of a run with a batch schedule, steps and the tokens seen by then."""
+    """The tokens per step or, with a batch schedule, [steps, tokens seen by each of them]."""
     batch = run.start.batch
     if len(batch.stages) == 1:
         return run.start.tokens_per_step
@@ -166,7 +166,7 @@ def tokens_axis(run: Run) -> int | list[list[int]]:
 
 
 def axis_choice(runs: Sequence[Run]) -> str:
-    """Buttons for the x axis, which show where the script runs, with the tokens and seconds at the steps of each run."""
+    """Buttons for the x axis, with the tokens and seconds at the steps of each run; hidden unless the script runs."""
     known = []
     for run in runs:
         seconds, picked = wall_clock(run), thin(len(run.steps.step), CLOCK_POINTS)

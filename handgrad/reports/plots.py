@@ -1,4 +1,4 @@
-"""The plots of a report, as functions that draw into an axes. `drawing` makes files of them."""
+"""The plots of a report, as functions that draw into an axes. `drawing` writes them to files."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from handgrad.reports.results import Run, TaskFigure, envelope, short_text, smooth, thin, tokens_at
 
-# Name: (light, dark). `drawing` draws in the light colours and replaces each by `var(--name)` in the page, so a plot
-# follows the reader's colour scheme. Therefore the light ones must all differ.
+# Name: (light, dark). `drawing` draws in the light colours and replaces each with `var(--name)` in the page, so a plot
+# follows the reader's colour scheme. All light colours must therefore differ.
 PALETTE = {
     "page": ("#fcfcfa", "#16181b"),
     "card": ("#f3f3ef", "#1e2125"),
@@ -31,12 +31,12 @@ PALETTE = {
     "run5": ("#7a6a12", "#d3c25a"),
 }
 RUN_COLORS = 6
-DASHES = ("solid", (0, (5, 2)), (0, (1.5, 1.5)))  # after RUN_COLORS runs the colours repeat in another dash
+DASHES = ("solid", (0, (5, 2)), (0, (1.5, 1.5)))  # after RUN_COLORS runs the colours repeat with another dash
 RAW_BINS = 500  # of a raw curve in a plot of one run: finer than the screen shows
 LLMC_FINEWEB = 3.272  # validation loss, nats per token, of llm.c's published GPT-2 124M on 10B tokens of FineWeb
-RUN_LINE = "run-"  # begins the mark of a line that belongs to a run; its index follows
+RUN_LINE = "run-"  # prefix of the mark on a run's line; the run's index follows
 MARKS = 150  # validation points or skip marks per run
-HEADLINES = ("acc_norm", "acc_norm_llmc", "acc")  # a task's line is the first of these that it has
+HEADLINES = ("acc_norm", "acc_norm_llmc", "acc")  # the plot shows the first of these that a task has
 NAMED_CLASSES = 6  # of fp8 tensors in a plot's legend
 CLOSE_UP_STEPS = 50  # shorter runs need no close-up
 
@@ -56,7 +56,7 @@ class Plot:
 
 
 def choose_plots(runs: Sequence[Run]) -> list[Plot]:
-    """The plots for which these runs have data, in reading order."""
+    """The plots that these runs have data for, in reading order."""
     dots = " Dots: validation." if any(run.validations for run in runs) else ""
     floor = " Dashed: entropy of the source, which no model can beat." if floors(runs) else ""
     crosses = " Crosses: skipped updates." if any(run.skipped for run in runs) else ""
@@ -137,34 +137,34 @@ def show_values_as(axes: Axes, form: Callable[[float], str] = "{:g}".format) -> 
 
 
 def tick_sparsely(axes: Axes, count: int) -> None:
-    """A few whole numbers along x, in thousands and millions where they are that large."""
+    """Puts ticks at a few whole numbers along x; labels large ones in thousands and millions."""
     axes.xaxis.set_major_locator(MaxNLocator(count, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_text(value)))
 
 
 def run_mark(index: int) -> Style:
-    """Marks a line as one of the run at `index`: the page's script finds it by that."""
+    """Marks a line as belonging to the run at `index`, so that the page's script finds it."""
     return {"gid": f"{RUN_LINE}{index}"}
 
 
 def draw_curve(
     axes: Axes, x: np.ndarray, y: np.ndarray, index: int, runs: Sequence[Run], average: Callable = np.median, name: str = ""
 ) -> None:
-    """The raw curve thin and pale, its running average on top: a median, so that a spike stays a spike.
+    """Draws the raw curve thin and pale, and its running `average` on top: by default the median, which smears no spikes.
 
-    The page shows the average's values under the pointer, by `name` or the run's own.
+    The page shows the average's values under the pointer, labelled `name` or, without one, by the run's name.
     """
     bins = max(60, RAW_BINS // len(runs))  # so the file does not grow with the number of runs
     style: Style = {**run_style(index), **run_mark(index), "label": label(name or runs[index].name)}
     axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6, **run_mark(index))
     picked = thin(len(y), bins)
     axes.plot(x[picked], smooth(y, smoothing(len(y)), picked, average), linewidth=1.5, **style)
-    # All steps, also those whose value is not finite: a run that diverged shows how long it did.
+    # All steps, even if their values are not finite: the axis shows how long a diverged run went on.
     show_steps_to(axes, max(float(x[-1]), axes.get_xlim()[1] / 1.015, 1.0))
 
 
 def smoothing(steps: int) -> int:
-    """Neighbours on each side in a running average."""
+    """The number of neighbours on each side in a running average."""
     return max(2, steps // 100)
 
 
@@ -177,7 +177,7 @@ def floors(runs: Sequence[Run]) -> list[float]:
 
 
 def on_fineweb(run: Run) -> bool:
-    """True if the shards hold FineWeb in GPT-2's tokens, so that a loss compares with llm.c's."""
+    """True if the shards hold FineWeb in GPT-2's tokens, so that the loss is comparable with llm.c's."""
     dataset = run.start.data.source.split(":")[0]
     return dataset in ("fineweb", "HuggingFaceFW/fineweb") and run.start.data.tokenizer == "gpt2"
 
@@ -222,7 +222,7 @@ def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> No
 
 
 def draw_loss_close_up(axes: Axes, runs: Sequence[Run]) -> None:
-    """From the lowest value to the running mean after a fifth of the run."""
+    """Draws the losses from the lowest value up to the running mean after a fifth of the run."""
     draw_loss(axes, runs)
     lows, tops = floors(runs), []
     for run in runs:
@@ -237,7 +237,7 @@ def draw_loss_close_up(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def limit_loss(axes: Axes, runs: Sequence[Run]) -> None:
-    """Cuts the top where a few steps of a diverging run would flatten all the rest."""
+    """Cuts the top of the plot if a few steps of a diverging run would flatten everything else."""
     tops = []
     for run in runs:
         finite = run.steps.loss[np.isfinite(run.steps.loss)]
@@ -264,7 +264,7 @@ def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
         known = picked[~np.isnan(norm[picked])]
         cross |= run_mark(index)
         axes.plot(run.steps.step[known], norm[known], zorder=4, **cross)
-        # A norm that is not finite has no height: its cross stands at the upper edge.
+        # A norm that is not finite has no height: its cross goes to the upper edge.
         edge = picked[np.isnan(norm[picked])]
         axes.plot(run.steps.step[edge], np.full(len(edge), 0.97), transform=axes.get_xaxis_transform(), **cross)
     clips = {run.config.get("clip_norm") for run in runs}
@@ -277,7 +277,7 @@ def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
     if drawn:
         axes.set_yscale("log")
         low, high = axes.get_ylim()
-        # Over one decade the powers of ten alone would leave an axis with a single number.
+        # Within one decade, powers of ten alone would label the axis with a single number.
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0)))
         show_values_as(axes)
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -294,8 +294,8 @@ def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu"], quantity: str) -> None:
-    """A column from zero, so that a wobble looks as small as it is; cut above 99 % of the values. Runs without values have
-    no line."""
+    """Draws a column from zero, so that a wobble looks as small as it is, and cuts above 99 % of the values. Runs without
+    values get no line."""
     tops = [0.0]
     for index, run in enumerate(runs):
         steps, values = getattr(run, of).step, getattr(getattr(run, of), quantity)
@@ -312,7 +312,7 @@ def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu"
 
 
 def headline_figures(run: Run) -> dict[str, list[tuple[int, TaskFigure]]]:
-    """The figures of one accuracy of each task."""
+    """One accuracy metric per task, with its figures by step."""
     found = {}
     for task in dict.fromkeys(task for task, _ in run.tasks):
         metric = next((m for m in HEADLINES if (task, m) in run.tasks), None)
@@ -322,7 +322,7 @@ def headline_figures(run: Run) -> dict[str, list[tuple[int, TaskFigure]]]:
 
 
 def draw_tasks(axes: Axes, runs: Sequence[Run]) -> None:
-    """A line per run and task; colours tell the tasks of one run apart, and several runs from each other."""
+    """Draws a line per run and task. Colours distinguish the tasks of one run, or several runs."""
     end, lines = 1.0, 0
     for index, run in enumerate(runs):
         for number, (task, figures) in enumerate(headline_figures(run).items()):
@@ -343,7 +343,7 @@ def draw_tasks(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def draw_fp8(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
-    """From zero. One run: a line per class of tensors, the worst ones named. Several: the worst class of each run."""
+    """Draws from zero. One run: a line per class of tensors, the worst ones named. Several: the worst class of each run."""
     top, end = 0.0, 1.0
     faint: Style = {"color": light("floor"), "alpha": 0.5, "linewidth": 0.7}
     for index, run in enumerate(runs):
@@ -372,7 +372,7 @@ def draw_fp8(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
 
 
 def percents(run: Run, quantity: str) -> dict[str, np.ndarray]:
-    """A fraction of each class of tensors in percent, by the steps of `run.fp8`; the worst class first."""
+    """The fraction `quantity` in percent at each step of `run.fp8`, by class of tensors, worst class first."""
     lines = {}
     for name in dict.fromkeys(name for _, classes in run.fp8 for name in classes):
         met = [classes.get(name) for _, classes in run.fp8]

@@ -1,4 +1,4 @@
-"""Reads run folders, `config.toml` and the lines of `metrics.jsonl`, and logs of llm.c's, checked, as `results.Run`."""
+"""Reads run folders (`config.toml` and `metrics.jsonl`) and llm.c's logs, checks them, and returns `results.Run`."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ LOG_LINE = re.compile(rf"s:(\d{{1,15}}) (?:tel:{NUMBER}|eval:{NUMBER}|trl:{NUMBE
 def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], object] | None = None) -> list[Run]:
     """Reads the runs in `folders` (see `runs_in`), in that order; a folder named twice counts once.
 
-    Raises the error of a folder that cannot be read, or calls `leave_out` with it; then raises only when no run is left.
+    Raises the error of an unreadable folder, or passes it to `leave_out`, and then raises only if no run is left.
     """
     runs, errors = read_readable(runs_in(folders))
     if errors and (leave_out is None or not runs):
@@ -36,7 +36,7 @@ def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], obje
 
 
 def runs_in(named: Sequence[Path]) -> list[Path]:
-    """The run folders and main.logs that are named; a folder of runs stands for those in it."""
+    """The run folders and main.logs in `named`; a folder of runs stands for the runs in it."""
     found = []
     for path in named:
         if path.is_dir() and not (path / CONFIG_FILE).exists():
@@ -59,7 +59,7 @@ def read_readable(folders: Sequence[Path]) -> tuple[list[Run], list[HandgradErro
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, each with as few of its parents as make all of them distinct."""
+    """The folders' names, with just enough parents to make all names distinct."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts), default=0)):
         names = ["/".join(p[-depth:]) for p in parts]
@@ -94,7 +94,7 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def parse_lines(metrics: bytes, path: Path) -> tuple[list[Record], bool]:
-    """(the lines of `metrics.jsonl`, True if the last one is left out because a kill cut it)."""
+    """(the lines of `metrics.jsonl`, True if the last one is left out because a kill truncated it)."""
     numbered = list(numbered_lines(metrics, path))
     lines = []
     for number, (text, where) in enumerate(numbered, start=1):
@@ -109,7 +109,7 @@ def parse_lines(metrics: bytes, path: Path) -> tuple[list[Record], bool]:
 
 
 def read(kind: type[Kind], line: Record) -> Kind:
-    """Makes a dataclass from a line, each field by its annotation."""
+    """Makes a dataclass from a line; a field's annotation decides how to read it."""
     readers: dict[Any, Callable[[str], Any]] = {
         str: line.text,
         int: line.count,
@@ -121,7 +121,7 @@ def read(kind: type[Kind], line: Record) -> Kind:
 
 
 def read_start(line: Record) -> Start:
-    """A "run" line, also of a version that wrote fewer fields."""
+    """Reads a "run" line, also from an older version that wrote fewer fields."""
     data = line.inner("data")
     known = {
         "time": None,
@@ -142,7 +142,7 @@ def read_start(line: Record) -> Start:
 
 
 def read_step(line: Record) -> list[float]:
-    """A "step" line in the order of `Steps`; an older version wrote no time."""
+    """Reads the numbers of a "step" line in the order of `Steps`; older versions wrote no time."""
     dated = Record({"time": None, **line.fields}, line.where)
     return [dated.number(name) for name in Steps.__annotations__]
 
@@ -158,7 +158,7 @@ def read_figures(line: Record) -> dict[str, TaskFigure]:
     return figures
 
 
-# Kinds of lines of which a step has one; of a step that a resumed run did again, the last one counts.
+# Kinds of lines that each step has once. If a resumed run repeats a step, the last line counts.
 OF_A_STEP: dict[str, Callable[[Record], Any]] = {
     "step": read_step,
     "gpu": lambda line: [line.number(name) for name in GpuReadings.__annotations__],
@@ -176,7 +176,7 @@ def columns(kind: type[Kind], rows: Sequence[tuple[int, list[float]]]) -> Kind:
 
 
 def collect(lines: Sequence[Record], **run: Any) -> Run:
-    """Sorts the lines by kind. Leaves unknown kinds alone: a newer handgrad may write some."""
+    """Makes a run from its lines, sorted by kind. Ignores unknown kinds, which a newer handgrad may write."""
     launches: list[Record] = []
     first_steps: list[int | None] = []
     found: dict[str, dict[int, Any]] = {kind: {} for kind in OF_A_STEP}
@@ -224,8 +224,8 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
 
 
 def read_main_log(path: Path, name: str) -> Run:
-    """llm.c's main.log as a run of curves alone. Of a step that a resumed run did again the last line counts. Raises
-    `DataError` for another kind of file; a last line without an end is left out if it cannot be read."""
+    """Reads llm.c's main.log as a run with curves only. If a resumed run repeats a step, the last line counts. Leaves out
+    an unreadable last line without a newline. Raises `DataError` for another kind of file."""
     with storage_errors(f"reading {path}"):
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     steps: dict[int, list[float]] = {}
@@ -272,6 +272,6 @@ def read_main_log(path: Path, name: str) -> Run:
 
 
 def unknown(kind: type[Kind], **known: Any) -> Kind:
-    """A dataclass of which nothing else is known: other texts are empty, other numbers NaN or 0."""
+    """A dataclass with only the `known` fields: other texts are empty, other numbers NaN or 0."""
     blank: dict[Any, Any] = {str: "", int: 0, float: math.nan, dict[str, float]: {}}
     return kind(**{field.name: known.get(field.name, blank.get(field.type)) for field in dataclasses.fields(kind)})  # type: ignore

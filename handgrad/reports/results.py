@@ -72,7 +72,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class GpuReadings:
-    """The GPU's sensors, an element per reading. NaN where the GPU does not report a quantity."""
+    """The GPU's sensors, an element per reading. NaN if the GPU does not report a quantity."""
 
     step: np.ndarray
     watts: np.ndarray
@@ -81,7 +81,7 @@ class GpuReadings:
 
 @dataclass(frozen=True)
 class Pace:
-    """The time that ranks took for their own work, over the steps since the last such line."""
+    """The time that ranks spent on their own work, over the steps since the previous such line."""
 
     step: int
     slowest: int  # rank
@@ -120,7 +120,7 @@ class Run:
     starts: list[Start]
     first_steps: list[int | None]  # the first step after each launch, None if it never finished one
     steps: Steps
-    skipped: dict[int, str]  # step: the reason for leaving out its update
+    skipped: dict[int, str]  # step: the reason for skipping its update
     validations: list[tuple[int, float]]  # step, nats per token
     tasks: dict[tuple[str, str], list[tuple[int, TaskFigure]]]  # (task, metric): its figures by step
     samples: list[tuple[int, str]]
@@ -129,7 +129,7 @@ class Run:
     paces: list[Pace]  # of a run on several ranks
     fp8: list[tuple[int, dict[str, Quantized]]]  # step, classes of tensors by name
     last_line_cut: bool
-    is_log: bool = False  # a main.log in llm.c's format: curves alone
+    is_log: bool = False  # a main.log in llm.c's format: curves only
 
     @property
     def start(self) -> Start:
@@ -145,11 +145,11 @@ def steps_done(run: Run) -> int:
 
 
 def tokens_seen(run: Run) -> float:
-    return run.start.batch.tokens_before(steps_done(run)) or math.nan  # a main.log does not tell
+    return run.start.batch.tokens_before(steps_done(run)) or math.nan  # a main.log does not record them
 
 
 def tokens_at(run: Run, steps: np.ndarray) -> np.ndarray:
-    """The tokens seen after so many steps."""
+    """The tokens seen after each of these numbers of steps."""
     stages = run.start.batch.stages
     ends = [*(stage.first_step for stage in stages[1:]), math.inf]
     parts = (
@@ -160,13 +160,13 @@ def tokens_at(run: Run, steps: np.ndarray) -> np.ndarray:
 
 
 def seconds_in_steps(run: Run) -> float:
-    """Time spent in the steps; validations, samples and checkpoints come on top."""
+    """Time spent in the steps, without validations, samples and checkpoints."""
     return float(np.nansum(run.steps.step_ms)) / 1000
 
 
 def wall_clock(run: Run) -> np.ndarray:
-    """Seconds that the run had taken by the end of each step, validations included, pauses between launches not. A step
-    without a recorded time counts its own milliseconds."""
+    """Seconds that the run had taken by the end of each step, with validations, without pauses between launches. A step
+    without a recorded time counts with its own milliseconds."""
     began = {first: start.time for first, start in zip(run.first_steps, run.starts, strict=True)}
     before = np.roll(run.steps.time, 1)
     before[0] = math.nan
@@ -223,7 +223,7 @@ def bits_per_byte(run: Run, loss: float) -> float:
 
 
 def shown(value: float, form: Callable[[float], str]) -> str:
-    """`value` through `form`, or a sign for NaN and infinity."""
+    """`value` as formatted by `form`, or a symbol for NaN and infinity."""
     if math.isnan(value):
         return DASH
     return form(value) if math.isfinite(value) else "∞" if value > 0 else "-∞"
@@ -234,7 +234,7 @@ def loss_text(value: float) -> str:
 
 
 def validation_text(run: Run) -> str:
-    """The last validation loss; NaN says that the run diverged, a dash that there was no validation."""
+    """The last validation loss; NaN means that the run diverged, a dash that it had no validation."""
     loss = final_validation(run)
     return "NaN" if run.validations and math.isnan(loss) else loss_text(loss)
 
@@ -277,7 +277,7 @@ def bytes_text(value: float) -> str:
 
 
 def scaled(value: float, base: int, units: tuple[str, ...]) -> str:
-    """`value` to three digits, in the unit that leaves fewer than `base` of it."""
+    """`value` to three digits, in the first unit that makes it less than `base`."""
     power = 0
     while abs(float(f"{value:.3g}")) >= base and power < len(units) - 1:
         value, power = value / base, power + 1
@@ -301,9 +301,9 @@ def duration_text(seconds: float) -> str:
 def smooth(values: np.ndarray, half_width: int, picked: np.ndarray, average: Callable = np.mean) -> np.ndarray:
     """`average` at each of the indices `picked`, over up to `half_width` finite neighbours on each side.
 
-    The window is centred, so the curve does not lag. At the start of the series it shrinks on both sides alike, because
+    The window is centred, so the curve does not lag. At the start of the series it shrinks on both sides equally, because
     a loss falls steeply there; at the end it stays wide and one-sided, because only noise is left to average.
-    An index whose own value is not finite stays NaN: a diverged stretch is a gap, not a bridge.
+    An index whose own value is not finite stays NaN: a diverged stretch is a gap in the curve.
     """
     smoothed = np.full(len(picked), np.nan)
     for i, index in enumerate(picked):
@@ -315,7 +315,7 @@ def smooth(values: np.ndarray, half_width: int, picked: np.ndarray, average: Cal
 
 
 def envelope(x: np.ndarray, y: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most 2 `bins` points: the lowest and the highest of each bin, in their order, so that every spike stays."""
+    """At most 2 `bins` points: the lowest and the highest of each bin, in order, so that every spike stays visible."""
     y = np.where(np.isfinite(y), y, np.nan)
     if len(y) <= 2 * bins:
         return x, y

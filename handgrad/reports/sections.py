@@ -20,13 +20,13 @@ from handgrad.storage.run_files import CONFIG_FILE
 SAMPLES = 6  # per run, spread from the first to the last
 SAMPLE_CHARACTERS = 4000
 NUMBER = re.compile(r"[-+–∞]?[\d,.]*([kMGTPE]| [%a-zA-Z]+)?")
-SATURATION = "clipped numbers in"  # of the events about fp8 tensors that saturate
+SATURATION = "clipped numbers in"  # identifies events about saturated fp8 tensors
 ROWS = 100  # of the long tables: events, skipped updates, validations
 SHAPE_WORDS = {"num_layers": "layers", "num_heads": "heads", "channels": "channels", "sequence_length": "positions"}
 
 
 def text(value: object) -> str:
-    """`value` as HTML text. Control characters, which a model of bytes may write, become visible signs."""
+    """`value` as HTML text. Control characters, which a byte-level model may write, become visible symbols."""
     visible = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda found: chr(0x2400 + min(ord(found.group()), 0x21)), str(value))
     return html.escape(visible)
 
@@ -40,13 +40,13 @@ def warning(words: str) -> str:
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, total: bool = False, kind: str = "") -> str:
-    """A table whose first column names the rows; columns of numbers are set right. `total` sets off the last row; of a
-    table of `kind` cards a phone shows each row as a card, its cells below each other with their headings."""
+    """A table whose first column names the rows; columns of numbers are right-aligned. `total` sets off the last row. With
+    `kind` "cards", a phone shows each row as a card, its cells below each other with their headings."""
     cells_of_rows = [[str(cell) for cell in row] for row in rows]
     numeric = [i > 0 and all(NUMBER.fullmatch(row[i]) for row in cells_of_rows) for i in range(len(head))]
 
     def cells(row: Sequence[object], names: int) -> str:
-        """The cells of a row, of which the first `names` are headings."""
+        """The cells of a row; the first `names` of them are headings."""
         tags = ["th" if i < names else "td" for i in range(len(row))]
         marks = [' class="number"' if is_number else "" for is_number in numeric]
         if kind == "cards" and names == 1:
@@ -84,7 +84,7 @@ def per_run(runs: Sequence[Run], make: Callable[[Run], str]) -> str:
 
 
 def description(run: Run) -> str:
-    """One paragraph: the model, its data, where it ran and how far it came."""
+    """One paragraph: the model, its data, where it ran and how far it got."""
     if run.is_log:
         words = f"The losses in {run.folder}, a log in llm.c's format: {results.steps_done(run):,} steps."
         return f"<p>{text(words)}</p>"
@@ -109,10 +109,10 @@ def description(run: Run) -> str:
 
 
 def fp8_sentence(run: Run) -> str:
-    """Names the GEMMs of an fp8 run that are in fp8, as configured; the history has what left it on the way."""
+    """Names the GEMMs that an fp8 run was configured to run in fp8; the history lists GEMMs that left fp8 later."""
     if run.start.precision != "fp8":
         return ""
-    from handgrad.joins.fp8.tables import fp8_gemms  # torch takes longer to load than most reports to write
+    from handgrad.joins.fp8.tables import fp8_gemms  # loading torch takes longer than writing most reports
 
     try:
         known = {name: convert(name, value) for name, value in run.config.items() if name in FIELDS}
@@ -233,7 +233,7 @@ def memory(run: Run) -> str:
 
 
 def fp8(run: Run) -> str:
-    """The last counts of an fp8 run by class of tensors."""
+    """The last statistics of an fp8 run, by class of tensors."""
     step, classes = run.fp8[-1] if run.fp8 else (0, {})
     rows: list[list[Any]] = []
     for name, found in classes.items():
@@ -269,7 +269,7 @@ def settings(run: Run) -> str:
 
 
 def commands(run: Run) -> str:
-    """Commands to type next. `steps` shapes the schedule, so a finished run does not resume: another one starts."""
+    """Commands to type next. `steps` shapes the schedule, so a finished run cannot go on; they start another one."""
     if run.is_log:
         return ""
     folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.folder / CONFIG_FILE))

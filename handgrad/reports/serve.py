@@ -1,4 +1,4 @@
-"""Serves the report of runs that are under way: a browser asks every two seconds, and files that changed are drawn again.
+"""Serves a live report of runs in progress: a browser polls every two seconds, and changed files are drawn again.
 
 Drawing takes at most a tenth of one core, because the run may need the same cores.
 """
@@ -23,15 +23,15 @@ from handgrad.reports.sections import faint
 from handgrad.serving.local_server import LocalHandler
 from handgrad.storage.run_files import METRICS_FILE
 
-REST = 9  # times the seconds that a page took to draw until it is drawn again
+REST = 9  # times the seconds that drawing the page took: the pause before it is drawn again
 
 
 class Watched:
     """The runs to watch, and the page about them. Safe to call from several threads."""
 
     def __init__(self, named: Sequence[Path]):
-        """`named`: run folders, folders of runs, main.logs. Raises `DataError` if none of them exists; others may come
-        later."""
+        """`named`: run folders, folders of runs, main.logs. Raises `DataError` if none of them exists; missing ones
+        may appear later."""
         self.named, self.lock = named, threading.Lock()
         self.version, self.html, self.rested = "", "", 0.0
         if not any(path.exists() for path in named):
@@ -50,7 +50,7 @@ class Watched:
         return hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
 
     def page(self, after: str) -> str | None:
-        """The page; None if a browser has its version `after` already, or it is too early to draw it again."""
+        """The page; None if the browser has it already (version `after`), or if it is too early to draw it again."""
         with self.lock:
             folders = runs_in(self.named)
             version = self.state(folders)
@@ -62,13 +62,13 @@ class Watched:
 
 
 def draw(folders: Sequence[Path], version: str) -> str:
-    """The page of the runs in `folders` that can be read, and a line about each that cannot."""
+    """The page of the readable runs in `folders`, with a line about each unreadable one."""
     runs, left_out = read_readable(folders)
     notes = [f"Left out: {error}" for error in left_out]
     if not runs:
         live = Live(version, "Waiting for a first step.", False)
         return document("Waiting", ["<h1>Waiting</h1>", *map(faint, notes)], live)
-    # The last line of a run under way may be half written; it is not lost.
+    # The last line of a run in progress may be half written; it is not lost.
     runs = [dataclasses.replace(run, last_line_cut=False) for run in runs]
     ended = all(has_ended(run) for run in runs)
     status = "; ".join(map(progress, runs))
@@ -91,7 +91,7 @@ def progress(run: Run) -> str:
 
 
 class Handler(LocalHandler):
-    """Answers GET / with the page, and GET /?after=VERSION with nothing while that is the newest."""
+    """Answers GET / with the page, and GET /?after=VERSION with no content while that version is the newest."""
 
     def __init__(self, watched: Watched, *connection: Any):
         self.watched = watched

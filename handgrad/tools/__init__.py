@@ -1,1 +1,1 @@
-"""Tools beside training: plan, doctor, profile, kernel checks."""
+"""Tools around training: plan, doctor, profile, kernel checks."""

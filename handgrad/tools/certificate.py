@@ -24,7 +24,7 @@ def make_certificate(lines: list[Line], evaluation: list[Line]) -> Line:
 
 
 def signed(content: Line, key_file: Path) -> Line:
-    """The content with an Ed25519 signature by a private key in PEM."""
+    """The content plus its Ed25519 signature. `key_file`: private key in PEM. Raises `DataError` for another key."""
     serialization, ed25519 = signing()
     with storage_errors(f"reading {key_file}"):
         pem = key_file.read_bytes()
@@ -88,7 +88,7 @@ def check_signature(certificate: Line, path: Path) -> None:
 
 
 def fingerprint(certificate: Line) -> str:
-    """The SHA-256 of the key that signed, or ""."""
+    """The SHA-256 of the public key that signed the certificate, or "" if there is no signature."""
     signature = certificate.get("signature")
     return hashlib.sha256(bytes.fromhex(signature["public_key"])).hexdigest() if signature else ""
 
@@ -98,7 +98,7 @@ def certificate_text(certificate: Line) -> str:
 
 
 def evaluations(metrics: Path) -> list[Line]:
-    """The last validation, and the last result on each task, of a run's record."""
+    """The last validation, and the last result on each task, in a run's metrics.jsonl."""
     found: dict[str, Line] = {}
     for read in readable_records(metrics) if metrics.is_file() else ():
         entry = read.fields

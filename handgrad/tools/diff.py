@@ -1,5 +1,5 @@
-"""The first difference of two runs: settings, versions, data, the first link that differs, and tensors of equal steps. Runs
-without a chain are compared by their folders: configuration, newest checkpoint, metrics.jsonl."""
+"""Finds where two runs diverge: settings, versions, data, the first link that differs, tensors of equal steps. For runs
+without a chain, compares their folders: configuration, newest checkpoint, metrics.jsonl."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ KNOWN = ("handgrad", "torch", "device")  # versions that the `run` line of metri
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """The difference of two tensors of the same name: in how many elements, and how far."""
+    """The difference between two tensors of the same name: the number of elements that differ, and by how much."""
 
     name: str
     differing: int
@@ -57,7 +57,7 @@ def facts_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
 
 
 def link_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
-    """The first difference of two chains' contents."""
+    """The first difference between the contents of two chains."""
     begun = one.begins[0]["step"], other.begins[0]["step"]
     first, second = (record.state_at(step) for record, step in zip((one, other), begun, strict=True))
     if begun[0] == begun[1] and first is not None and second is not None and (names := differing_states(first, second)):
@@ -84,7 +84,7 @@ def found_text(fields: list[str], one: Line, other: Line) -> str:
 
 
 def metrics_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
-    """The first step with another loss, norm or rate. The state before it is not known, and so neither is the cause."""
+    """The first step whose loss, norm or rate differs. The state before it is unknown, and therefore the cause."""
     mine, theirs = one.steps, other.steps
     for step in sorted(mine.keys() & theirs.keys()):
         if fields := differing(mine[step], theirs[step]):
@@ -93,7 +93,7 @@ def metrics_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
 
 
 def checkpoint_lines(one: Path, other: Path, most: int) -> Iterator[str]:
-    """The tensors that differ between the newest checkpoints of equal steps."""
+    """The tensors that differ between the checkpoints of the newest step that both runs have saved."""
     mine, theirs = (
         {checkpoint.step_of(folder): folder for folder in checkpoint.folders(run / CHECKPOINTS)} for run in (one, other)
     )
@@ -115,7 +115,7 @@ def checkpoint_lines(one: Path, other: Path, most: int) -> Iterator[str]:
 
 
 def tensor_differences(one: Checkpoint, other: Checkpoint) -> Iterator[TensorDifference]:
-    """Raises `DataError` if the two hold tensors of other names or shapes."""
+    """Yields the tensors that differ. Raises `DataError` if the two hold different names, shapes or dtypes."""
     for file in (WEIGHTS_FILE, OPTIMIZER_FILE):
         names = [name for name, path in one.file_of_tensor.items() if path in one.parts(file)]
         if absent := [name for name in names if name not in other.file_of_tensor] or [
@@ -138,7 +138,7 @@ def read(source: Checkpoint, name: str) -> Tensor:
 
 
 def difference(name: str, one: Tensor, other: Tensor) -> TensorDifference:
-    """Units in the last place are steps between neighbouring floats: of their bits as ordered integers."""
+    """Compares two tensors, in units in the last place: the difference of the floats' bits as ordered integers."""
     a, b = ordered(one), ordered(other)
     distance = (a - b).abs().double()
     lone = one.isnan() != other.isnan()
@@ -148,7 +148,7 @@ def difference(name: str, one: Tensor, other: Tensor) -> TensorDifference:
 
 
 def ordered(values: Tensor) -> Tensor:
-    """Integers in the order of the floats, neighbours one apart; -0 lies one below 0."""
+    """Maps floats to integers in the same order, neighbouring floats one apart; -0 maps to one below 0."""
     integer: Any = {2: torch.int16, 4: torch.int32}[values.itemsize]
     bits = values.contiguous().view(integer).to(torch.int64)
     return torch.where(bits < 0, torch.iinfo(integer).min - bits - 1, bits)
@@ -163,10 +163,10 @@ def unaudited(runs: list[Path]) -> list[Path]:
 
 
 def folder_records(runs: list[Path]) -> list[RunRecord]:
-    """Records with the settings of each run, versions and data, and loss, norm and rate of each step, without digests of
-    any state. Versions and data come from the newest checkpoints, or, if a run has none, of each run's last start.
+    """Records with each run's settings, versions, data, and loss, norm and rate of each step, without digests of the state.
+    Versions and data come from the newest checkpoints or, if a run has none, from each run's last start.
 
-    Raises `UsageError` for a certificate, `DataError` for what is no run folder.
+    Raises `UsageError` for a certificate, `DataError` for a path that is not a run folder.
     """
     for run in runs:
         if not run.exists():
@@ -182,7 +182,7 @@ def folder_records(runs: list[Path]) -> list[RunRecord]:
 
 
 def folder_record(run: Path, manifest: dict[str, Any] | None) -> RunRecord:
-    """A run by its settings, its metrics, and a checkpoint's manifest or the `run` line of its last start."""
+    """A run's record from its settings, its metrics, and a checkpoint's manifest or the `run` line of its last start."""
     settings = {name: value for name, value in read_toml(str(run / CONFIG_FILE)).items() if name in FIELDS}
     config = to_dict(RunConfig(**{name: convert(name, value) for name, value in settings.items()}))
     lines, start = list[Line](), dict[str, Any]()
@@ -206,7 +206,7 @@ def identity_of(start: dict[str, Any]) -> Any:
 
 
 def step_line(record: Record) -> Line:
-    """A step's line of metrics.jsonl in the form of a link."""
+    """Converts a `step` line of metrics.jsonl to the form of a link."""
     numbers = {name: record.number(name).hex() for name in NUMBERS}
     skipped = record.fields.get("skipped") is not None
     return {"kind": STEP, "step": record.count("step"), **numbers, "skipped": skipped, "state": {}}

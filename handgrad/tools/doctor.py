@@ -1,4 +1,4 @@
-"""Names and runs each part of this machine once; a missing one comes with its remedy."""
+"""Lists the parts of this machine that training needs and runs each once; for a missing part, names the remedy."""
 
 import platform
 import re
@@ -39,7 +39,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def examine() -> Iterator[tuple[bool, str]]:
-    """(ok, line) for each part."""
+    """Yields (ok, line) for each part."""
     yield True, f"handgrad {handgrad.__version__}, Python {platform.python_version()}, {platform.platform()}"
     for package in PACKAGES:
         yield examine_package(package, f"try: pip install {package}")
@@ -84,7 +84,7 @@ def half_precision(device: torch.device) -> str:
 
 
 def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
-    """The driver, the kernels' packages and libraries, and each kernel launched."""
+    """Checks the driver and the kernels' packages and libraries, and launches each kernel."""
     if device.type != "cuda":
         others = "torch's own kernels" if device.type == "cpu" else "the reference operations"
         yield True, f"the kernels need an NVIDIA GPU; on {device.type} runs use {others}"
@@ -117,7 +117,7 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
 
 
 def cases_on(capability: tuple[int, int]) -> Cases:
-    """The operations that runs launch on a GPU: Muon's, whose GEMMs are in bf16, only where there is bf16."""
+    """The operations that runs launch on such a GPU; leaves out Muon's, whose GEMMs are in bf16, if it has no bf16."""
     return {line: make for line, make in CASES.items() if capability >= BF16_CAPABILITY or not line.startswith("muon")}
 
 
@@ -126,7 +126,7 @@ def dotted(capability: tuple[int, int]) -> str:
 
 
 def driver_version() -> str:
-    """The version in the kernel module's file: '570.86.15'."""
+    """The driver's version, from the kernel module's file, like '570.86.15'."""
     found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", DRIVER.read_text(encoding="utf-8")) if DRIVER.exists() else None
     return found[1] if found else "of unknown version"
 

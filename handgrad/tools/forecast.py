@@ -1,4 +1,4 @@
-"""A run on GPUs that this machine need not have: memory, speed, time, money, energy."""
+"""Forecasts a run on GPUs that need not be in this machine: memory, speed, time, cost, energy."""
 
 import re
 from dataclasses import dataclass, replace
@@ -20,35 +20,35 @@ from handgrad.settings.config import AUTO, RunConfig, check
 from handgrad.tools.speeds import measured_speed, step_time
 from handgrad.training.design import Design
 
-DRIVER_BYTES = 0.7 * 2**30  # the CUDA context and the libraries, beside the plan
+DRIVER_BYTES = 0.7 * 2**30  # the CUDA context and the libraries, on top of the plan
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run on `gpus` GPUs of a kind, steps alone: validations, samples and checkpoints come on top."""
+    """A run on `gpus` GPUs of one type. Counts only the steps: validations, samples and checkpoints take extra time."""
 
     gpu: str  # its name in `handgrad.machine.gpus.GPUS`
     gpus: int
     precision: str
-    memory_bytes: int  # that the run allocates on each
-    available_bytes: int  # of each
-    micro_batch: int  # the run's own, or else the largest that fits
-    tokens_per_second: float  # of all together
+    memory_bytes: int  # allocated by the run, per GPU
+    available_bytes: int  # per GPU
+    micro_batch: int  # the run's own if it fits, else the largest that fits
+    tokens_per_second: float  # of all GPUs together
     seconds: float
     dollars: float | None  # None: no price was given
-    kilowatt_hours: float  # of the boards at their limits; the rest of the machine comes on top
-    measured: bool  # this very run's speed was measured; else it follows from the data sheet
+    kilowatt_hours: float  # of the boards at their power limits, without the rest of the machine
+    measured: bool  # True: the speed of exactly this run was measured; False: predicted from the data sheet
     source: str  # the record, or ""
 
 
 def forecast(
     config: RunConfig, vocab_size: int, gpu: str, *, ranks: int = 1, price: float | None = None, fit: int = 0
 ) -> Forecast:
-    """The run that `config` describes. `price`: dollars per GPU and hour; `fit`: bytes of each GPU that it may take,
-    instead of all.
+    """Forecasts the run that `config` describes. `price`: dollars per GPU-hour; `fit`: memory limit per GPU in bytes,
+    instead of all of it.
 
-    Raises `UsageError`: an unknown GPU, a precision that it lacks, a run that does not fit.
+    Raises `UsageError` for an unknown GPU, a precision that it lacks, or a run that does not fit.
     """
     name, spec = named_gpu(gpu)
     config = resolved_on(config, spec, ranks)
@@ -86,20 +86,20 @@ def forecast(
 
 
 def estimated_seconds(gpu: Gpu, config: RunConfig, design: Design, ranks: int) -> float:
-    """The time of all steps, by the roofline."""
+    """Seconds of all steps, by the roofline model."""
     stages = [(replace(config, tokens_per_step=stage.tokens_per_step), n) for stage, n in config.batch.spans(config.steps)]
     return sum(steps * step_time(gpu, stage, design, ranks).total for stage, steps in stages)
 
 
 def named_gpu(name: str) -> tuple[str, Gpu]:
-    """The GPU of a name, in any case, also "RTX 4090". Raises `UsageError` with the closest one."""
+    """(short name, GPU) for a name as people write it, like "RTX 4090". Raises `UsageError` with the closest name."""
     key = gpus.short_name(name)
     check_choice("gpu", key, GPUS)
     return key, GPUS[key]
 
 
 def resolved_on(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
-    """`config` as it would start on `ranks` such GPUs: its precision and its lanes."""
+    """`config` with the precision and the lanes that it would start with on `ranks` such GPUs."""
     precision = gpus.auto_precision(gpu.capability) if config.precision == AUTO else config.precision
     gpus.check_precision(gpu.title, gpu.capability, precision)
     gpus.check_optimizer(gpu.title, gpu.capability, config.optimizer)
@@ -107,7 +107,7 @@ def resolved_on(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
     config = replace(config, precision=precision, lanes=resolve_lanes(config, ranks))
     try:
         return config if micro_batches(config) else check(config)
-    except UsageError as error:  # of a step that the lanes cannot share equally
+    except UsageError as error:  # the lanes cannot share the step equally
         raise UsageError(f"{error}, or fewer GPUs") from None
 
 
@@ -118,8 +118,8 @@ def remedy(config: RunConfig, ranks: int) -> str:
 
 
 def bytes_of(text: str) -> int:
-    """`24GB` -> 24,000,000,000, `24GiB` -> 25,769,803,776. Raises `UsageError` for what is no size, or less than a
-    megabyte: a number without its unit."""
+    """`24GB` -> 24,000,000,000, `24GiB` -> 25,769,803,776. Raises `UsageError` for text that is not a size, and
+    for less than a megabyte, which is a number without its unit."""
     match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", text.strip().lower())
     try:
         size = int(float(match[1]) * UNITS[match[2]]) if match else 0
@@ -130,14 +130,14 @@ def bytes_of(text: str) -> int:
     return size
 
 
-# The design of a run on a GPU that is not there: its operations give their sizes alone.
+# The design of a run on a GPU that is not in this machine: its operations only give their sizes.
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that a design asks its operations for."""
+    """The sizes that a design gets from its operations."""
 
-    cudnn: bool  # it takes the heads that it can: on Hopper, and without dropout
+    cudnn: bool  # use cuDNN for the head widths that it supports: on Hopper, without dropout
 
     scratch_bytes = staticmethod(sizes.scratch_bytes)
     muon_scratch_bytes = staticmethod(sizes.muon_scratch_bytes)
@@ -147,7 +147,7 @@ class Sizes:
     def attention_scratch_bytes(
         self, *, head_width: int, dtype: torch.dtype, kv_heads: int = 0, documents: bool = False, **heads: int
     ) -> int:
-        """Triton's, or cuDNN's, which keeps no documents apart."""
+        """Scratch of Triton's kernels, or of cuDNN's, which cannot separate documents."""
         if self.cudnn and not documents and dtype.itemsize == 2 and head_width in sizes.CUDNN_HEADS:
             return sizes.cudnn_scratch_bytes(**heads, head_width=head_width)
         return sizes.attention_scratch_bytes(**heads)
@@ -158,8 +158,8 @@ def sizes_on(gpu: Gpu, config: RunConfig) -> Sizes:
 
 
 def resolve_for(gpu: Gpu, config: RunConfig, vocab_size: int, ranks: int = 1) -> Design:
-    """The design of a run on such a GPU, which this machine need not have. The precision must not be auto; TF32, a way to
-    multiply float32 numbers, takes the memory of float32."""
+    """The design of a run on such a GPU, which need not be in this machine. The precision must not be auto. TF32 takes the
+    memory of float32, because it only changes how GEMMs multiply float32 numbers."""
     precision = "fp32" if config.precision == "tf32" else config.precision
     return sized(replace(config, precision=precision), vocab_size, ranks, sizes_on(gpu, config))
 

@@ -1,4 +1,4 @@
-"""Gradients by hand beside central differences of the forward, in float64: no autograd, no other library."""
+"""Compares gradients by hand with central differences of the forward, in float64, without autograd or other libraries."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ from handgrad.ops import reference
 from handgrad.ops.cases import PAIRS, Arguments, Draw, both_ways, call, copies
 
 STEP = 3e-5  # h
-# In float64 (f(x + h) - f(x - h)) / 2h errs by h^2 f'''/6, 1.5e-10 f''', and by the rounding of f over h, 4e-12 f. The
-# cases have numbers around 1, and third derivatives of some hundreds at most.
+# In float64 the error of (f(x + h) - f(x - h)) / 2h is h^2 f'''/6, 1.5e-10 f''', plus the rounding of f over h, 4e-12 f.
+# The cases have numbers around 1, and third derivatives of a few hundred at most.
 TOLERANCE = 1e-7
 
 SIZES = {"B": 2, "T": 3, "H": 4, "D": 4, "F": 10, "V": 7, "Vp": 9, "G": 8, "M": 4}
 GROUPED = {"K": 2}
-# The backward that a case calls: the case. Fused operations are compositions of these; the models run them.
+# Backward operation: changes to its case. Fused operations are compositions of these; the checks of the models run them.
 CASES: dict[str, Arguments] = {backward: {} for backward in PAIRS}
 CASES |= {"attention_backward": GROUPED, "gained_qk_norm_rotary_backward": GROUPED}
 CASES |= {"classifier_forward_backward, with a cap": {"softcap": 3.0}}
@@ -40,13 +40,13 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Compared:
-    """A gradient by hand against central differences."""
+    """A gradient by hand, compared with central differences."""
 
     of: str  # the tensor that it is the gradient of
     error: float  # || by hand - by differences || / || by differences ||
     worst: str  # the index where they differ most
-    by_hand: float  # there
-    by_differences: float  # there
+    by_hand: float  # at that index
+    by_differences: float  # at that index
 
     @property
     def right(self) -> bool:
@@ -66,11 +66,11 @@ class Checked:
         return [compared for compared in self.gradients if not compared.right]
 
 
-# The derivative of a number, from that number alone.
+# Derivatives of a function from its values alone.
 
 
 def differences(number: Callable[[], float], x: Tensor) -> Tensor:
-    """d number / d x, for each element of x (any shape, float64), which is changed and set back."""
+    """d number / d x for each element of x (any shape, float64). Changes x in place, and restores it."""
     gradient, values = torch.empty_like(x), x.view(-1)
     for index in range(len(values)):
         value = values[index].item()
@@ -83,8 +83,8 @@ def differences(number: Callable[[], float], x: Tensor) -> Tensor:
 
 
 def slope(number: Callable[[], float], x: Tensor, direction: Tensor) -> float:
-    """The derivative of `number` along a direction of x, which is changed and set back: for tensors that are too large to
-    change an element at a time."""
+    """The derivative of `number` along a direction of x, for tensors that are too large to change an element at a time.
+    Changes x in place, and restores it."""
     before = x.clone()
     x.add_(direction, alpha=STEP)
     above = number()
@@ -126,7 +126,7 @@ def check_operations() -> Iterator[Checked]:
 
 
 def place_of(name: str) -> str:
-    """The file and the line of an operation of the reference."""
+    """The file and line of a reference operation."""
     function = getattr(reference, name)
     path = Path(inspect.getsourcefile(function) or "").resolve()
     root = Path(reference.__file__).resolve().parents[3]
@@ -137,7 +137,7 @@ def place_of(name: str) -> str:
 
 
 def check_models() -> Iterator[Checked]:
-    """Checks one network after the other."""
+    """Checks one network per architecture."""
     for shape in SHAPES:
         yield Checked(shape.architecture, f"handgrad/models/{shape.architecture}.py", list(check_model(shape)))
 
@@ -151,7 +151,7 @@ def check_model(shape: ModelShape) -> Iterator[Compared]:
     for row in table:  # so that no bias and no gain is trivial
         row.stored(flat).add_(normal(row.stored_shape, generator), alpha=0.1)
     weights, gradients = (named_weights(shape, tensor, table) for tensor in (flat, flat_gradients))
-    chunk = 3  # tokens at once in the loss head: the last time fewer
+    chunk = 3  # tokens at once in the loss head; the last chunk has fewer
     rows = module.activations(shape, BATCH, LENGTH, torch.float64, reference, chunk=chunk, training=True)
     views = make_plan(row.buffer(recompute=0) for row in rows if not row.of).allocate(torch.device("cpu"))
     act, d = (named(kind, views, layers) for kind in (module.Activations, module.Gradients))
@@ -160,7 +160,7 @@ def check_model(shape: ModelShape) -> Iterator[Compared]:
     scale = torch.ones(1, dtype=torch.float64)
 
     def loss() -> float:
-        """The training loss: the backward computes it as well, and may add terms of its own."""
+        """The training loss. Runs the backward too, which completes the loss and may add terms of its own."""
         act.tokens.copy_(tokens)
         act.targets.copy_(targets)
         act.sorted_positions.copy_(order)
@@ -175,7 +175,7 @@ def check_model(shape: ModelShape) -> Iterator[Compared]:
         direction, gradient = normal(row.stored_shape, generator), row.stored(by_hand)
         direction /= direction.norm()
         along, by_differences = float((gradient * direction).sum()), slope(loss, row.stored(flat), direction)
-        # Of n numbers, a random direction finds the n-th part of a square, of an error as of a gradient.
+        # A random direction sees one n-th of the squared norm of n numbers, of the error as well as of the gradient.
         error = abs(along - by_differences) * gradient.numel() ** 0.5 / max(float(gradient.norm()), 1e-30)
         yield Compared(row.name, error, "a random direction", along, by_differences)
 

@@ -1,4 +1,4 @@
-"""The cost of a run before it starts: memory by component, what fits, and a bound on its speed, here or on other GPUs."""
+"""Plans a run before it starts: memory by component, settings that fit, a bound on its speed, here or on other GPUs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,13 +33,13 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """The run with a recompute level, with or without offload."""
+    """The run at one recompute level, with or without offload."""
 
     config: RunConfig
     memory_bytes: int  # of the device
     host_bytes: int
-    moments_bytes: int  # wherever they lie
-    seconds: float | None  # of a step; None: unknown
+    moments_bytes: int  # on the device or the host
+    seconds: float | None  # per step; None: unknown
 
     @property
     def flags(self) -> str:
@@ -53,8 +53,8 @@ def candidates(
     design_of: Callable[[RunConfig], Design],
     seconds_of: Callable[[RunConfig, Design], float] | None,
 ) -> list[Candidate]:
-    """All settings that the run can have, fastest first; where no time is known, in the order of the levels, then the same
-    with offload."""
+    """The run at each recompute level, without and, if it can, with offload. Fastest first; if no times are known, by
+    level, with offload last."""
     choices = []
     for offload in (False, True) if can_offload(config, device, ranks) else (False,):
         for level in RECOMPUTE_LEVELS:
@@ -67,7 +67,7 @@ def candidates(
 
 
 def chosen_of(choices: list[Candidate], config: RunConfig, available: int) -> Candidate | None:
-    """The run as it was asked for, if it fits, or else the first that does."""
+    """The candidate with the settings asked for, if it fits, else the first one that fits."""
     asked = (c for c in choices if (c.config.recompute, c.config.offload) == (config.recompute, config.offload))
     return first_fitting([*asked, *choices], available)
 
@@ -77,7 +77,7 @@ def first_fitting(choices: list[Candidate], available: int) -> Candidate | None:
 
 
 def fitting_lines(choices: list[Candidate], available: int) -> Iterator[str]:
-    """A line for each candidate, the flags of the first that fits, and what else would help."""
+    """A line for each candidate, the flags of the first that fits, and other ways to save memory."""
     config = choices[0].config
     order = "fastest first" if choices[0].seconds else "the cheapest first"
     yield f"same bits  within {human_bytes(available)} at micro-batch {config.micro_batch}, {order}"
@@ -94,10 +94,10 @@ def fitting_lines(choices: list[Candidate], available: int) -> Iterator[str]:
 
 
 def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunConfig, int, list[str]]:
-    """(`config` as `train` would go on with it, the size of its vocabulary, lines about both).
+    """(`config` as `train` would use it, vocabulary size, lines about both).
 
-    The run in `config.out`, if one has begun, keeps what it chose at its start, and the data choose the packing. 0 words
-    stand for the data's, or GPT-2's where there are no data yet. `given`: the user named the data, so that a folder
+    A run that has begun in `config.out` keeps the settings of its start, and the data choose the packing. `vocab_size` 0
+    means the data's vocabulary, or GPT-2's if there are no data yet. `given`: the user named the data, so a folder
     without shards raises `DataError`, unless `vocab_size` is given as well.
     """
     (config, begun), dataset, lines = as_begun(config), None, list[str]()
@@ -116,8 +116,8 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
 
 
 def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int = 0) -> list[str]:
-    """The plan for this machine, as lines; memory is for one of `ranks` equal ranks. `fit`: bytes that the run may
-    take, instead of all that are free. Raises `ConfigError` for lanes that the ranks cannot share."""
+    """The plan for this machine, as lines; memory is per rank, for `ranks` equal ranks. `fit`: memory limit in bytes,
+    instead of all free memory. Raises `ConfigError` for lanes that the ranks cannot share equally."""
     device = devices.resolve_device(config.device)
     config = with_tuned_gemms(with_precision(config, device), device)
     config = check(replace(config, lanes=resolve_lanes(config, ranks)))
@@ -176,7 +176,7 @@ def run_lines(config: RunConfig, design: Design) -> list[str]:
 
 
 def settings_lines(config: RunConfig, design: Design) -> list[str]:
-    """The sizes, the optimizer and its rates, which a preset chooses."""
+    """Lines about the sizes, the optimizer and its rates, which a preset sets."""
     shape = design.shape
     matrices = f", of matrices {config.matrix_learning_rate:g}" if config.matrix_learning_rate else ""
     others = {row.name.rpartition(".")[2]: row.rate for row in design.parameters if row.rate != 1}
@@ -193,7 +193,7 @@ def settings_lines(config: RunConfig, design: Design) -> list[str]:
 
 
 def memory_lines(config: RunConfig, designs: list[Design], ranks: int) -> list[str]:
-    """The disk, and the memory by component; `designs`: one for each of `RECOMPUTE_LEVELS`."""
+    """Lines about disk space, and about memory by component. `designs`: one for each of `RECOMPUTE_LEVELS`."""
     checkpoints = most_checkpoints(config)
     memory = "memory per rank" if ranks > 1 else "memory"
     copy = max(plan.total_bytes for plan in copy_plans(designs[0], ranks))
@@ -211,7 +211,7 @@ def memory_lines(config: RunConfig, designs: list[Design], ranks: int) -> list[s
     ]
 
 
-# GPUs that this machine need not have.
+# GPUs that need not be in this machine.
 
 
 def describe_gpu(
@@ -243,7 +243,7 @@ def describe_gpu(
 
 
 def fitted_to(config: RunConfig, gpu: Gpu, vocab_size: int, ranks: int) -> list[Candidate]:
-    """The run's settings on `ranks` of these GPUs, fastest first by the model of docs/planning.md."""
+    """The run's candidates on `ranks` of these GPUs, fastest first by the model of docs/planning.md."""
     return candidates(
         resolved_on(config, gpu, ranks),
         torch.device("meta"),
@@ -256,7 +256,7 @@ def fitted_to(config: RunConfig, gpu: Gpu, vocab_size: int, ranks: int) -> list[
 def describe_gpus(
     config: RunConfig, vocab_size: int, ranks: int = 1, price: float | None = None, fit: int = 0
 ) -> list[str]:
-    """A row for every GPU; one that cannot run it says why."""
+    """A row for every GPU; if a GPU cannot run it, its row has the reason."""
     lines = [HEADING]
     for name in GPUS:
         try:
@@ -271,7 +271,7 @@ def row(run: Forecast) -> str:
 
 
 def cells(texts: Sequence[str]) -> str:
-    """A line of the table, the first column on the left."""
+    """A line of the table, with the first column left-aligned and the others right-aligned."""
     aligned = [f"{text:>{width}}" for text, (_, _, width) in zip(texts, COLUMNS, strict=True)]
     return f"{texts[0]:<{COLUMNS[0][-1]}}" + " ".join(aligned[1:])
 

@@ -1,8 +1,8 @@
-"""The time of a step by kernel type, against the peak rates of this machine's memory and tensor cores.
+"""The time of a step by kernel type, compared with the peak rates of this machine's memory and tensor cores.
 
-Launches and times come from a pass of their own, recorded by torch's profiler without CUDA graphs: there each operation
-runs inside a named range (`recorder`), and a kernel belongs to the innermost range in which the host launched it. The wall
-time of a step comes from steps as `handgrad train` makes them.
+Torch's profiler records launches and times in a separate pass without CUDA graphs: each operation runs inside a named range
+(`recorder`), and a kernel belongs to the innermost range around its launch on the host. The wall time of a step comes from
+steps as `handgrad train` makes them.
 """
 
 import math
@@ -32,7 +32,7 @@ from handgrad.training.feed import Source
 from handgrad.training.step import StepResult, TrainStep
 
 WARMUP_STEPS = 3
-HOT_SECONDS = 3.0  # of steps on a GPU before each measurement: its clock falls to what its power limit allows
+HOT_SECONDS = 3.0  # of steps on a GPU before each measurement, so that its clock falls to what the power limit allows
 
 
 class MadeUpTokens:
@@ -64,7 +64,7 @@ def set_up(config: RunConfig, vocab_size: int) -> Design:
 
 
 def make_steps(stepper: TrainStep, first: int, count: int) -> list[StepResult]:
-    """Results of steps launched one ahead of their results, as in training."""
+    """Makes `count` steps; returns their results. Launches a step before it reads the previous result, as in training."""
     results = []
     stepper.begin(first)
     for step in range(first, first + count):
@@ -76,7 +76,7 @@ def make_steps(stepper: TrainStep, first: int, count: int) -> list[StepResult]:
 
 
 def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, trace: Path | None) -> list[str]:
-    """Measures `steps` optimizer steps twice, as training makes them and recorded; returns the lines to print."""
+    """Measures `steps` optimizer steps twice, once as in training and once recorded; returns the lines to print."""
     device = devices.resolve_device(config.device)
     config = with_precision(config, device)
     dtype = devices.dtype_of(device, config.precision)
@@ -124,17 +124,17 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
 def recorded_steps(
     stepper: TrainStep, recorder: Recorder, first: int, warmup_steps: int, steps: int, trace: Path | None
 ) -> tuple[dict[str, Spent], list[StepResult]]:
-    """(the time by kernel type, the results) of `steps` steps without CUDA graphs. Before them come one from `first` on, in
-    which the recorder counts the work, and `warmup_steps` more. `trace`: takes the profiler's file."""
+    """(time by kernel type, results) of `steps` steps without CUDA graphs. Before them it makes step `first`, while the
+    recorder counts the work, and `warmup_steps` more. `trace`: the file for the profiler's trace."""
     device = stepper.design.device
     cuda, activity = device.type == "cuda", torch.profiler.ProfilerActivity
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below, torch 2.13's profiler prints two lines of its own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at lower levels, torch 2.13's profiler prints two lines of its own
     with recorder.recording(), tempfile.TemporaryDirectory() as folder:
         recorder.counting = True
         make_steps(stepper, first, 1)
         recorder.counting = False
         activities = [activity.CPU, *([activity.CUDA] if cuda else [])]
-        once = torch.profiler.schedule(wait=0, warmup=1, active=1)  # the profiler's own start lets a GPU cool down
+        once = torch.profiler.schedule(wait=0, warmup=1, active=1)  # a GPU cools down while the profiler starts
         with torch.profiler.profile(activities=activities, schedule=once) as profiler:
             make_steps(stepper, first + 1, warmup_steps)
             profiler.step()
@@ -163,7 +163,7 @@ def table(
     wall_ms: float,
     ceilings: tuple[float, float],
 ) -> list[str]:
-    """A row per kernel type, the longest first, in means over `micro_steps` recorded micro-steps, `per_step` in a step."""
+    """A row per kernel type, longest first, with means over `micro_steps` recorded micro-steps, `per_step` per step."""
     wall = wall_ms / per_step
     head = f"{'per micro-step':<32}{'launches':>9}{'ms':>10}{'share':>8}{'counted':>17}{'achieved':>18}{'of ceiling':>12}"
     lines = [head]
@@ -189,6 +189,6 @@ def table(
 
 
 def rate_text(rate: float, ceiling: float, unit: str) -> str:
-    """(4.1e9, 5.1e10, "FLOP") -> '4.1 GFLOP/s': in billions a second where the ceiling is below a tenth of a trillion."""
+    """(4.1e9, 5.1e10, "FLOP") -> '4.1 GFLOP/s': in billions per second if the ceiling is below a tenth of a trillion."""
     size, prefix = (1e12, "T") if ceiling >= 1e11 else (1e9, "G")
     return f"{rate / size:.3g} {prefix}{unit}/s"

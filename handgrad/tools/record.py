@@ -1,4 +1,4 @@
-"""The record of a run, as a verifier opens it: chain, checkpoints, configuration. Nothing is replayed here."""
+"""A run's record, as a verifier opens it: chain, checkpoints, configuration. Replays nothing."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from handgrad.tools.certificate import fingerprint, open_certificate
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The chain of a run, in whole or, by a certificate, in part."""
+    """The chain of a run: all of it, or the part in a certificate."""
 
     path: Path  # as the user named it
     lines: list[Line]
@@ -49,7 +49,7 @@ class RunRecord:
         return max(*self.checkpoints, *(line["step"] for line in links(self.lines)), 0)
 
     def begun(self, step: int) -> Line:
-        """The `begin` that holds for the step after `step`."""
+        """The `begin` in force for the step after `step`. Raises `DataError` for a step before the chain."""
         found = [line for line in self.begins if line["step"] <= step]
         if not found:
             first = self.begins[0]["step"]
@@ -63,17 +63,17 @@ class RunRecord:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The checkpoints at hand."""
+        """The checkpoints at hand, by step."""
         return {checkpoint.step_of(folder): folder for folder in reversed(checkpoint.folders(self.folder / CHECKPOINTS))}
 
     def compared(self, first: int, last: int) -> tuple[int, int]:
-        """The links and the checkpoints that a replay of the steps after `first`, up to `last`, compares."""
+        """(links, checkpoints): how many a replay of the steps after `first`, up to `last`, compares."""
         links, checkpoints = (sum(first < step <= last for step in found) for found in (self.steps, self.checkpoints))
         return links, checkpoints
 
     def hold(self) -> None:
-        """Compares all files of every checkpoint at hand with their hashes, and its tokenizer with its record. Raises
-        `DataError`."""
+        """Compares the files of every checkpoint at hand with their hashes, and its tokenizer with its manifest. Raises
+        `DataError` for a difference."""
         for step, folder in self.checkpoints.items():
             if step >= self.begins[0]["step"]:
                 read_tokenizer(folder, checkpoint.open_checkpoint(folder).manifest.get("tokenizer"))
@@ -87,9 +87,9 @@ class RunRecord:
 
 
 def open_record(path: Path, signed_by: str = "") -> RunRecord:
-    """Opens the record of a run folder, or of a certificate and the checkpoints beside it. Raises `DataError` for an edited
-    chain, for a checkpoint that the chain does not name, and for a certificate that a key other than `signed_by` (its
-    SHA-256) has signed."""
+    """Opens the record of a run folder, or of a certificate and the checkpoints next to it. `signed_by`: SHA-256 of the key
+    that must have signed the certificate. Raises `DataError` for an edited chain, for a checkpoint that the chain does not
+    name, and for a certificate without that signature."""
     if path.is_file():
         return open_certified(path, signed_by)
     if signed_by:
@@ -100,7 +100,7 @@ def open_record(path: Path, signed_by: str = "") -> RunRecord:
 
 
 def open_certified(path: Path, signed_by: str) -> RunRecord:
-    """Takes the whole chain if it lies beside the certificate, else the certificate's links."""
+    """Uses the whole chain if it lies next to the certificate, else the certificate's links."""
     certificate, beside = open_certificate(path), path.parent / AUDIT_FILE
     signer = fingerprint(certificate)
     if signed_by and signed_by.lower() != signer:
@@ -156,7 +156,7 @@ def check_metrics(record: RunRecord) -> None:
 
 def config_of(record: RunRecord, step: int, elsewhere: dict[str, str]) -> RunConfig:
     """The configuration in force after `step`. Settings that do not change the numbers come from the run's folder, if it
-    has them. `elsewhere`: where data and initial weights lie on this machine, if not where the run had them."""
+    has them. `elsewhere`: paths of data and initial weights on this machine, if the run had others."""
     stored = record.folder / CONFIG_FILE
     told = read_toml(str(stored)) if stored.is_file() else {}
     free = {name: value for name, value in told.items() if name in FIELDS and FIELDS[name].metadata["free"]}
@@ -184,12 +184,12 @@ def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
 
 
 def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> None:
-    """Raises `DataError` unless the data at hand have the hashes of the run's."""
+    """Raises `DataError` unless the data at hand have the hashes that the run recorded."""
     dataset = open_dataset(config.data)
     identity = identity_of(config, dataset)
     for begin in begins:
         texts = text_facts(dataset) if begin["format"] == FORMAT else {}
-        stored = {DOCUMENTS: identity.get(DOCUMENTS), **begin["identity"]}  # which older chains lack
+        stored = {DOCUMENTS: identity.get(DOCUMENTS), **begin["identity"]}  # older chains lack it
         now, then = {**identity, **texts}, {**stored, **{name: begin.get(name) for name in texts}}
         for key in {**now, **then}:
             if then.get(key) != now.get(key):
@@ -200,7 +200,7 @@ def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> 
 
 
 def check_initial(record: RunRecord, origin: dict[str, Any] | None, init_from: str) -> None:
-    """Raises `DataError` unless the initial weights at hand, whose `origin` this is, have the hashes of the run's."""
+    """Raises `DataError` unless `origin`, of the initial weights at hand, has the hashes that the run recorded."""
     begin = record.begun(0)
     local = ("path", "source", "sha256", *((CONTEXT,) if begin["format"] != FORMAT else ()))
     then, now = (

@@ -1,8 +1,8 @@
-"""The operations of a step in ranges named after their kernel types: the work that each does, and its launches and times in
-a trace of torch's profiler.
+"""Puts a step's operations into ranges named after their kernel types, counts the work of each type, and reads its launches
+and times from a trace of torch's profiler.
 
-The trace is Chrome's JSON. A kernel carries the number (`correlation`) of the call on the host that launched it; it belongs
-to the innermost of our ranges around that call. Nothing depends on the names of kernels.
+The trace is Chrome's JSON. A kernel carries the number (`correlation`) of the host call that launched it; it belongs to the
+innermost of our ranges around that call. Nothing depends on the names of kernels.
 """
 
 import functools
@@ -31,12 +31,12 @@ PREFIX = "handgrad/"  # of the ranges' names; the rest is the kernel type
 COPIES, OTHER = "copies and zeroing", "other"
 COPYING = {"aten::copy_", "aten::zero_", "aten::fill_"}  # outside our operations
 Event = dict[str, Any]
-Named = dict[str, Any]  # an operation's arguments by their names
+Named = dict[str, Any]  # an operation's arguments by name
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The kernel type of an operation, and how much work it does. Without `flops` it counts in bytes."""
+    """The kernel type of an operation, and its work: in FLOPs by `flops`, or without it in bytes."""
 
     kind: str
     flops: Callable[[Named], int] | None = None
@@ -57,12 +57,12 @@ def pair_flops(t: Named) -> int:
     (N, C), T, starts = plain(t["out"]).shape, t["lse"].shape[-1], t["mask"].document_starts
     pairs = N * (T + 1) // 2
     if starts is not None:
-        pairs -= int(starts.sum())  # the keys before the document of each query
+        pairs -= int(starts.sum())  # the keys before the start of each query's document
     return 2 * C * pairs
 
 
 def polar_flops(t: Named) -> int:
-    """FLOPs of three GEMMs for each polynomial, as if a symmetric one were formed whole."""
+    """FLOPs of three GEMMs per polynomial; counts a symmetric product as if the GEMM computed all of it."""
     (matrices, *sides), steps = t["update_to_polar_inout"].shape, len(POLAR_EXPRESS)
     return steps * matrices * (4 * min(sides) * math.prod(sides) + 2 * min(sides) ** 3)
 
@@ -102,8 +102,8 @@ MOVING = {
 }
 FORWARDS = ("linear_forward", "linear_residual_forward", "linear_gelu_forward", "linear_relu2_forward")
 BACKWARDS = ("linear_backward", "gelu_linear_backward", "relu2_linear_backward", "swiglu_linear_backward")
-# Causal attention: a query meets the keys from the start of its document to itself. Two GEMMs forward; five backward,
-# the scores once again among them, however often a kernel forms them.
+# Causal attention: a query attends to the keys from the start of its document to itself. Two GEMMs forward, five backward;
+# the five include one recomputation of the scores, even if a kernel recomputes them more often.
 OPERATIONS = {
     **{operation: Counted(kind) for kind, operations in MOVING.items() for operation in operations.split()},
     **dict.fromkeys(FORWARDS, Counted(FORWARD, product_flops)),
@@ -114,7 +114,7 @@ OPERATIONS = {
     "muon_polar": Counted("Muon, polar factors", polar_flops),
 }
 
-# Functions that the operations of a module `linear` call, by name: counted instead of the operation where one is a GEMM.
+# Functions that the operations of a module `linear` call, by name. If one is a GEMM, they count instead of the operation.
 NONLINEARITIES = {"gelu": "GELU", "relu2": "squared ReLU", "swiglu": "SwiGLU"}
 PARTS = {
     "multiply": Counted("{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t["transpose_a"])]),
@@ -127,19 +127,19 @@ PARTS = {
     },
 }
 
-ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone
-BY_TOKEN, BY_POSITION = {"wte", "dwte_acc", "table"}, {"wpe", "dwpe_acc"}  # tables of which not all rows are touched
-PACKED = {"qkv", "qkv_inout", "dqkv_inout"}  # of which only the queries and keys are, where it is bytes that count
-VALUES = {"qkv_inout", "dqkv"}  # of which only the values are, where a table is looked up
+ONCE = {"gradient_inout", "logits_inout"}  # may be overwritten, or changes only in its padded columns
+BY_TOKEN, BY_POSITION = {"wte", "dwte_acc", "table"}, {"wpe", "dwpe_acc"}  # operations touch only some rows of these tables
+PACKED = {"qkv", "qkv_inout", "dqkv_inout"}  # operations that count in bytes touch only their queries and keys
+VALUES = {"qkv_inout", "dqkv"}  # operations with a lookup table touch only their values
 
 
 def is_wgrad(t: Named) -> bool:
-    """True for a weight gradient's GEMM; in fp8, which transposes both operands, its float32 result tells."""
+    """True for a weight gradient's GEMM. In fp8, which transposes both operands, its float32 result identifies it."""
     return bool(t.get("transpose_b")) or ("d" in t and t["a"].itemsize == 1 and t["d"].dtype == torch.float32)
 
 
 def size_bytes(t: Named) -> int:
-    """Bytes an operation cannot avoid: an input read once, an output written once, what changes in place twice."""
+    """The minimum bytes that an operation moves: reads each input once, writes each output once, does both in place."""
     total, seen = 0, set()
     for name, tensor in flattened(t):
         if not isinstance(tensor, Tensor) or name == "scratch" or (tensor.data_ptr(), tensor.shape) in seen:
@@ -161,7 +161,7 @@ def size_bytes(t: Named) -> int:
 
 
 def flattened(t: Named) -> Iterator[tuple[str, Any]]:
-    """The arguments with each form of a quantised tensor on its own; of these only the plain one changes in place."""
+    """Yields the arguments, each form of a quantised tensor as an argument; only the plain form changes in place."""
     for name, value in t.items():
         if isinstance(value, Quantized):
             forms = ("rows", "columns", "workspace")
@@ -179,15 +179,15 @@ class Running:
     kind: str
     arguments: Named
     span: AbstractContextManager
-    products: int  # launched before it
+    products: int  # GEMMs launched before it
 
 
 class Recorder:
-    """Opens a range named after its kernel type around every operation of a run, and around each part of a GEMM.
+    """Opens a range, named after the kernel type, around every operation of a run, and around each part of a GEMM.
 
-    The interpreter reports their calls, as to Python's own profilers: nothing in the backend is wrapped. `counted`
-    has the work of each type, FLOPs or bytes, of what ran while `counting`. `head` is the weight of the loss head; all
-    other GEMMs are a block's.
+    The interpreter reports the calls, as it does to Python's own profilers, so nothing in the backend is wrapped.
+    `counted` has the work of each type, FLOPs or bytes, done while `counting`. `head`: weight of the loss head; all other
+    GEMMs belong to a block.
     """
 
     def __init__(self, design: Design, head: Tensor, span: Callable[[str], AbstractContextManager]):
@@ -219,7 +219,7 @@ class Recorder:
             self.leave()
 
     def entry_of(self, frame: FrameType) -> Counted | None:
-        """The entry of an operation that the model calls, or of a part that an operation of `linear` calls."""
+        """The entry for an operation that the model calls, or for a part that an operation of `linear` calls, else None."""
         if not self.running:
             return self.operations.get(frame.f_code)
         caller = frame.f_back.f_globals["__name__"] if frame.f_back else ""
@@ -229,7 +229,7 @@ class Recorder:
         t = dict(frame.f_locals)
         if entry.kind in (FORWARD, BACKWARD):
             weight = t["weight"].plain if isinstance(t["weight"], Quantized) else t["weight"]
-            # A frozen weight of a block may be without 16 bits.
+            # A frozen weight of a block may have no 16-bit form.
             self.place = "head" if weight is not None and weight.data_ptr() == self.head else "block"
             self.forward = entry.kind == FORWARD
         role = "wgrad" if is_wgrad(t) else "forward" if self.forward else "dgrad"
@@ -250,17 +250,17 @@ class Recorder:
 
 
 def code_of(operation: Callable[..., None]) -> CodeType:
-    """The code that runs when a backend's operation is called, which may be bound (`partial`) or decorated."""
+    """The code object of a backend's operation, which may be a `partial` or decorated."""
     operation = inspect.unwrap(operation.func if isinstance(operation, functools.partial) else operation)
     return operation.__code__
 
 
-# Read back from a trace.
+# Reading a trace.
 
 
 @dataclass
 class Spent:
-    """Launches of a kernel type and their time. On a CPU each operation is a launch."""
+    """Launches of a kernel type, and their time. On a CPU each operation counts as a launch."""
 
     launches: int = 0
     microseconds: float = 0.0
@@ -281,7 +281,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def ranges_of(events: Sequence[Event], category: str) -> list[Range]:
-    """Our ranges of this category, and torch's copies outside them, by start; an outer range before an inner."""
+    """Our ranges of this category, and torch's copies outside them, sorted by start, an outer range before an inner one."""
     found: list[Range] = []
     open_until = 0.0
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
@@ -294,7 +294,7 @@ def ranges_of(events: Sequence[Event], category: str) -> list[Range]:
 
 
 def innermost(ranges: Sequence[Range], moments: Sequence[float]) -> list[str | None]:
-    """For each moment, in order, the kind of the innermost range around it."""
+    """For each moment, in ascending order, the kind of the innermost range around it, or None."""
     kinds: list[str | None] = []
     around: list[Range] = []
     following = 0
@@ -308,8 +308,8 @@ def innermost(ranges: Sequence[Range], moments: Sequence[float]) -> list[str | N
 
 
 def spent_on_gpu(events: Sequence[Event]) -> dict[str, Spent]:
-    """Kernels, copies and fills of a GPU by type. One whose launch is not in the trace belongs to the range that the
-    profiler shows on the device at its time."""
+    """A GPU's kernels, copies and fills by type. If the trace lacks the launch of one, it belongs to the range that the
+    profiler shows on the device at that time."""
     calls = {e.get("args", {}).get("correlation"): e["ts"] for e in events if e["cat"] in ("cuda_runtime", "cuda_driver")}
     by_call: list[tuple[float, Event]] = []
     by_time: list[tuple[float, Event]] = []
@@ -336,7 +336,7 @@ def spent_on_gpu(events: Sequence[Event]) -> dict[str, Spent]:
 
 
 def spent_on_cpu(events: Sequence[Event]) -> dict[str, Spent]:
-    """Ranges by type, each without the ranges inside it."""
+    """Ranges by type; the time of a range excludes the ranges inside it."""
     spent: dict[str, Spent] = defaultdict(Spent)
     around: list[Range] = []
     for found in ranges_of(events, "user_annotation"):

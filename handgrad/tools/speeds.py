@@ -1,4 +1,4 @@
-"""Speeds: of this machine under load, of training as measured, and of a training step by a GPU's data sheet."""
+"""Speeds: this machine's under load, measured training speeds, and a training step's time predicted from a data sheet."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from handgrad.training.design import Design
 
 
 def seconds_of(device: torch.device, launch: Callable[[], object], seconds: float, burst: int) -> float:
-    """Mean seconds of a launch under load: the second half of `seconds` of nothing else."""
+    """Mean seconds per launch under load. Launches for `seconds`, and measures the second half."""
     count, started, first = 0, time.perf_counter(), 0.0
     while (now := time.perf_counter() - started) < seconds or count == 0:
         if now >= seconds / 2 and not first:
@@ -42,17 +42,17 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """FLOP/s of a square `linear_forward` under load for `seconds`: of 1024 rows on a CPU, of 8192 elsewhere."""
+    """FLOP/s of a square `linear_forward` under load for `seconds`, with 1024 rows on a CPU, 8192 elsewhere."""
     size, burst = 1024 if device.type == "cpu" else 8192, 20 if device.type == "cuda" else 1
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / seconds_of(device, lambda: reference.linear_forward(out, a, b, None), seconds, burst)
 
 
-# Measured training, for plans to quote; tests/test_planning.py compares it with the records.
+# Measured training speeds, which plans quote; tests/test_planning.py compares them with the records.
 
-MEASURED_LENGTH = 1024  # tokens per sample of all of them
-MANY = 8  # micro-batches from which on their number no longer matters: the optimizer's part is a percent or less
+MEASURED_LENGTH = 1024  # tokens per sample, in all of these runs
+MANY = 8  # from this many micro-batches on, their number no longer matters: the optimizer takes a percent or less
 
 
 # Settings that change the speed; the measured runs had their defaults.
@@ -64,7 +64,7 @@ COSTLY = (
 
 
 class Measured(NamedTuple):
-    """A speed: `model` of `presets.MODELS` on `gpus` GPUs, `micro_steps` micro-batches of each to an update."""
+    """A measured speed: `model` of `presets.MODELS` on `gpus` GPUs, with `micro_steps` micro-batches per GPU and update."""
 
     gpu: str
     gpus: int
@@ -105,8 +105,8 @@ ROWS = (
 
 
 def measured_speed(gpu: str, config: RunConfig, vocab_size: int, ranks: int) -> Measured | None:
-    """The measured speed of this very run: model, vocabulary, context, precision, micro-batch, and the settings that cost
-    time."""
+    """The measured speed of exactly this run, or None. Model, vocabulary, context, precision, micro-batch and the settings
+    that cost time must be equal."""
     usual = RunConfig()
     if (config.sequence_length, vocab_size) != (MEASURED_LENGTH, GPT2_VOCABULARY) or config.packed:
         return None
@@ -124,32 +124,32 @@ def measured_speed(gpu: str, config: RunConfig, vocab_size: int, ranks: int) -> 
     return None
 
 
-# A step by the data sheet: a roofline with a few measured shares. GEMMs run at a share of the tensor cores' peak, or at the
-# memory's rate if their operands take longer; attention at its own share; all other kernels at the rate of the memory; then
-# the optimizer. docs/planning.md compares it with measurements.
+# A step predicted from the data sheet: a roofline with a few measured shares. GEMMs run at a share of the tensor cores'
+# peak, or at memory bandwidth if their operands take longer; attention runs at its own share; all other kernels and the
+# optimizer run at memory bandwidth. docs/planning.md compares the predictions with measurements.
 
 # Fitted to steps of 124M and 1558M on an H200 at its power limit; the other sizes and GPUs are predictions.
 GEMM_SHARE = {"fp8": 0.57}  # of the peak, in a whole step
 USUAL_GEMM_SHARE = 0.62
-# Measured: the memory-bound kernels' share of the data sheet's bandwidth, attention's of the bf16 peak, the time of
-# attention that also quantises.
+# Measured: the memory-bound kernels' share of the data sheet's bandwidth, attention's share of the bf16 peak, the factor on
+# attention's time if it also quantises.
 MEMORY_SHARE = 0.80
 ATTENTION_SHARE = 0.30
 QUANTISING = 1.17
-# Of several GPUs: fitted to four H200s at 124M, and the share of the link that the exchange reached there.
+# For several GPUs: a share fitted to four H200s at 124M, and the share of the link that the exchange reached there.
 TOGETHER_SHARE = 0.985
 LINK_SHARE = 0.55
 
-# Bytes per token and channel of a block's kernels but for GEMMs and attention: two layer norms forward (2 elements
+# Bytes per token and channel of a block's kernels, except GEMMs and attention: two layer norms forward (2 elements
 # each) and backward (4 each), the bias sums of qkv and fc (3 and 4); in fp8 the list of benchmarks/fp8_bytes.py.
 ELEMENTS, FP8_BYTES = 19, 79
-AGAIN_ELEMENTS, FP8_AGAIN_BYTES = (0, 0, 4, 4), (0, 12, 18, 18)  # by level of recomputation
+AGAIN_ELEMENTS, FP8_AGAIN_BYTES = (0, 0, 4, 4), (0, 12, 18, 18)  # by recompute level
 DROPOUT_PASSES = 10
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step, by what it waits for."""
+    """Seconds of an optimizer step, by bottleneck."""
 
     gemms: float
     attention: float
@@ -163,7 +163,7 @@ class StepTime:
 
 
 def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> StepTime:
-    """Predicts a step on `ranks` such GPUs, which share the lanes. The precision must not be auto."""
+    """Predicts the time of a step on `ranks` such GPUs, which share the lanes. The precision must not be auto."""
     shape, precision = design.shape, config.precision
     layers, channels, length = shape.num_layers, shape.channels, shape.sequence_length
     tokens = config.tokens_per_step / ranks
@@ -183,7 +183,7 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     per_channel += in_fp8 * (FP8_BYTES + FP8_AGAIN_BYTES[level])
     if config.dropout:
         per_channel += DROPOUT_PASSES * size
-    # Beside the blocks: embedding, last layer norm, loss.
+    # Outside the blocks: embedding, last layer norm, loss.
     ends = (10 * size + 8) * channels + 2 * size * shape.padded_vocab_size
     # Per micro-batch: weights read forward and backward, gradients read and written in float32.
     moved = tokens * (layers * channels * per_channel + ends) + micro_batches * parameters * (2 * size + 8)
@@ -206,14 +206,14 @@ def fp8_share(design: Design) -> float:
 
 
 def gemm_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float) -> float:
-    """Seconds of all GEMMs of blocks and head: forward, input gradient, weight gradient. Frozen weights have no weight
-    gradient; adapters are not counted."""
+    """Seconds per token of all GEMMs of blocks and head: forward, input gradient, weight gradient. Frozen weights have no
+    weight gradient; adapters are not counted."""
     shape, size = design.shape, design.dtype.itemsize
     C, plain = shape.channels, "bf16" if precision == "fp8" else precision
     gemms = design.fp8.gemms if design.fp8 else None
 
     def seconds(inputs: int, outputs: int, kind: str) -> float:
-        """One GEMM: 2 I O operations per token, and its operands once."""
+        """One GEMM: 2 I O operations per token, or moving its operands once if that takes longer."""
         operations = 2 * inputs * outputs / (GEMM_SHARE.get(kind, USUAL_GEMM_SHARE) * gpu.flops(kind))
         return max(operations, (inputs + outputs) * (1 if kind == "fp8" else size) / rate)
 
@@ -231,15 +231,15 @@ def gemm_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float
 
 
 def optimizer_bytes(config: RunConfig, parameters: int, size: int, ranks: int) -> float:
-    """Bytes a step: the norm and the clearing of the gradients, and AdamW, which the ranks share from ZeRO 1 on: the
-    gradient, the master weights, two moments, and the weights that the model reads; in fp8 also their forms."""
+    """Bytes per step: the norm and the zeroing of the gradients, and AdamW, which the ranks share from ZeRO 1 on: gradient,
+    master weights, two moments, and the weights that the model reads; in fp8 also their quantised forms."""
     share = ranks if config.zero else 1
     adamw = 28 - 8 * (config.moments == "bf16") + (size if size < 4 else 0)
     return parameters * (8 + adamw / share + (4 if config.precision == "fp8" else 0))
 
 
 def offload_seconds(gpu: Gpu, design: Design) -> float:
-    """Seconds to copy the state on the host in and out, both ways at once."""
+    """Seconds to copy the host's state to the device and back, in both directions at once."""
     return design.host_plan.total_bytes / (LINK_SHARE * gpu.host_gigabytes_per_second * 1e9)
 
 

@@ -1,4 +1,4 @@
-"""Replays a run between its checkpoints, by the training loop itself, and compares link by link."""
+"""Replays a run between its checkpoints, with the training loop itself, and compares link by link."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ from handgrad.storage.run_files import CHECKPOINTS, LOCK_FILE
 from handgrad.tools.record import RunRecord, check_data, check_initial, config_of, machine_differences
 from handgrad.training.step import StepResult
 
-# Of a checkpoint's manifest; all that its run's checkpoints share is compared before any replay.
+# Fields of a checkpoint's manifest that a replay compares. Fields that a run's checkpoints share are compared before it.
 REPEATED = (CHAT, "vocab_size", "tokenizer", "loss_window", "norm_window", "loss_scale", "skips_in_a_row")
 
 
@@ -36,7 +36,7 @@ class Span:
 
 
 def spans_of(record: RunRecord, first: int | None, last: int | None, segments: int, seed: int) -> list[Span]:
-    """Chooses what to replay: `first` to `last`, or `segments` of the spans between neighbouring checkpoints, drawn by
+    """Chooses the spans to replay: `first` to `last`, or `segments` spans between neighbouring checkpoints, drawn with
     `seed`. Raises `UsageError` or `ConfigError` for steps that no replay can reach."""
     starts = record.starts
     if not starts:
@@ -67,7 +67,7 @@ def spans_of(record: RunRecord, first: int | None, last: int | None, segments: i
 
 
 def begins_of(record: RunRecord, span: Span) -> list[Line]:
-    """The `begin`s that hold for a span."""
+    """The `begin`s in force during a span."""
     inside = [line for line in record.begins if span.first < line["step"] < span.last]
     return [record.begun(span.first), *inside]
 
@@ -89,8 +89,8 @@ def check_machine(record: RunRecord, spans: Sequence[Span], elsewhere: dict[str,
 
 
 def replay(record: RunRecord, span: Span, elsewhere: dict[str, str], scratch: Path, *, writes: bool) -> tuple[int, int]:
-    """Repeats the steps of a span in the empty folder `scratch`; returns the number of links and of checkpoints that were
-    equal. `writes`: True on the rank that prepares the folder. Raises `AuditError` at the first difference."""
+    """Repeats the steps of a span in the empty folder `scratch`; returns (equal links, equal checkpoints). `writes`: True
+    on the rank that prepares the folder. Raises `AuditError` at the first difference."""
     config = quiet(config_of(record, span.first, elsewhere), scratch)
     if writes:
         prepare(record, span, scratch)
@@ -112,7 +112,7 @@ def quiet(config: RunConfig, scratch: Path) -> RunConfig:
 
 
 def prepare(record: RunRecord, span: Span, scratch: Path) -> None:
-    """Makes the folder of a run that has stopped where the span begins."""
+    """Creates the folder of a run that stopped where the span begins."""
     (scratch / LOCK_FILE).touch()
     (scratch / CHECKPOINTS).mkdir()
     if span.first:
@@ -131,10 +131,10 @@ class Comparing:
         self.equal = span.first  # the last step whose state was compared
 
     def begin(self) -> None:
-        """Compares the state that the replay starts from."""
+        """Compares the state that the replay starts from. Raises `AuditError` if it differs."""
         step, found = self.span.first, self.record.state_at(self.span.first)
         if found is None:
-            return  # no link of this step: the next one has to do
+            return  # no link for this step: the next link must do
         digest = self.run.training.digest
         assert digest is not None
         mine = digest.current(step)
@@ -144,7 +144,7 @@ class Comparing:
             raise AuditError(f"{self.record.path}, step {step}: {source} is not the state of the link; {names} differ")
 
     def step(self, completed: int, result: StepResult) -> None:
-        """Compares the link of the step that was just made, and its checkpoint where one is at hand."""
+        """Compares the link of the step just made, and its checkpoint if at hand. Raises `AuditError` for a difference."""
         link, mine = self.recorded.get(completed), self.run.audit.last
         fields = [] if link is None else differing(mine, link)
         begin = self.begun_again.get(completed)
@@ -172,15 +172,15 @@ class Comparing:
         return text
 
     def differing_numbers(self, step: int) -> list[str]:
-        """Names the fields of a checkpoint's manifest that a resumed run or a reader of the model would read and that
-        differ from the replay's. Leaves out the scales of fp8: on a GPU the next step may already be changing them."""
+        """Names the fields of a checkpoint's manifest that differ from the replay's and that a resumed run or a reader of
+        the model uses. Leaves out fp8's scales: on a GPU the next step may already be changing them."""
         stored, mine = read_manifest(self.at_hand[step]), self.run.manifest()
         further = sorted(stored.keys() - mine.keys() - {"schema", "step", "files"})
         stored.setdefault(CHAT, mine[CHAT])  # older ones lack it
         return [name for name in REPEATED if stored.get(name) != mine[name]] + further
 
     def differing_tensors(self, step: int) -> list[tuple[str, int, int]]:
-        """(name, elements that differ, elements) of each tensor of a checkpoint that differs from the replay's."""
+        """(name, differing elements, elements) of each tensor of a checkpoint that differs from the replay's."""
         folder = self.at_hand[step]
         training, source = self.run.training, checkpoint.Checkpoint(folder, read_manifest(folder))  # `hold` has hashed it
         training.await_weights()
@@ -191,7 +191,7 @@ class Comparing:
                 values = source.tensor(file, row.name, row.stored_shape).reshape(-1)
                 pieces = [(row.stored(saved.values).reshape(-1), slice(None))] if saved.is_whole else saved.pieces(row)
                 if saved.is_whole and not self.run.ranks.is_rank_0:
-                    pieces = []  # all ranks hold it, one counts
+                    pieces = []  # all ranks hold it; rank 0 counts
                 names.append(row.name)
                 counts.append(sum(unequal(piece, values[part]) for piece, part in pieces))
                 elements.append(values.numel())
@@ -200,7 +200,7 @@ class Comparing:
 
 
 def unequal(mine: Tensor, stored: Tensor) -> int:
-    """The elements of two tensors whose bits differ."""
+    """The number of elements whose bits differ."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.itemsize]
     return int((mine.cpu().contiguous().view(integer) != stored.contiguous().view(integer)).sum())
 
