@@ -1,19 +1,18 @@
 """The order of the data: sample i is a pure function of (seed, i), so a run resumes from one integer.
 
-A window is `sequence_length` + 1 tokens of one shard, its inputs and, one further, its targets; windows of a shard
-start `sequence_length` tokens apart, so that each token is predicted once. An epoch visits every window once: the
-shards in a shuffled order, the windows of a shard in a shuffled order, and nothing of these orders is stored
-(`permute`). The tokens that do not fill a window are skipped at the start or the end of a shard, a different share
-in each epoch.
+A window is `sequence_length` + 1 tokens of one shard: all but the last are its inputs, all but the first its targets.
+Windows of a shard start `sequence_length` tokens apart, so each token is predicted once. An epoch visits every window
+once: it shuffles the shards, and the windows within each shard. `permute` computes both orders, so none is stored. Tokens
+that do not fill a window are skipped at the start or the end of a shard, divided differently in each epoch.
 
-To validate, windows may overlap: they start `stride` tokens apart, and each scores only its last `stride` tokens, the
-first of a shard all. Each token is scored once, after at least `sequence_length` - `stride` tokens of its shard or all
-that precede it.
+For validation, windows may overlap: they start `stride` tokens apart, and each scores only its last `stride` tokens; a
+shard's first window scores all of its tokens. Each token is scored once, after at least `sequence_length` - `stride`
+tokens of its shard or all that precede it.
 
-Three packings: `stream` is the above. `masked` has the same windows and says where in them a document starts, so that
-attention stays inside; end-of-text, with which the next document begins, is the target of a document's last token. `whole`
-fills a row with whole documents (`rows_of_whole_documents`) and pads it with end-of-text. Of chat data, only what
-the assistant says is a target, in every packing. What is no target is -1 in `targets`.
+There are three packings. `stream` is the above. `masked` has the same windows and also gives the start of each position's
+document, so attention stays inside it; a document's last token has the next document's end-of-text as its target. `whole`
+fills a row with whole documents (`rows_of_whole_documents`) and pads it with end-of-text. In chat data, only the
+assistant's tokens are targets, in every packing. A position without a target has -1 in `targets`.
 """
 
 import functools
@@ -31,7 +30,7 @@ from handgrad.settings.config import AUTO, STREAM, WHOLE
 if TYPE_CHECKING:
     from torch import Tensor  # `prepare` shares this package and runs without torch
 
-# The purpose in a key: no two uses of a seed draw the same numbers.
+# Domain separators in hash keys: no two uses of a seed draw the same numbers.
 SHARD_ORDER, WINDOW_ORDER, OFFSET = 1, 2, 3
 MASK64 = (1 << 64) - 1
 ROUNDS = 8  # the orders of 5 elements: 5 rounds are 3.9 standard deviations from uniform, 6 within 0.4
@@ -52,8 +51,8 @@ def permute(index: int, size: int, key: int) -> int:
     """The position of `index` in a shuffle of range(`size`) that `key` chooses; a bijection of range(`size`).
 
     A Feistel network on a grid of `rows` x `columns` >= `size` cells: a round adds a hash of one coordinate to the
-    other, which can be undone whatever the hash is. The grid exceeds `size` by less than one column of cells; a walk
-    that ends there goes on until it is back inside (cycle walking, Black and Rogaway 2002), which keeps it a bijection.
+    other, which is invertible for any hash. The grid exceeds `size` by less than one column of cells; an index that lands
+    in the excess is permuted again until it is below `size` (cycle walking, Black and Rogaway 2002): still a bijection.
     """
     assert 0 <= index < size
     rows = max(2, int(size**0.5))
@@ -73,16 +72,16 @@ def rows_of_whole_documents(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(first token, number of tokens) of each row, int64: documents one after another while they fit (next fit).
 
-    A row holds up to `sequence_length` + 1 tokens, the last one a target alone. A longer document becomes rows of that
-    many, `sequence_length` apart, so that each of its tokens is predicted once; others follow it in its last row. A shard
-    that begins inside a document begins with the rest of it.
+    A row holds up to `sequence_length` + 1 tokens; the last is only a target. A longer document is split into rows of that
+    size, `sequence_length` apart, so each of its tokens is predicted once; the next documents fill up its last row. If a
+    shard begins inside a document, the rest of that document counts as one.
     """
     starts, lengths = documents_of(document_starts, token_count)
     parts = -(-lengths // sequence_length)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
     first = np.repeat(starts, parts) + number * sequence_length
     end = np.minimum(first + sequence_length + 1, np.repeat(starts + lengths, parts))
-    # The row that begins with part i ends before part following[i], the first that ends too late for it.
+    # A row that begins with part i ends before part following[i], the first part that does not fit.
     following = np.searchsorted(end, first + sequence_length + 1, side="right").tolist()
     rows = [0] if following else []
     while rows and following[rows[-1]] < len(following):
@@ -93,7 +92,7 @@ def rows_of_whole_documents(
 
 
 class Stretches:
-    """Disjoint stretches of a shard's tokens: from each of `first` to before the one of `end`, both int64 and rising."""
+    """Disjoint stretches [first, end) of a shard's tokens; the arrays `first` and `end` are int64 and ascending."""
 
     def __init__(self, first: np.ndarray, end: np.ndarray):
         some = end > first
@@ -101,17 +100,17 @@ class Stretches:
 
     @functools.cached_property
     def _before(self) -> np.ndarray:
-        """Tokens in the stretches before each."""
+        """The number of tokens in all stretches before each one."""
         return np.cumsum(self.end - self.first) - (self.end - self.first)
 
     def without(self, tokens: np.ndarray) -> "Stretches":
-        """These stretches but for single `tokens`, rising offsets."""
+        """These stretches without single `tokens`, given as ascending offsets."""
         stretch = np.searchsorted(self.first, tokens, side="right") - 1
         inside = tokens[(stretch >= 0) & (tokens < self.end[stretch])] if len(self.first) else tokens[:0]
         return Stretches(np.sort(np.append(self.first, inside + 1)), np.sort(np.append(self.end, inside)))
 
     def count(self, first: np.ndarray | int, end: np.ndarray | int) -> np.ndarray:
-        """The number of tokens of the stretches in `first` ... `end` - 1, elementwise."""
+        """The number of tokens in [`first`, `end`) that are inside a stretch, elementwise."""
         return self._count_before(end) - self._count_before(first)
 
     def _count_before(self, token: np.ndarray | int) -> np.ndarray:
@@ -122,7 +121,7 @@ class Stretches:
         return self._before[stretch] + inside
 
     def mask(self, first: int, end: int) -> np.ndarray:
-        """True for the tokens of the stretches among `first` ... `end` - 1."""
+        """A bool for each token in [`first`, `end`): True inside a stretch."""
         a, b = np.searchsorted(self.end, first, side="right"), np.searchsorted(self.first, end)
         edges = np.zeros(end - first + 1, np.int8)
         edges[np.maximum(self.first[a:b] - first, 0)] += 1
@@ -131,18 +130,18 @@ class Stretches:
 
 
 def documents_of(document_starts: np.ndarray, token_count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(first token, number of tokens) of each document in a shard, int64, and of the rest of one with which it begins."""
+    """(first token, number of tokens) of each document in a shard, int64, including the tail of one at its beginning."""
     starts = document_starts.astype(np.int64)
     starts = np.insert(starts, 0, 0) if token_count and (not len(starts) or starts[0]) else starts
     return starts, np.diff(starts, append=token_count)
 
 
 class Batches:
-    """Samples of `sequence_length` tokens from `shards`; without `shuffle` in order and from the first token on, every
+    """Samples of `sequence_length` tokens from `shards`; without `shuffle`, in order from the first token on, one every
     `stride` tokens (0: `sequence_length`).
 
-    Raises DataError: no shard holds a single window, or `packing` asks for documents where nothing says where they start;
-    UsageError: rows of whole documents that overlap.
+    Raises DataError: no shard holds a window, or `packing` needs document boundaries that the shards lack; UsageError: a
+    `stride` with overlap for rows of whole documents.
     """
 
     def __init__(
@@ -168,10 +167,10 @@ class Batches:
         self.stride = stride or sequence_length
         overlap = sequence_length - self.stride
         self._windows = [max(0, shard.token_count - 1 - overlap) // self.stride for shard in self.shards]
-        self._rows = []  # of whole documents: (first token, number of tokens) of each, by shard
-        self._trained: dict[int, Stretches | None] = {}  # by shard; a cache as well
+        self._rows = []  # by shard: (first token, number of tokens) of each row of whole documents
+        self._trained: dict[int, Stretches | None] = {}  # by shard; a cache
         if packing != STREAM:
-            documents = [(shard.document_starts, shard.token_count) for shard in self.shards]  # refuses a shard without
+            documents = [(shard.document_starts, shard.token_count) for shard in self.shards]  # raises if there are none
             if packing == WHOLE:
                 self._rows = [rows_of_whole_documents(*each, sequence_length) for each in documents]
                 self._windows = [len(first) for first, _ in self._rows]
@@ -188,13 +187,13 @@ class Batches:
         self._first: np.ndarray = np.empty(0, np.int64)
 
     def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int, document_starts: "Tensor | None" = None) -> None:
-        """Writes samples `first_sample`, `first_sample` + 1, ... into `inputs` and `targets`, int64 CPU tensors (B, T);
-        into `document_starts`, int32 (B, T), for each position the one in its row where its document starts.
+        """Writes samples `first_sample`, `first_sample` + 1, ... into `inputs` and `targets`, int64 CPU tensors (B, T).
+        Writes into `document_starts`, int32 (B, T), for each position the start of its document, a position in its row.
 
-        Raises DataError: a shard, touched for the first time, is damaged.
+        Raises DataError: a shard that is read for the first time is damaged.
         """
         assert first_sample >= 0 and inputs.shape == targets.shape and inputs.shape[1] == self.sequence_length
-        inputs_array, targets_array = inputs.numpy(), targets.numpy()  # the same memory; pinned tensors too
+        inputs_array, targets_array = inputs.numpy(), targets.numpy()  # share the memory, also of pinned tensors
         for row in range(len(inputs_array)):
             shard, start, length = self.locate(first_sample + row)
             window = self.shards[shard].read(start, length)
@@ -231,7 +230,7 @@ class Batches:
         return length - 1 if trained is None else int(trained.count(start + 1, start + length))
 
     def _targets(self, shard: int) -> Stretches | None:
-        """The tokens of a shard that are targets where a row reaches them; None: all."""
+        """The tokens of a shard that may be targets; None: all."""
         if shard not in self._trained:
             trained = self.shards[shard].trained
             stretches = None if trained is None else Stretches(*trained.T.astype(np.int64))
@@ -241,12 +240,12 @@ class Batches:
         return self._trained[shard]
 
     def window(self, sample: int) -> np.ndarray:
-        """The tokens of a sample, (T + 1,), fewer where a row is padded; a read-only view of its shard."""
+        """The tokens of a sample, (T + 1,), fewer if its row is padded; a read-only view of its shard."""
         shard, start, length = self.locate(sample)
         return self.shards[shard].tokens[start : start + length]
 
     def locate(self, sample: int) -> tuple[int, int, int]:
-        """(number of a sample's shard, offset of its first token there, number of its tokens)."""
+        """(shard number, offset of the first token in that shard, number of tokens) of a sample."""
         epoch, position = divmod(sample, self.samples_per_epoch)
         if epoch != self._epoch:
             self._enter(epoch)
@@ -263,30 +262,30 @@ class Batches:
         return shard, offset + window * self.stride, self.sequence_length + 1
 
     def context(self, sample: int) -> int:
-        """The number of first targets of a sample that it does not score: the sample before it does."""
+        """The number of leading targets of a sample that it does not score, because the previous sample does."""
         return self.sequence_length - self.stride if self.locate(sample)[1] else 0
 
     def scored_tokens(self, samples: int) -> int:
-        """The number of tokens that the first `samples` samples score, at most an epoch's."""
+        """The number of tokens that the first `samples` samples, at most one epoch, score."""
         if not self.trains_all:
             return int(self._scored[samples])
         begun = sum(first < samples for first in accumulate(filter(None, self._windows), initial=0))  # shards
         return samples * self.stride + begun * (self.sequence_length - self.stride)
 
     def samples_of(self, tokens: int) -> int:
-        """The number of first samples that score at most `tokens` tokens, at least one and at most an epoch's."""
+        """The largest number of leading samples, at most an epoch, that score at most `tokens` tokens, or at least one."""
         every = range(self.samples_per_epoch + 1)
         some = bisect_right(every, 0, key=self.scored_tokens)  # the first samples may score none
         return max(some, bisect_right(every, tokens, key=self.scored_tokens) - 1)
 
     @property
     def trains_all(self) -> bool:
-        """True if `fill` writes no target of -1: each row is a window, and of a shard every token is a target."""
+        """True if `fill` writes no target of -1: every row is a window, and every token of a shard may be a target."""
         return self.packing != WHOLE and all(shard.trained_sha256 is None for shard in self.shards)
 
     @functools.cached_property
     def _scored(self) -> np.ndarray:
-        """The number of tokens that the first 0, 1, 2, ... samples of an epoch in order score."""
+        """The number of tokens that the first 0, 1, 2, ... samples of an unshuffled epoch score, int64."""
         assert not self.shuffle
         counts = [np.zeros(1, np.int64)]
         for shard, windows in enumerate(self._windows):

@@ -1,7 +1,7 @@
-"""Conversations from rows of .jsonl, .json and .parquet files, in the forms that datasets have (`messages_of`).
+"""Conversations from rows of .jsonl, .json and .parquet files, in the forms that datasets use (`messages_of`).
 
-The roles are system, user and assistant. A row has "messages" of "role" and "content" (OpenAI), "conversations" of "from"
-(human, gpt, system) and "value" (ShareGPT), or a question and its answer (`PAIRS`).
+The roles are system, user and assistant. A row has "messages" with "role" and "content" (OpenAI), "conversations" with
+"from" (human, gpt, system) and "value" (ShareGPT), or a question and its answer (`PAIRS`).
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ Messages = tuple[tuple[str, str], ...]  # (role, content)
 
 
 class Conversation(NamedTuple):
-    """A document of chat data: its messages, its place in words, and the time of its file in seconds, which a template may
-    write. `skips`: it is left out if it cannot be trained; `fault`: why it cannot."""
+    """A document of chat data. `where`: its row, for messages; `seconds`: the modification time of its file, which a
+    template may write; `skips`: leave it out if it cannot be trained; `fault`: why it cannot."""
 
     messages: Messages
     where: str
@@ -27,12 +27,12 @@ class Conversation(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its roles and contents: the text on which a vocabulary is trained."""
+        """Its roles and contents, as text for training a vocabulary."""
         return "".join(f"{role}\n{content}\n" for role, content in self.messages)
 
 
 TALKS = ("messages", "conversations")
-# (key of the question, of the answer): key of the text that the question is about, which may be empty or missing.
+# (key of the question, key of the answer): key of the text that the question refers to, which may be empty or missing.
 PAIRS = {
     ("instruction", "output"): "input",  # Alpaca
     ("instruction", "response"): "context",  # Dolly
@@ -42,17 +42,17 @@ PAIRS = {
     ("question", "response"): None,  # OpenOrca
     ("query", "response"): None,  # MetaMathQA
 }
-SYSTEM = ("system", "system_prompt")  # beside the messages or the pair
-NOT_TEXT = ("tool_calls", "function_call", "reasoning_content")  # that a template of text alone would leave out
+SYSTEM = ("system", "system_prompt")  # next to the messages or the pair
+NOT_TEXT = ("tool_calls", "function_call", "reasoning_content")  # a text-only template would drop these
 TOOLS, SETTINGS, HISTORY = ("tools", "functions"), "chat_template_kwargs", "history"
-UNTRAINED = ("train", "training", "trainable", "loss")  # keys by which other trainers leave an answer out
+UNTRAINED = ("train", "training", "trainable", "loss")  # keys that tell other trainers to skip an answer
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 FORM = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 FORMATS = ("jsonl", "parquet")
 
 
 def check_files(files: list[SourceFile]) -> None:
-    """Raises UsageError for a file without rows."""
+    """Raises UsageError for a file whose format has no rows."""
     for file in files:
         if file.format not in FORMATS:
             raise UsageError(
@@ -62,10 +62,10 @@ def check_files(files: list[SourceFile]) -> None:
 
 
 def read_conversations(file: SourceFile, skips: bool) -> Iterator[tuple[int, Conversation]]:
-    """(position after it, each conversation); blank lines are skipped. With `skips` a row that is none has the reason as
-    its `fault`.
+    """(position after it, conversation) for each row; skips blank lines. With `skips`, a row that is not a conversation
+    yields one whose `fault` is the reason.
 
-    Raises DataError: a row that is no conversation, with its number; StorageError: not readable.
+    Raises DataError, with the row's number: it is not a conversation; StorageError: the file is unreadable.
     """
     with reading(file.path):
         rows = _parquet_rows(file) if file.format == "parquet" else read_objects(file.path)
@@ -95,7 +95,7 @@ def _parquet_rows(file: SourceFile) -> Iterator[tuple[int, str, dict[str, Any]]]
 
 
 def messages_of(row: Any, where: str) -> Messages:
-    """The messages of a row. Raises DataError: another form, or nothing that the assistant says."""
+    """The messages of a row. Raises DataError: an unsupported form, or no message of the assistant."""
     turns = turns_of(row, where)
     if any(row.get(key) for key in TOOLS):
         raise DataError(f"expected conversations without tools, found some in {where}; take the conversation out")
@@ -122,7 +122,7 @@ def messages_of(row: Any, where: str) -> Messages:
 
 
 def turns_of(row: Any, where: str) -> Any:
-    """The list of messages in a row of any form. Raises DataError: it has none."""
+    """The list of messages in a row of any form. Raises DataError if there is none."""
     if not isinstance(row, dict):
         raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; write it as {FORM}')
     if (turns := next((row[key] for key in TALKS if row.get(key) is not None), None)) is not None:
@@ -139,7 +139,7 @@ def turns_of(row: Any, where: str) -> Any:
 
 
 def pair(question: Any, about: Any, answer: Any, where: str) -> list[Any]:
-    """The messages of a question, the text that it is about, and its answer; TRL's may be lists of messages themselves."""
+    """The messages of a question, the text that it is about, and its answer. TRL's rows may have lists of messages."""
     if isinstance(question, list) and isinstance(answer, list):
         if any(isinstance(turn, dict) and turn.get("role") == "assistant" for turn in question):
             raise DataError(
@@ -178,7 +178,7 @@ def message_of(turn: Any, where: str) -> tuple[str, str]:
 
 
 def text_of(content: Any) -> Any:
-    """A content, of which OpenAI's API allows lists of parts: their texts, if they are nothing else."""
+    """Joins a content that is a list of text parts, as OpenAI's API allows; returns any other content unchanged."""
     if not isinstance(content, list) or not content:
         return content
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]

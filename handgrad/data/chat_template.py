@@ -1,13 +1,13 @@
-"""Renders conversations to tokens by the tokenizer's template, and marks the stretches that the assistant speaks.
+"""Renders conversations to tokens with the tokenizer's chat template, and marks the stretches that the assistant says.
 
-`ChatTemplate(tokenizer)` takes the chat template among a model's files (`Tokenizer.others`), a program in Jinja, and runs
-it as transformers does: sandboxed, without blanks around its blocks. A tokenizer without one gets a plain template: every
-turn is end-of-text, the role on a line of its own, the content; end-of-text after the last turn. No text has that token in
-its encoding, so nothing inside a message can end a turn or begin another.
+`ChatTemplate(tokenizer)` takes the Jinja chat template from a model's files (`Tokenizer.others`) and runs it as
+transformers does: sandboxed, with the blanks around its blocks trimmed. A tokenizer without one gets a plain template: each
+turn is end-of-text, the role on its own line, the content; the last turn ends with end-of-text. No text encodes to that
+token, so nothing inside a message can end a turn or begin another.
 
-Special tokens that the template writes are special tokens; those in a message are ordinary text. While the template runs,
-noncharacters of Unicode shield them, mark the ends of the assistant's contents, and stand for `{% generation %}`; messages
-that have one themselves are refused.
+Special tokens that the template writes are special tokens; in a message they are ordinary text. While the template runs,
+Unicode noncharacters shield the ones in messages, mark where the assistant's contents end, and stand for
+`{% generation %}`; a message that contains a noncharacter is refused.
 """
 
 import contextlib
@@ -31,22 +31,22 @@ ROLES = ("system", "user", "assistant")
 SHIELD, CONTENT_END = "\ufdd0", "\ufdd1"
 _OURS = re.compile(f"[{SHIELD}{CONTENT_END}{BEGIN}{END}]")
 
-# At each end of a conversation every prompt is rendered: all of a conversation of 6000 messages would take 3000 renderings.
+# Prompts rendered at each end of a conversation: to render all, a conversation of 6000 messages would take 3000 renderings.
 RENDERED_PROMPTS = 16
-MOST_SPECIAL = 1 << 28  # characters of all beginnings and ends of special tokens: 60,000 short ones
+MOST_SPECIAL = 1 << 28  # characters of all prefixes and suffixes of special tokens: 60,000 short ones
 
 Message = Mapping[str, str]  # role and content
 
 
 class Segment(NamedTuple):
-    """A stretch of a conversation that is encoded by itself: text, or a special token by its id."""
+    """A part of a conversation that is encoded separately: text, or the id of a special token."""
 
     content: str | int
     trained: bool
 
 
 class ChatTemplate:
-    """The template of `tokenizer`, or the plain one. `now` is the time that the template sees (default: the clock).
+    """The template of `tokenizer`, or the plain one. `now` is the time that the template sees (default: the current time).
 
     Raises DataError: the tokenizer's template is not valid Jinja.
     """
@@ -60,7 +60,7 @@ class ChatTemplate:
         self._segments = plain if self._jinja is None else self._jinja.segments
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
-        """The tokens of a conversation; with `add_generation_prompt` up to where the assistant begins to speak.
+        """The tokens of a conversation; with `add_generation_prompt`, up to where the assistant's answer begins.
 
         Raises DataError: the template refuses the conversation, or does not show where the assistant speaks.
         """
@@ -74,7 +74,7 @@ class ChatTemplate:
         return found
 
     def conversations(self, talks: Sequence[Sequence[Message]]) -> list[tuple[np.ndarray, np.ndarray] | DataError]:
-        """`conversation` of each, or the error in its place: faster, since templates and tokenizers answer many at once."""
+        """`conversation` of each, or an error in its place. Faster: renders and encodes all of them in batches."""
         if self._jinja is not None:
             self._jinja.render_ahead(talks)
         cut = list[list[Segment] | DataError]()
@@ -88,7 +88,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_tokens(self) -> frozenset[int]:
-        """The tokens after which the assistant has spoken: the one that ends its turn, and end-of-text."""
+        """The tokens that end an answer: the one that ends the assistant's turn, and end-of-text."""
         said = self._segments([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}], False)
         ends = [segment.content for segment in said if segment.trained and isinstance(segment.content, int)]
         return frozenset([*ends[-1:], self.tokenizer.end_of_text])
@@ -99,7 +99,7 @@ class ChatTemplate:
 
 
 def _joined(segments: list[Segment], encoded: Iterator[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, trained stretches) of segments, of which `encoded` has the tokens next."""
+    """(tokens, trained stretches) of segments; takes their tokens from `encoded`."""
     tokens, stretches, length = [], [], 0
     for segment in segments:
         tokens.append(next(encoded))
@@ -114,12 +114,12 @@ def _joined(segments: list[Segment], encoded: Iterator[np.ndarray]) -> tuple[np.
 
 
 def template_text(tokenizer: Tokenizer) -> str | None:
-    """The chat template among a tokenizer's files, or None. Raises DataError: a file that is no JSON object."""
+    """The chat template among a tokenizer's files, or None. Raises DataError: a file is not a JSON object."""
     if (text := tokenizer.others.get(CHAT_TEMPLATE_FILE)) is not None:
         return text
     for name in ("tokenizer_config.json", "chat_template.json"):
         found = _object(tokenizer, name).get("chat_template")
-        if isinstance(found, list):  # several by name
+        if isinstance(found, list):  # several, each with a name
             found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")
         if isinstance(found, str):
             return found
@@ -127,8 +127,8 @@ def template_text(tokenizer: Tokenizer) -> str | None:
 
 
 def plain_segments(end_of_text: int, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
-    """The plain template. A role and its content are encoded by themselves, so that a content's tokens are the same
-    wherever it stands."""
+    """The plain template. Encodes each role and each content separately, so a content has the same tokens wherever it
+    stands."""
     segments, said = [], False
     for message in messages:
         segments += [Segment(end_of_text, said), Segment(message["role"] + "\n", False)]
@@ -139,15 +139,15 @@ def plain_segments(end_of_text: int, messages: Sequence[Message], add_generation
 
 
 def plain_template(end_of_text: str) -> str:
-    """The plain template in Jinja, for programs that read a tokenizer's; `end_of_text` is the text of that token. Where a
-    content begins with a newline its tokens may be others than ours, which encode it apart from the role."""
+    """The plain template in Jinja, for programs that read a tokenizer's template; `end_of_text`: the text of that token. A
+    content that begins with a newline may get other tokens than ours, because we encode it separately from the role."""
     end = f"{{{{ {json.dumps(end_of_text)} }}}}"
     turns = "{% for message in messages %}" + end + "{{ message['role'] + '\\n' + message['content'] }}{% endfor %}"
     return turns + end + "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
 
 
 class _Jinja:
-    """A template in Jinja with the special tokens of its tokenizer."""
+    """A Jinja template and the special tokens of its tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, text: str, now: datetime | None):
         self.text = text
@@ -155,13 +155,13 @@ class _Jinja:
         self.special = _special_tokens(tokenizer)
         every = sorted(self.special, key=len, reverse=True)
         self.inside = re.compile("|".join(f"(?<={c})(?={rest})" for c, rest in _by_first_character(every)) or "(?!)")
-        # A special token at an edge of a content that only the text beside it completes.
+        # Parts of special tokens at the edges of a content, which the adjacent text could complete.
         self.starts = tuple({s[n:] for s in every for n in range(1, len(s))})
         self.ends = tuple({s[:n] for s in every for n in range(1, len(s))})
         alike: dict[tuple[bool, bool], list[str]] = {}
         for special in every:
             alike.setdefault(self.special[special][1:], []).append(special)
-        # Blanks before a token are looked for where a run of them begins: from each of them it would take n * n steps.
+        # Matches blanks before a token only from the start of their run: from each of n blanks, it would take n * n steps.
         self.pattern, self.pattern_here = (
             re.compile("|".join(_any_of(left * blanks, right, texts) for (left, right), texts in alike.items()) or "(?!)")
             for blanks in (r"(?:(?<!\s)\s+)?", r"\s*")
@@ -176,7 +176,7 @@ class _Jinja:
         self.has_generation = bool(re.search(r"\{%-?\s*generation\b", text))
 
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
-        """The rendered conversation, cut at its special tokens and around the stretches that are trained."""
+        """Renders a conversation, and cuts it at its special tokens and around the trained stretches."""
         for number, message in enumerate(messages, start=1):
             if found := _OURS.search(message["content"]):
                 raise DataError(
@@ -189,7 +189,7 @@ class _Jinja:
         except DataError:
             if not add_generation_prompt:
                 raise
-            text, spans = self.rendered(shielded, True), []  # a template that cannot be trained with still serves to talk
+            text, spans = self.rendered(shielded, True), []  # without marks, a template can still be used to chat
         segments, position = [], 0
         for first, end in spans:
             segments += [*self.cut(text[position:first], False), *self.cut(text[first:end], True)]
@@ -197,7 +197,7 @@ class _Jinja:
         return [*segments, *self.cut(text[position:], False)]
 
     def render_ahead(self, talks: Sequence[Sequence[Message]]) -> None:
-        """Renders all that `segments` needs of most conversations, in one request."""
+        """Renders everything that `segments` needs for most conversations, in one request."""
         needed = list[str]()
         for messages in map(self.shielded, talks):
             needed.append(json.dumps([messages, False]))
@@ -216,7 +216,7 @@ class _Jinja:
         return text
 
     def request(self, renderings: list[str]) -> list[tuple[bool, str]]:
-        """(True and the text, or False and the reason why there is none) of each [messages, add_generation_prompt]."""
+        """(True, text) or (False, reason for the failure) for each [messages, add_generation_prompt] in JSON."""
         try:
             return json.loads(self.program.run(f"[{','.join(renderings)}]".encode()))
         except ProgramError as error:
@@ -226,8 +226,8 @@ class _Jinja:
         return [{**message, "content": self.shield(message["content"])} for message in messages]
 
     def shield(self, content: str) -> str:
-        """`content` with a noncharacter inside every special token in it, and at an edge where the text beside it could
-        complete one."""
+        """`content` with a noncharacter inside each special token, and at each edge where adjacent text could complete
+        one."""
         content = self.inside.sub(SHIELD, content)
         inner = content.strip()
         before, after = SHIELD * inner.startswith(self.starts), SHIELD * inner.endswith(self.ends)
@@ -235,8 +235,8 @@ class _Jinja:
         return content[:first] + before + inner + after + content[first + len(inner) :]
 
     def marked_by_generation(self, messages: list[dict[str, str]], asks: bool) -> tuple[str, list[tuple[int, int]]]:
-        """(rendered text, the stretches inside `{% generation %}`, each with the special token right after it)."""
-        parts = re.split(f"[{BEGIN}{END}]", self.rendered(messages, asks))  # every second one from inside a block
+        """(rendered text, the stretches inside `{% generation %}`, each including the special token right after it)."""
+        parts = re.split(f"[{BEGIN}{END}]", self.rendered(messages, asks))  # every second one is inside a block
         text, spans, end = "".join(parts), [], 0
         for number, part in enumerate(parts):
             first, end = end, end + len(part)
@@ -249,7 +249,7 @@ class _Jinja:
         return text, spans
 
     def marked_by_difference(self, messages: list[dict[str, str]], asks: bool) -> tuple[str, list[tuple[int, int]]]:
-        """(rendered text, from the end of each assistant's prompt to the special token after its content)."""
+        """(rendered text, a stretch per answer, from the end of its prompt through the special token after its content)."""
         marked, said = _marked(messages), _answers(messages)
         text, spans = self.rendered(marked, asks), []
         if text.replace(CONTENT_END, "") != self.rendered(messages, asks) or text.count(CONTENT_END) != len(said):
@@ -281,15 +281,15 @@ class _Jinja:
         return text, spans
 
     def ending(self, prompts: list[str]) -> str:
-        """The end that all these prompts share, from its first special token on, if it has one."""
+        """The common suffix of these prompts, from its first special token on if it has one."""
         backwards = sorted(prompt[::-1] for prompt in prompts)
-        pairs = zip(backwards[0], backwards[-1], strict=False)  # what these two share, all between them share
+        pairs = zip(backwards[0], backwards[-1], strict=False)  # as they are sorted, all share what these two share
         shared = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))[::-1]
         found = self.pattern.search(shared)
         return shared[found.start() :] if found else shared
 
     def opening(self, text: str) -> str:
-        """The prompt before any message, of a conversation that the assistant begins, rendered as `text`."""
+        """The prompt before any message, for a conversation that the assistant begins; `text`: that conversation."""
         with contextlib.suppress(DataError):
             if text.startswith(prompt := self.rendered([], True)):
                 return prompt
@@ -309,8 +309,8 @@ class _Jinja:
 
 
 def check_apart(tokenizer: Tokenizer) -> None:
-    """Raises DataError for a tokenizer that adds to a text or takes from it where it begins or ends, as a prefix space
-    does: a conversation is encoded in pieces."""
+    """Raises DataError for a tokenizer that changes the beginning or the end of a text, for example with a prefix space:
+    a conversation is encoded in pieces."""
     for text in ("a", " a\n"):
         if (found := tokenizer.decode(tokenizer.encode(text))) != text:
             raise DataError(
@@ -320,7 +320,7 @@ def check_apart(tokenizer: Tokenizer) -> None:
 
 
 def _by_first_character(special: list[str]) -> list[tuple[str, str]]:
-    """(first character, the alternatives of what follows), as patterns: hundreds of tokens are tried at few places."""
+    """(first character, alternation of the remainders), as patterns: hundreds of tokens are tried at few places."""
     rests: dict[str, list[str]] = {}
     for text in special:
         rests.setdefault(re.escape(text[0]), []).append(re.escape(text[1:]))
@@ -328,13 +328,13 @@ def _by_first_character(special: list[str]) -> list[tuple[str, str]]:
 
 
 def _any_of(left: str, right: bool, special: list[str]) -> str:
-    """A pattern of any of these special tokens, a group, with the blanks that they take to their `left` and right."""
+    """A pattern that captures any of these special tokens, with the blanks that they absorb on the `left` and right."""
     return left + f"({'|'.join(map(''.join, _by_first_character(special)))})" + r"\s*" * right
 
 
 def begin_of_answer(text: str, first: int, ending: str, marked: str) -> int:
-    """The place in `text` after a prompt's `ending` from which the next answer, with its mark, is all that is written up to
-    the mark; 0 if there is no such place."""
+    """The index in `text`, from `first` on, where the next answer begins: right after a prompt's `ending`, with nothing but
+    the answer up to its mark; 0 if there is none. `marked`: the answer with its mark."""
     end = text.find(CONTENT_END, first)
     place = text.rfind(ending, first, end) if ending else -1
     begin = place + len(ending)
@@ -347,7 +347,7 @@ def _answers(messages: list[dict[str, str]]) -> list[int]:
 
 
 def _is_inner(place: int, said: list[int]) -> bool:
-    """True for an answer whose prompt is rendered only if it cannot be told from the others."""
+    """True for an answer whose prompt is rendered only if `begin_of_answer` fails."""
     return RENDERED_PROMPTS <= place < len(said) - RENDERED_PROMPTS
 
 
@@ -356,7 +356,7 @@ def _marked(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _mark(content: str) -> str:
-    """`content` with a mark where its last word ends, so that a template that trims does not change the mark's place."""
+    """`content` with a mark where its last word ends, so a template that trims blanks does not move the mark."""
     words = content.rstrip()
     return words + CONTENT_END + content[len(words) :]
 
@@ -368,7 +368,7 @@ def _object(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[int, bool, bool]]:
-    """The special tokens: (id, takes the blanks to its left, those to its right) by their text."""
+    """Text of a special token -> (id, absorbs blanks on its left, absorbs blanks on its right)."""
     added = parse_json(tokenizer.json_bytes).get("added_tokens") or [] if tokenizer.json_bytes else []
     special = [token for token in added if token.get("special") and token.get("content")]
     if sum((len(token["content"]) + 64) ** 2 for token in special) > MOST_SPECIAL:
@@ -384,10 +384,10 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[int, bool, bool]]:
 
 
 def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """bos_token, eos_token and their like, the variables of a template."""
+    """bos_token, eos_token and so on, the variables of a template."""
     named = {"eos_token": tokenizer.token_bytes[tokenizer.end_of_text].decode(errors="replace")}
     config, legacy = (_object(tokenizer, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
-    # As transformers reads them: the map counts before the configuration, unless that lists all added tokens.
+    # As transformers reads them: the map overrides the configuration, unless the latter lists all added tokens.
     for found in (legacy, config) if "added_tokens_decoder" in config else (config, legacy):
         for key, value in found.items():
             content = value.get("content") if isinstance(value, dict) else value

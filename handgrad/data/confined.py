@@ -1,8 +1,8 @@
-"""Foreign programs - a chat template in Jinja, the expressions of a tokenizer - in a process of their own, within bounds.
+"""Runs untrusted programs (a Jinja chat template, the expressions of a tokenizer) in a separate process with limits.
 
-Neither Jinja nor the library of tokenizers can be interrupted in this process, and either may take any time and memory that
-its file asks for. `Program` starts this file as a child that imports nothing of handgrad. The child limits its memory (on
-macOS, which has no such limit, `Program` watches it) and for each request its CPU time; it ends with its parent.
+Neither Jinja nor the tokenizers library can be interrupted in this process, and a file can make either take any amount of
+time and memory. `Program` starts this file as a child that imports nothing of handgrad. The child limits its memory (on
+macOS, which has no such limit, `Program` watches it) and the CPU time of each request; it exits with its parent.
 """
 
 import array
@@ -24,18 +24,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
-SECONDS, SECONDS_PER_MIB = 10.0, 10.0  # of CPU time for a request and for each MiB of it, which takes one at most
-REPLY_BYTES, REPLY_PER_BYTE = 1 << 20, 64  # at most, for a request and for each byte of it
+SECONDS, SECONDS_PER_MIB = 10.0, 10.0  # CPU time per request, and per MiB of it, which takes at most one second
+REPLY_BYTES, REPLY_PER_BYTE = 1 << 20, 64  # at most, per request and per byte of it
 WATCH_SECONDS = 0.1
-BEGIN, END = "\ufdd2", "\ufdd3"  # what a template writes between `{% generation %}` and `{% endgeneration %}`
+BEGIN, END = "\ufdd2", "\ufdd3"  # around what a template writes in `{% generation %}` ... `{% endgeneration %}`
 
 
 class ProgramError(ValueError):
-    """A program failed, or left its bounds; the message is the reason."""
+    """A program failed or exceeded its limits; the message is the reason."""
 
 
 class Program:
-    """A foreign program of `kind` "template" or "tokenizer". `about`: what it said once loaded. Raises ProgramError."""
+    """An untrusted program of `kind` "template" or "tokenizer". `about`: its reply to loading. Raises ProgramError."""
 
     def __init__(self, kind: str, content: bytes):
         self.kind, self.content, self.lock, self.endless = kind, content, threading.Lock(), ""
@@ -43,7 +43,7 @@ class Program:
             self.about = self.start()
 
     def run(self, request: bytes) -> bytes:
-        """The reply to a request. Raises ProgramError; a program that has not ended once is not run again."""
+        """The reply to a request. Raises ProgramError; does not run a program again that once ran out of time."""
         with self.lock:
             if self.endless:
                 raise ProgramError(self.endless)
@@ -54,7 +54,7 @@ class Program:
     def start(self) -> bytes:
         self.owner, (self.pipe, theirs) = os.getpid(), multiprocessing.Pipe()
         command = [sys.executable, "-P", __file__, self.kind, str(MEMORY_BYTES), str(theirs.fileno())]
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # threads reserve memory that counts
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # threads reserve memory, which the limit counts
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with theirs:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, process_group=0, **quiet)
@@ -87,7 +87,7 @@ program = functools.lru_cache(maxsize=2)(Program)  # a command loads its tokeniz
 
 
 def end(process: subprocess.Popen[bytes], pipe: Connection, owner: int) -> None:
-    """Ends a child, unless this process is a fork of its parent."""
+    """Kills a child, unless this process is a fork of its parent."""
     pipe.close()
     if owner == os.getpid():
         process.kill()
@@ -100,8 +100,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def template(content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
-    """Renders conversations in the environment that transformers gives a template: of each True and the text, or False and
-    the reason why there is none."""
+    """Renders conversations in the environment that transformers gives a template. Replies with (True, text) or
+    (False, reason for the failure) for each."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -109,7 +109,7 @@ def template(content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
     text, now, variables = json.loads(content)
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` ... `{% endgeneration %}`: writes what is inside between two noncharacters."""
+        """`{% generation %}` ... `{% endgeneration %}`: writes its content between two noncharacters."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -140,19 +140,19 @@ def template(content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
         given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": asks}
         try:
             return True, compiled.render(given | variables)
-        except Exception as error:  # somebody's program: anything may go wrong in it
+        except Exception as error:  # an untrusted program may raise anything
             return False, reason(error)
 
     return b"", lambda request: json.dumps(list(itertools.starmap(render, json.loads(request)))).encode()
 
 
 def tokenizer(content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
-    """Encodes texts: replies with how many tokens each has, and all tokens, as uint32. About a tokenizer it says how many
-    tokens there are, each by its id, the added ones, and what it puts before a text."""
+    """Encodes texts: replies with the token count of each, then all tokens, as uint32. Its `about` has the number of
+    tokens, the tokens by id, the added ones, and the ones that it puts before a text."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_buffer(content)
-    library.encode_special_tokens = True  # what reads like one in a text is text
+    library.encode_special_tokens = True  # a special token spelled out in a text is text
     library.no_truncation()
     library.no_padding()
     added = {number: token.content for number, token in library.get_added_tokens_decoder().items()}
@@ -170,19 +170,19 @@ def tokenizer(content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
 
 
 def reason(error: BaseException) -> str:
-    """An error in words, a refusal by the template in its own."""
+    """An error in words; a template's refusal in the template's own words."""
     if isinstance(error, MemoryError):
         return f"more than {int(sys.argv[2]) >> 20} MiB of memory"
     return f"{error!s:.200}" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error!s:.200}"
 
 
 def main() -> None:
-    """Loads the program in the first request and runs it with each that follows."""
+    """Loads the program in the first request and runs it on each later request."""
     load = {"template": template, "tokenizer": tokenizer}[sys.argv[1]]
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
     pipe, run = Connection(int(sys.argv[3])), None
-    with contextlib.suppress(EOFError):  # the parent has ended
+    with contextlib.suppress(EOFError):  # the parent has exited
         while True:
             seconds, request = json.loads(pipe.recv_bytes()), pipe.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends this process
@@ -194,7 +194,7 @@ def main() -> None:
                 if len(reply) > (most := REPLY_BYTES + REPLY_PER_BYTE * len(request)):
                     raise ValueError(f"{len(reply)} bytes, expected at most {most}")
                 reply = b"=" + reply
-            except BaseException as error:  # somebody's program, and the library's panics are no Exception
+            except BaseException as error:  # an untrusted program; and the library's panics are not Exceptions
                 reply = b"!" + reason(error).encode(errors="replace")
             signal.setitimer(signal.ITIMER_PROF, 0)
             pipe.send_bytes(reply)

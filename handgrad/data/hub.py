@@ -1,5 +1,5 @@
-"""Text from the network: a hub dataset by name, and tiny Shakespeare; a file is resumed, retried, and under its final name
-only once verified."""
+"""Text from the network: hub datasets by name, and tiny Shakespeare. Downloads resume and retry; a file gets its final name
+only once it is verified."""
 
 import fnmatch
 import functools
@@ -29,8 +29,8 @@ SHAKESPEARE = Download(
 )
 ABOUT = "dataset_info"  # dataset_info.json and dataset_infos.json describe the columns
 Answer = TypeVar("Answer")
-ATTEMPTS = 5  # in a row without a byte gained
-BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each one after
+ATTEMPTS = 5  # in a row that gain no byte
+BACKOFF_SECONDS = 1.0  # before the second attempt; doubles for each further one
 TIMEOUT_SECONDS = 60.0  # without a byte
 BLOCK_BYTES = 1 << 20
 
@@ -38,7 +38,7 @@ OnBytes = Callable[[int, int | None], None]  # (bytes on the disk, total if know
 
 
 def is_hub_name(spec: str) -> bool:
-    """True for a name of this module: an alias, shakespeare, or OWNER/NAME[:CONFIG]."""
+    """True for a name that this module resolves: an alias, shakespeare, or OWNER/NAME[:CONFIG]."""
     if spec in ALIASES or spec == "shakespeare":
         return True
     named_like_a_file = spec.lower().endswith(tuple(SUFFIXES))
@@ -53,17 +53,16 @@ def default_cache() -> Path:
 
 
 def find_hub(spec: str, split: str = "train") -> list[SourceFile]:
-    """The files of a dataset, at the revision that is newest now, to be downloaded below `default_cache()`.
+    """The files of a dataset at its newest revision, to be downloaded below `default_cache()`.
 
-    Of several configurations without a name given, the default one counts; of several splits, `split` alone (a training's
-    validation text is dealt out of train). Raises DataError: no such dataset, configuration or text; StorageError: no
-    connection.
+    Takes the default configuration unless `spec` names one, and only the split `split` (a run's validation text is taken
+    out of train). Raises DataError: no such dataset, configuration or text; StorageError: no connection.
     """
     cache = default_cache()
     if spec == "shakespeare":
         path = cache / "shakespeare" / "shakespeare.txt"
         return [SourceFile(path.name, path, SHAKESPEARE.size_bytes or 0, str(SHAKESPEARE.sha256), SHAKESPEARE)]
-    import huggingface_hub.constants  # here and not above: local sources, and every worker, do without it
+    import huggingface_hub.constants  # imported here: local sources and workers do not need it
 
     name, _, config = ALIASES.get(spec, spec).partition(":")
     endpoint = os.environ.get("HF_ENDPOINT", huggingface_hub.constants.ENDPOINT).rstrip("/")
@@ -92,7 +91,7 @@ def find_hub(spec: str, split: str = "train") -> list[SourceFile]:
 def choose_files(names: list[str], configs: Any, config: str, dataset: str, split: str = "train") -> list[str]:
     """The files among a dataset's `names` that hold the `split` of `config` ("": the default one).
 
-    `configs` is the list of that name in the dataset's card, which people write: any shape is possible. Raises
+    `configs` is the list of that name in the dataset's card, which is written by hand and may have any shape. Raises
     DataError: there is no such configuration, or no text.
     """
     texts = [name for name in names if name.lower().endswith(HUB_SUFFIXES) and not name.startswith((".", ABOUT))]
@@ -106,7 +105,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
     chosen = [name for name in texts if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     if not chosen and config:
         chosen = [name for name in texts if f"/{config}/" in f"/{name}"]
-        if split != "train":  # another split's rows are other questions
+        if split != "train":  # rows of another split are other questions
             chosen = [name for name in chosen if split in name.lower()]
         if not chosen:
             found = ", ".join(known) or "none"
@@ -114,7 +113,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
                 f"expected a configuration {config!r} of {dataset}, found {found:.300}; name one as {dataset}:CONFIG"
             )
     if not chosen:
-        # No card names the splits: take one format, and the training files if the names tell them.
+        # The card names no splits: takes one format, and of it the files named after the split, if there are any.
         for endings in ((".parquet",), (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".txt", ".txt.gz")):
             chosen = chosen or [name for name in texts if name.lower().endswith(endings)]
         named = [name for name in chosen if split in name.lower()]
@@ -128,7 +127,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
 
 
 def fetch(file: SourceFile, on_bytes: OnBytes | None = None) -> Path:
-    """The path of a source file, downloaded first if it has a `download`. Raises as `download`."""
+    """The path of a source file, downloaded first if it has a `download`. Raises the errors of `download`."""
     if file.download is not None:
         download(file.download, file.path, on_bytes)
     return file.path
@@ -138,7 +137,7 @@ def hub_failures() -> tuple[type[BaseException], ...]:
     """The errors of `huggingface_hub`: an invalid name, the network, the disk."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    # The base of HfHubHTTPError is the HTTP library's own: it changed twice, and no name of it is stable.
+    # The base of HfHubHTTPError belongs to the HTTP library, which changed twice: it has no stable name.
     return HFValidationError, HfHubHTTPError, HfHubHTTPError.__bases__[0], OSError
 
 
@@ -157,7 +156,7 @@ def _split_patterns(data_files: Any, split: str) -> list[str]:
 
 
 def _ask(question: Callable[[], Answer], doing: str) -> Answer:
-    """The answer of the hub; a failure that may pass is retried."""
+    """The hub's answer; retries transient failures. Raises DataError: bad name, no access; StorageError: no connection."""
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     reason = ""
@@ -184,9 +183,9 @@ def _ask(question: Callable[[], Answer], doing: str) -> Answer:
 
 
 def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> None:
-    """Downloads to `path`, which appears only once its size and hash are verified; goes on from `path`.partial.
+    """Downloads to `path`, which appears only once its size and hash are verified; resumes from `path`.partial.
 
-    A lost connection, a short body or a server error is tried again, up to five times in a row without progress; wrong
+    Retries a lost connection, a short body or a server error up to five times in a row without progress, and wrong
     content once, from its first byte. Raises DataError: no such file, no access, or content that stays wrong;
     StorageError: the network or the disk.
     """
@@ -218,7 +217,7 @@ def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> N
 
 
 def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None) -> str:
-    """One attempt to complete `partial`: "" if it is, else what went wrong. DataError where another cannot help."""
+    """Tries once to complete `partial`: returns "", or what went wrong. Raises DataError if a retry cannot help."""
     have = _size(partial)
     if have and have == source.size_bytes:
         return ""
@@ -235,12 +234,12 @@ def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None
             if response.status == 206 and (start is None or start[1] != str(have)):
                 partial.unlink(missing_ok=True)
                 return "a range that was not asked for"
-            if response.status != 206:  # the server ignores ranges: it sends all of it
+            if response.status != 206:  # the server ignores ranges and sends the whole file
                 have = 0
             sizes = [source.size_bytes, None if length is None else have + int(length)]
             total = min((size for size in sizes if size is not None), default=None)
             with storage_errors(f"writing {partial}"), partial.open("ab" if have else "wb") as file:
-                # Of a longer body no more than a block past the end: `_verify` refuses it.
+                # Reads at most a block past the end of a body that is too long: `_verify` refuses it.
                 while (total is None or have <= total) and (block := _read(response)):
                     file.write(block)
                     have += len(block)
@@ -250,7 +249,7 @@ def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None
                 os.fsync(file.fileno())
     except urllib.error.HTTPError as error:
         if error.code == 416:
-            partial.unlink(missing_ok=True)  # longer than the file: not a part of it
+            partial.unlink(missing_ok=True)  # it is longer than the file
             return "a partial file that does not fit"
         if error.code < 500 and error.code not in (408, 429):
             hint = "log in with `hf auth login`" if error.code in (401, 403) else "check the name"
@@ -266,7 +265,7 @@ def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None
 
 
 class _Dropped(Exception):
-    """The connection broke while a body was read; kept apart from an OSError of the disk."""
+    """The connection broke while reading a body; unlike an OSError, not an error of the disk."""
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:
@@ -291,7 +290,7 @@ def _size(path: Path) -> int:
 
 
 def _verify(source: Download, path: Path) -> str:
-    """The difference between `path` and what the source promises, or ""."""
+    """The difference between `path` and the size or hash of its source, or ""."""
     size_bytes = path.stat().st_size
     if source.size_bytes is not None and size_bytes != source.size_bytes:
         return f"{source.size_bytes} bytes, found {size_bytes}"

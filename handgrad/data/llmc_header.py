@@ -1,4 +1,4 @@
-"""The first kilobyte of every llm.c file: 256 little-endian int32, the kind of the file, the version of its layout, sizes.
+"""The first kilobyte of every llm.c file: 256 little-endian int32 with the file's kind, its layout's version, and sizes.
 
 Source: llm.c, train_gpt2.py, train_gpt2.cu, dev/data/data_common.py, train_llama3.py.
 """
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def make_header(words: dict[int, int]) -> bytes:
-    """The 1024 bytes with these numbers by their index, zeros elsewhere."""
+    """A header of 1024 bytes: `words` maps index to number, the rest is zero."""
     content = np.zeros(HEADER_WORDS, "<i4")
     for index, value in words.items():
         content[index] = value
@@ -34,7 +34,7 @@ def make_header(words: dict[int, int]) -> bytes:
 
 
 def read_header(path: Path, magic: int, versions: tuple[int, ...]) -> tuple[list[int], int]:
-    """(256 numbers at the start of a file of the kind `magic`, size of the file in bytes).
+    """(the 256 numbers of the header of a file of kind `magic`, size of the file in bytes).
 
     Raises `DataError`: no such file, too short, of another kind or version; `StorageError`: it cannot be read.
     """

@@ -1,7 +1,7 @@
-"""Tokenizers as transformers keeps them, read and written.
+"""Reads and writes tokenizers in transformers' format.
 
-A model's own: its library runs its `tokenizer.json`, and the files beside it are kept. Two numbers are not in that file:
-the size of the model's vocabulary, which may have more rows than there are tokens, and the token that ends a document.
+The tokenizers library runs the `tokenizer.json` of a model's own tokenizer; its other files are kept. That file lacks two
+numbers: the size of the model's vocabulary, which may have more rows than tokens, and the token that ends a document.
 
 GPT-2's, bytes and trained ones translate exactly into `tokenizer.json`, `vocab.json`, `merges.txt` and
 `tokenizer_config.json`, bytes as a byte-level BPE without merges. One difference is deliberate: transformers reads a
@@ -38,8 +38,8 @@ from handgrad.errors import DataError
 from handgrad.parsing import parse_json
 
 KIND, GENERATION_FILE, CONFIG_FILE = "model", "generation_config.json", "tokenizer_config.json"
-MODEL_FILE = "config.json"  # of which nothing but the padding token travels with the tokenizer
-# Files of transformers beside `tokenizer.json`, among them the chat template and all ends of texts; kept unchanged.
+MODEL_FILE = "config.json"  # only its padding token travels with the tokenizer
+# Files of transformers next to `tokenizer.json`, with the chat template and the end-of-text tokens; kept unchanged.
 OTHERS = (
     *(CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", GENERATION_FILE),
@@ -48,7 +48,7 @@ MAX_TOKENS = 1 << 24
 
 
 def read_model_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a transformers folder. Raises `DataError` if there is none that gives a text's bytes back."""
+    """The tokenizer of a transformers folder. Raises `DataError` if there is none, or none that is byte-level."""
     path, config = folder / TOKENIZER_FILE, read_object(folder / MODEL_FILE)
     if not path.is_file():
         raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; add the model's tokenizer files")
@@ -56,7 +56,7 @@ def read_model_tokenizer(folder: Path) -> Tokenizer:
     ends = config.get("eos_token_id")
     if ends is None and GENERATION_FILE in others:
         ends = read_object(folder / GENERATION_FILE).get("eos_token_id")
-    elif isinstance(ends, list):  # transformers makes this file of the configuration, where there is none
+    elif isinstance(ends, list):  # transformers derives this file from the configuration if it is missing
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
         others.setdefault(GENERATION_FILE, json.dumps(ids))
     if (pad := config.get("pad_token_id")) is not None:
@@ -68,8 +68,8 @@ def read_model_tokenizer(folder: Path) -> Tokenizer:
 
 
 def check_added(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raises `DataError` for a token that only a file beside `tokenizer.json` adds: transformers would add it, we would
-    not."""
+    """Raises `DataError` for a token that another file adds but `tokenizer.json` does not: transformers would add it, we
+    would not."""
     listed: dict[Any, Any] = {}
     if "added_tokens.json" in tokenizer.others:
         found = read_object(folder / "added_tokens.json")
@@ -90,7 +90,7 @@ def check_added(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A file of a model. Raises `DataError`: it is not UTF-8, or larger than any is."""
+    """The text of a model's file. Raises `DataError`: it is not UTF-8, or implausibly large."""
     try:
         return read_small(path).decode()
     except UnicodeDecodeError:
@@ -112,7 +112,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, end_of_text: Any, where: str) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json` of this `content`. Raises `DataError`."""
+    """The tokenizer of a `tokenizer.json` with this `content`. Raises `DataError` if it is damaged or unsupported."""
     try:
         library, tables = program("tokenizer", content), parse_json(content)
     except ValueError as error:
@@ -156,7 +156,7 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
 
 
 def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that a manifest's entry names, from the files beside the manifest."""
+    """The tokenizer that a manifest's entry names, from the files next to the manifest."""
     others = read_object(folder / OTHERS_FILE) if (folder / OTHERS_FILE).is_file() else {}
     path = folder / TOKENIZER_FILE
     return model_tokenizer(read_small(path), others, record.get("vocab_size"), record.get("end_of_text"), str(path))
@@ -164,13 +164,13 @@ def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:
 
 def of_transformers(folder: Path, vocab_size: Any) -> Tokenizer:
     """The tokenizer of a transformers folder: GPT-2's, bytes, a BPE with GPT-2's splitter, or else the model's own.
-    `vocab_size`: of the model."""
+    `vocab_size`: the model's."""
     return read_vocabulary(folder) if is_ours(folder / TOKENIZER_FILE, vocab_size) else read_model_tokenizer(folder)
 
 
 def is_ours(path: Path, vocab_size: Any) -> bool:
-    """True for bytes, for a byte-level BPE of this size with GPT-2's splitter and one special token, and for no file at
-    all, which a folder of GPT-2's older files has not."""
+    """True for bytes, for a byte-level BPE of this size with GPT-2's splitter and one special token, and if there is no
+    file, as in a folder with GPT-2's older files."""
     if not path.is_file() or is_bytes(content := read_small(path)):
         return True
     try:
@@ -196,9 +196,9 @@ def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
 
 @functools.cache
 def gpt2_merges() -> tuple[tuple[str, str], ...]:
-    """GPT-2's merges, in their order, from the ranks of its tokens.
+    """GPT-2's merges in order, derived from the ranks of its tokens.
 
-    The last merge of its own bytes makes a token of rank r: the merges of lower rank leave two pieces.
+    The merges of lower rank reduce the bytes of a token of rank r to two pieces; the merge of rank r joins these.
     """
     tokenizer = gpt2_tokenizer()
     tokens = tokenizer.token_bytes[: tokenizer.end_of_text]
@@ -224,17 +224,17 @@ def _two_pieces(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes
 def tokenizer_json(vocab: dict[str, int], merges: Sequence[tuple[str, str]], *, splits: bool = True) -> bytes:
     """A `tokenizer.json` of a byte-level BPE; `splits`: GPT-2's splitter cuts a text first."""
     made = byte_level(tokenizers.models.BPE(vocab=vocab, merges=list(merges)), splits=splits)
-    made.add_special_tokens([END_OF_TEXT])  # with the id that the vocabulary has for it
+    made.add_special_tokens([END_OF_TEXT])  # with its id in the vocabulary
     return made.to_str().encode()
 
 
 def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
-    """The files by name, a model's as they came; `longest` is the model's context in tokens."""
+    """The tokenizer's files by name; a model's own are unchanged. `longest`: the model's context in tokens."""
     if tokenizer.kind == "model":
         return {TOKENIZER_FILE: tokenizer.json_bytes} | {name: text.encode() for name, text in tokenizer.others.items()}
     vocab = vocabulary(tokenizer)
     merges = gpt2_merges() if tokenizer.kind == "gpt2" else tokenizer.merges
-    # A trained one as it is: its hash is the identity of shards.
+    # Keeps a trained tokenizer's file unchanged: its hash identifies shards.
     content = tokenizer.json_bytes or tokenizer_json(vocab, merges, splits=tokenizer.kind != "bytes")
     settings = {
         # Bytes have no splitter; the class GPT2Tokenizer would add one.
@@ -259,7 +259,7 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
 def read_vocabulary(folder: Path) -> Tokenizer:
     """The tokenizer of a transformers folder: GPT-2's, bytes, or another byte-level BPE with GPT-2's splitter.
 
-    Raises `DataError` if there is none, or one with other rules.
+    Raises `DataError` if there is none, or it has other rules.
     """
     path = folder / TOKENIZER_FILE
     if path.is_file():
@@ -281,7 +281,7 @@ def read_vocabulary(folder: Path) -> Tokenizer:
 
 
 def _joined(vocab_path: Path, merges_path: Path) -> bytes:
-    """The two files that GPT-2 came with, as one `tokenizer.json`."""
+    """Joins the two files that GPT-2 came with into one `tokenizer.json`."""
     vocab = read_object(vocab_path)
     if not all(type(i) is int for i in vocab.values()):
         raise DataError(f"expected tokens in {vocab_path}, each with its id, found something else; fetch it again")
@@ -306,7 +306,7 @@ def _joined(vocab_path: Path, merges_path: Path) -> bytes:
 
 
 def is_bytes(content: bytes) -> bool:
-    """True if in a `tokenizer.json` every byte is its own id, and end-of-text is 256."""
+    """True for a `tokenizer.json` where every byte is its own id and end-of-text is 256."""
     try:
         tables = parse_json(content)
         model, splitter = tables["model"], tables["pre_tokenizer"]

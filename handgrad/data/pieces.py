@@ -1,9 +1,9 @@
-"""Sources to units of work: documents, the split of each, cut and grouped.
+"""Reads documents from sources, assigns each to a split, and cuts and groups them into units of work.
 
-The pieces of a long text, tokenised one by one, give the tokens of the whole. GPT-2's splitter never matches a blank after
-a non-blank, so a boundary of its parts lies before every blank that follows a non-blank; the text left of it is split
-without a look to the right of it. The same holds after a single newline between two non-blanks, which is a part of its own.
-Byte-pair merges stay inside a part.
+Tokenising the pieces of a long text one by one gives the tokens of the whole text. GPT-2's splitter never matches a blank
+after a non-blank, so one of its parts ends before every blank that follows a non-blank, and the text to the right does not
+affect how the text to the left is split. The same holds after a single newline between two non-blanks, which is a part of
+its own. Byte-pair merges stay inside a part.
 """
 
 import re
@@ -21,16 +21,16 @@ UNIT_CHARACTERS = 1 << 20
 STORIES_PER_UNIT = 1000
 # Validation shares without --validation-fraction: about a million tokens of a large corpus, enough of a small one.
 TEXT_FRACTION, LOCAL_ROW_FRACTION, HUB_ROW_FRACTION, STORY_FRACTION = 0.1, 0.05, 0.005, 0.01
-SPLIT_ORDER = 4  # the purpose in a key (batches has 1 to 3)
+SPLIT_ORDER = 4  # domain separator in a hash key (batches has 1 to 3)
 PIECE_CHARACTERS = 1 << 18
-# A piece this long is cut anywhere: a text without a blank for a million characters is no prose, and memory is bounded.
+# Cuts a piece this long anywhere, to bound memory: a text without a blank for a million characters is not prose.
 MAX_PIECE_CHARACTERS = 1 << 20
 CUT_WINDOW_BYTES = 1 << 16
 
-# Python's \S excludes a few control characters more than the splitter's, so a cut found here is one there.
+# Python's \S excludes a few more control characters than the splitter's, so a cut found here is also safe there.
 _SAFE = re.compile(r"(?<=\S)[ \n]")
-# Cuts of a file in two, the best first: after a line, before a blank (both safe), after any newline, anywhere between two
-# characters. Bytes, and only ASCII neighbours where safety needs them: a byte of a longer character says too little.
+# Places to cut a file in two, best first: after a line, before a blank (both safe), after any newline, anywhere between two
+# characters. They match bytes; safe cuts need ASCII neighbours, as one byte of a longer character does not identify it.
 _FILE_CUTS = tuple(
     re.compile(pattern)
     for pattern in (rb"(?<=[!-~]\n)(?=[!-~])", rb"(?<=[!-~])(?=[ \n])", rb"(?<=\n)(?=\S)", rb"(?=[^\x80-\xbf])")
@@ -38,16 +38,16 @@ _FILE_CUTS = tuple(
 
 
 class Piece(NamedTuple):
-    """A stretch of one document; `starts_document` asks for an end-of-text token before it."""
+    """A part of one document; `starts_document` asks for an end-of-text token before it."""
 
     split: int
     starts_document: bool
     text: str
-    nats: float = 0.0  # -log p, where the source knows it
+    nats: float = 0.0  # -log p, if the source knows it
 
 
 class Generated(NamedTuple):
-    """The built-in documents first..first+count-1 of a seed; the worker that tokenises them writes them."""
+    """The built-in documents first..first+count-1 of a seed; the worker that tokenises them also generates them."""
 
     source: str  # STORIES or QUESTIONS
     seed: int
@@ -57,7 +57,7 @@ class Generated(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Progress of reading: bytes of the source files as they lie on disk, and documents begun."""
+    """Reading progress: bytes of the source files on disk (compressed ones count as such), and documents begun."""
 
     size_bytes: int
     documents: int
@@ -68,18 +68,18 @@ Fetch = Callable[[SourceFile], Path]
 
 
 def block_length(validation_fraction: float) -> int:
-    """Rows per block, of which one goes to validation."""
+    """Rows per block; one row of each block goes to validation."""
     return max(2, round(1 / validation_fraction))
 
 
 def split_of(seed: int, document: int, block: int) -> int:
-    """The split of row `document`: of every `block` rows the one that the block's hash chooses is validation."""
+    """The split of row `document`: a hash chooses one of every `block` rows for validation."""
     number, row = divmod(document, block)
     return VALIDATION if row == mix(seed, SPLIT_ORDER, number) % block else TRAIN
 
 
 def units_of(options: PrepareOptions, files: list[SourceFile], fetch: Fetch) -> Iterator[tuple[Position, Unit]]:
-    """The units of a source, in order, each with the position after it. Pieces are grouped until they have a million
+    """The units of a source, in order, each with the position after it. Groups pieces until they have a million
     characters. Raises DataError and StorageError as the readers in `sources`, `chat` and `hub` do."""
     if options.is_generated:
         block, count = block_length(options.validation_fraction or STORY_FRACTION), options.most_documents
@@ -104,8 +104,8 @@ def read_pieces(
 ) -> Iterator[tuple[Position, Piece | Conversation]]:
     """Every piece of every document, in order, with the position after it.
 
-    Fetches each file just before it reads it. Of a text file the last part is validation, as a document of its own; of
-    rows, the ones that `split_of` chooses.
+    Fetches each file just before it reads it. The last part of a text file is validation, as a separate document; for
+    rows, `split_of` chooses.
     """
     fraction = options.validation_fraction
     row_fraction = fraction or (HUB_ROW_FRACTION if any(file.download for file in files) else LOCAL_ROW_FRACTION)
@@ -134,7 +134,7 @@ def read_pieces(
 
 
 def text_pieces(path: Path, fraction: float, size_bytes: int) -> Iterator[tuple[int, Piece]]:
-    """(position after it, each piece) of a text file of `size_bytes` on the disk, whose last `fraction` is validation."""
+    """(position after it, piece) for a text file of `size_bytes` on the disk; its last `fraction` is validation."""
     middle, end = text_parts(path, fraction)
     for split, read, stop in ((TRAIN, 0, middle), (VALIDATION, middle, end)):
         for n, text in enumerate(cut(read_text(path, read, stop))):
@@ -143,7 +143,7 @@ def text_pieces(path: Path, fraction: float, size_bytes: int) -> Iterator[tuple[
 
 
 def cut(blocks: Iterable[str]) -> Iterator[str]:
-    """A text that arrives in `blocks` of any sizes, as pieces of about 256 Ki characters; at most 1 Mi and a block."""
+    """Cuts a text that arrives in `blocks` of any size into pieces of about 256 Ki characters, at most 1 Mi and a block."""
     pending = ""
     for block in blocks:
         pending += block
@@ -167,12 +167,12 @@ def slices(text: str) -> Iterator[str]:
 
 
 def text_parts(path: Path, fraction: float) -> tuple[int, int]:
-    """(byte where the validation part of a text file begins, size in bytes); uncompressed bytes, both.
+    """(byte where the validation part of a text file begins, size in bytes), both uncompressed.
 
     Raises DataError: a damaged .gz; StorageError: the file cannot be read.
     """
     with reading(path), open_plain(path) as file:
-        if path.suffix.lower() == ".gz":  # the size that a .gz states is only its last four bytes, modulo 4 GiB
+        if path.suffix.lower() == ".gz":  # a .gz states its size only in its last four bytes, modulo 4 GiB
             size_bytes = 0
             for block in iter(lambda: file.read(BLOCK_BYTES), b""):
                 size_bytes += len(block)

@@ -1,4 +1,4 @@
-"""Documents to shards, read in one process, tokenised in many; the same bytes for any number of workers.
+"""Turns documents into shards: one process reads, many tokenise. Any number of workers gives the same bytes.
 
 The main process reads documents, cuts long ones and groups the pieces into units (`pieces`). Workers tokenise units;
 the main process appends their tokens in order and journals its progress (`writer`). A second attempt reads the source again
@@ -40,11 +40,11 @@ from handgrad.errors import DataError, StorageError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 
 BPE_SAMPLE_CHARACTERS = 16 << 20
-CHECKPOINT_UNITS = 32  # about 32 MB of text, some seconds of one core
-# A worker starts in a third of a second: none for less work than that.
+CHECKPOINT_UNITS = 32  # about 32 MB of text, a few seconds of one core
+# A worker starts in a third of a second: less work than this gets none.
 BYTES_PER_WORKER, STORIES_PER_WORKER = 2 << 20, 5000
-# A vocabulary of the text's own below this size: in 4 MiB, a million tokens, each of GPT-2's 50,257 occurs twenty times in
-# the mean, and most of them never; a small model would spend its weights and its time on them.
+# Trains a vocabulary on a text below this size: in 4 MiB, a million tokens, each of GPT-2's 50,257 occurs twenty times in
+# the text on average, and most of them never; a small model would spend its weights and its time on them.
 SMALL_TEXT_BYTES, SMALL_TEXT_TOKENIZER = 4 << 20, "bpe:4096"
 
 
@@ -66,9 +66,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None = None) -> Prepared:
-    """Writes the shards that `options` describe, or finishes an interrupted attempt, or finds them done.
+    """Writes the shards that `options` describe, finishes an interrupted attempt, or returns the finished dataset.
 
-    Raises UsageError: options that make no sense, or another dataset in the way; DataError: the source is missing,
+    Raises UsageError: options that make no sense, or another dataset at `out`; DataError: the source is missing,
     damaged, or too small for two splits; StorageError: disk, network, or a killed worker.
     """
     check_options(options)
@@ -108,13 +108,13 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
 
 
 def suited_tokenizer(files: list[SourceFile]) -> str:
-    """The tokenizer of `auto`: one trained on the text for small files of one's own, else GPT-2's."""
+    """The tokenizer for `auto`: one trained on the text for small local files, else GPT-2's."""
     own = files and not any(file.download for file in files)
     return SMALL_TEXT_TOKENIZER if own and sum(file.size_bytes for file in files) < SMALL_TEXT_BYTES else "gpt2"
 
 
 class _Attempt:
-    """The work on one folder `partial`, begun or taken up again."""
+    """An attempt to complete the folder `partial`, new or resumed."""
 
     def __init__(self, options: PrepareOptions, files: list[SourceFile], partial: Path, report: Callable[[Progress], None]):
         self.options, self.files, self.partial, self.report = options, files, partial, report
@@ -162,7 +162,7 @@ class _Attempt:
                     self.report(Progress("tokenising", done, total, unit, tokens))
             for writer in writers:
                 writer.finish_shard()
-        except StorageError:  # reading or a worker failed, between two units: nothing done needs to be done again
+        except StorageError:  # reading or a worker failed between two units: keep the finished ones
             checkpoint()
             raise
         finally:
@@ -174,7 +174,7 @@ class _Attempt:
         write_durably(self.partial / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
 
     def begin(self) -> tuple[Tokenizer, int, dict[str, SplitState]]:
-        """(tokenizer, units done, state per split): from the journal if it is of this recipe, else a clean start."""
+        """(tokenizer, units done, state per split): from the journal if it has this recipe, else a clean start."""
         journal = read_journal(self.partial, self.recipe)
         if journal is not None:
             record, units_done, states = journal
@@ -189,7 +189,7 @@ class _Attempt:
         return tokenizer, 0, {split: SplitState() for split in SPLITS}
 
     def clear(self) -> None:
-        """Removes the files that are ours by name."""
+        """Removes the files that have names of ours."""
         for path in self.partial.iterdir():
             if re.fullmatch(
                 r"(train|validation)_\d{6}\.(bin|idx|trained)|(journal|manifest|tokenizer(_others)?)\.json(\.new)?",
@@ -198,11 +198,11 @@ class _Attempt:
                 path.unlink()
 
     def keeps_its_work(self) -> bool:
-        """True if a second attempt goes on from the folder of an interrupted one; if not, removes the folder."""
+        """True if a second attempt can resume from this folder; if not, removes the folder."""
         journal = read_journal(self.partial, self.recipe)
         if journal is not None and (journal[1] or self.options.tokenizer.startswith("bpe:")):
             return True
-        with contextlib.suppress(OSError):  # it has its final name already, or a file that is not ours
+        with contextlib.suppress(OSError):  # it has its final name already, or holds a file that is not ours
             self.clear()
             self.partial.rmdir()
         return False
@@ -261,7 +261,7 @@ class _Attempt:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds a folder against another process; the lock goes with the process, however it ends."""
+    """Locks a folder against other processes; the system releases the lock when this process ends, even if killed."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -274,7 +274,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _rename(partial: Path, out: Path) -> None:
-    """Gives a complete folder its name; a dataset that has it is moved aside first and removed last."""
+    """Renames a complete folder to `out`; moves a dataset that is there aside first and removes it last."""
     (partial / JOURNAL_FILE).unlink()
     sync_folder(partial)
     aside = out.with_name(out.name + ".replaced")

@@ -1,9 +1,8 @@
 """The built-in chat data: short questions with one right answer each, in conversations of one to three turns.
 
-`conversation(seed, number, held_out)` draws one. `check` follows a conversation and says whether an answer is the right
-one: it reads the questions themselves, so it serves for any model's conversation. An eighth of all questions, chosen by a
-hash of their text (and of the text that they refer to), is held out: those stand in validation alone, the others in
-training alone.
+`conversation(seed, number, held_out)` draws one. `check` reads the questions of a conversation and decides whether an
+answer is right, so it works for any model's conversation. An eighth of all questions, chosen by a hash of their text (and
+of the text that they refer to), is held out: these are only in validation, the others only in training.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ AND_PLUS = re.compile(r"And plus (\d+)\?")
 
 
 class Draw:
-    """Choices from a hash of `key`: no draw needs another, and no library's version changes them."""
+    """Choices from a hash of `key`: they depend on no other draw and on no library's version."""
 
     def __init__(self, *key: object):
         digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
@@ -36,7 +35,7 @@ class Draw:
         return choices[self.below(len(choices))]
 
     def some(self, choices: Sequence[str], count: int) -> list[str]:
-        """`count` different ones."""
+        """`count` different choices."""
         left = list(choices)
         return [left.pop(self.below(len(left))) for _ in range(count)]
 
@@ -114,11 +113,11 @@ KINDS: dict[str, Kind] = {
     "subtract": Kind(_subtraction, re.compile(r"What is (\d+) - (\d+)\?"), lambda m: str(int(m[1]) - int(m[2]))),
 }
 OWNER, COLOUR = re.compile(r"Who has the (\w+)\?"), re.compile(r"What colour is the (\w+)\?")
-NAMES = (*KINDS, "world", "plus")  # of all kinds; the last two also refer to a turn before
+NAMES = (*KINDS, "world", "plus")  # of all kinds; the last two may refer to an earlier turn
 
 
 def conversation(seed: int, number: int, held_out: bool) -> tuple[tuple[str, str], ...]:
-    """(role, content) of the messages of conversation `number` of a seed, all its questions held out or none."""
+    """(role, content) of the messages of conversation `number` of a seed; its questions are all held out, or none is."""
     asked: list[str] = []
     for turn in range((1, 1, 2, 3)[Draw("turns", seed, number).below(4)]):
         for attempt in range(10_000):
@@ -132,12 +131,12 @@ def conversation(seed: int, number: int, held_out: bool) -> tuple[tuple[str, str
 
 
 def check(messages: Sequence[Mapping[str, str]], answer: str) -> bool:
-    """True if `answer`, blanks around it aside, is the right one to the last question of a conversation."""
+    """True if `answer`, ignoring blanks around it, is right for the last question of a conversation."""
     return answer.strip() == known_answer(messages)
 
 
 def known_answer(messages: Sequence[Mapping[str, str]]) -> str | None:
-    """The right answer to the last question of a conversation; None for a question of no kind."""
+    """The right answer to the last question of a conversation; None for a question of an unknown kind."""
     return _follow(_questions(messages))[1]
 
 
@@ -147,7 +146,7 @@ def kind_of(messages: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def is_held_out(asked: Sequence[str]) -> bool:
-    """True if the last of the questions of a conversation, with what it refers to, stands in validation alone."""
+    """True if the last question of a conversation, with the text that it refers to, is only in validation."""
     context = asked[-2] + " " if AND_PLUS.fullmatch(asked[-1]) else ""
     if OWNER.fullmatch(asked[-1]) or COLOUR.fullmatch(asked[-1]):
         context = _facts(asked)
@@ -179,7 +178,7 @@ def _about(draw: Draw, things: Sequence[str]) -> str:
 
 
 def _facts(asked: Sequence[str]) -> str:
-    """The small world of the last question that tells one."""
+    """The facts in the last question that states any."""
     for question in reversed(asked):
         if told := [found[0] for found in FACT.finditer(question)]:
             return "".join(told)

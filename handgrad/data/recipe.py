@@ -1,4 +1,4 @@
-"""The settings of `prepare`, and the recipe of a dataset: all that decides the bytes of its shards."""
+"""The settings of `prepare`, and the recipe of a dataset: everything that determines the bytes of its shards."""
 
 import hashlib
 import json
@@ -30,14 +30,14 @@ class PrepareOptions:
     )
     out: Path
     tokenizer: str = "auto"  # auto, gpt2, bytes, bpe:SIZE (trained on the source), or a tokenizer.json
-    text_field: str = "text"  # column of rows that holds the text
+    text_field: str = "text"  # key or column of the text in a row
     shard_tokens: int = 100_000_000
     validation_fraction: float | None = None  # None: 0.1 of text files, 0.05 of rows, 0.005 of hub rows, 0.01 of stories
-    workers: int = 0  # processes; 0: one a core
-    seed: int = 0  # of the stories, and of the rows that are validation
+    workers: int = 0  # processes; 0: one per core
+    seed: int = 0  # of the stories, and of the choice of validation rows
     documents: int = 0  # at most this many; 0: all (stories, questions: 100,000)
-    chat: bool = False  # the rows are conversations, of which what the assistant says is trained; questions always are
-    skip_bad_rows: bool = False  # leave out rows that are no conversation, and say how many
+    chat: bool = False  # the rows are conversations, trained on what the assistant says; questions always are
+    skip_bad_rows: bool = False  # leave out rows that are not conversations, and report how many
     overwrite: bool = False
 
     @property
@@ -55,7 +55,7 @@ class PrepareOptions:
 
 
 def check_options(options: PrepareOptions) -> None:
-    """Raises UsageError for options that make no sense, DataError for a file that is no tokenizer."""
+    """Raises UsageError for options that make no sense, DataError for a file that is not a tokenizer."""
     fraction = options.validation_fraction
     if not options.out.name or options.out.name == "..":
         raise UsageError(f"expected a folder to write, found --out {options.out}; name a new one, for example shards")
@@ -76,7 +76,7 @@ def check_options(options: PrepareOptions) -> None:
 
 
 def recipe_of(options: PrepareOptions, files: list[SourceFile] | None) -> dict[str, Any]:
-    """Everything that decides the bytes of the shards. `files` None: a hub dataset that is compared by name alone."""
+    """Everything that determines the bytes of the shards. `files` None: a hub dataset, compared only by name."""
     spec = options.tokenizer
     tokenizer = None if spec.startswith("bpe:") else load_tokenizer(spec)
     local = files and not any(file.download for file in files)
@@ -93,7 +93,7 @@ def recipe_of(options: PrepareOptions, files: list[SourceFile] | None) -> dict[s
 
 
 def _chat_form(tokenizer: Tokenizer | None) -> str:
-    """The template that makes text of conversations, in the words of a recipe; None: a vocabulary that is trained."""
+    """The recipe's entry for the chat template. `tokenizer` None: a vocabulary that is yet to be trained."""
     if tokenizer is None or ChatTemplate(tokenizer).is_plain:
         return "plain"
     files = json.dumps({k: v for k, v in tokenizer.others.items() if k != MODEL_FILE}, sort_keys=True).encode()
@@ -115,7 +115,7 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
         return False
     stored = read_manifest(out).get("recipe")
     found = stored if isinstance(stored, dict) else {}
-    # A hub dataset is compared by name alone: once prepared, it needs no connection.
+    # Compares a hub dataset only by name: once prepared, it needs no connection.
     recipe = {"chat": None, "skip_bad_rows": None} | recipe
     different = (key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
     key = next(different, None)

@@ -1,11 +1,11 @@
-"""A folder of token shards, opened and verified.
+"""Opens and verifies a folder of token shards.
 
 A shard is an llm.c token file, little-endian: 256 int32 (magic 20240520, version 1, token count, zeros), then the
-tokens as uint16. Of a vocabulary above 65,536 it is llm.c's file for Llama 3: magic 20240801, version 7, the tokens as
-uint32. Beside `train_000000.bin` lies `train_000000.idx`: the offsets within the shard, uint32, where a document starts,
-and of chat data `train_000000.trained`: pairs of them, the first token of a stretch that is trained and the one after its
-last. `manifest.json` names the files with their hashes. A folder of llm.c `.bin` files without a manifest opens too, as
-GPT-2 tokens.
+tokens as uint16. For a vocabulary above 65,536 it is llm.c's file for Llama 3: magic 20240801, version 7, the tokens as
+uint32. `train_000000.bin` has an index `train_000000.idx`: the offsets within the shard, uint32, where documents start.
+Chat data also has `train_000000.trained`: pairs of such offsets, the first token of a trained stretch and the one after
+its last. `manifest.json` lists the files with their hashes. A folder of llm.c `.bin` files without a manifest also opens,
+as GPT-2 tokens.
 
 Opening reads the manifest and the file sizes. A shard's content is hashed and checked once, when its tokens are first
 used.
@@ -48,7 +48,7 @@ SHARD_FIELDS = {"file": (r"[A-Za-z0-9_]+\.bin", "a plain file name"), "sha256": 
 
 
 class TokenForm(NamedTuple):
-    """The two forms of a token file: its magic, its version, the type of a token."""
+    """One of the two formats of a token file: its magic, its version, the dtype of a token."""
 
     magic: int
     version: int
@@ -59,7 +59,7 @@ NARROW, WIDE = TokenForm(TOKENS, 1, np.dtype("<u2")), TokenForm(WIDE_TOKENS, 7, 
 
 
 def token_form(vocab_size: int) -> TokenForm:
-    """The form that holds every token of a vocabulary."""
+    """The format that can hold every token of a vocabulary."""
     return NARROW if vocab_size <= 1 << 16 else WIDE
 
 
@@ -87,7 +87,7 @@ class Shard:
 
         Raises DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read.
         """
-        _ = self.written_ns  # before its content is hashed
+        _ = self.written_ns  # read before hashing the content
         content, form = _memory_map(self.path), token_form(self.vocab_size)
         found = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
         if found != self.token_count:
@@ -106,8 +106,8 @@ class Shard:
         return tokens
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from `start` on, read from the file once it is verified: where a disk fails or somebody cuts the
-        file, a memory map ends the process by SIGBUS, without a word. A file that was written to since is verified again.
+        """`count` tokens from `start` on, read from the verified file with pread: if the disk fails or the file is cut, a
+        memory map would kill the process with SIGBUS and no message. Verifies a file again that was written to since.
 
         Raises the errors of `tokens`.
         """
@@ -125,34 +125,34 @@ class Shard:
 
     @functools.cached_property
     def verified_sha256(self) -> str:
-        """SHA-256 of the token file at its first use; raises DataError if the manifest names another. Without a manifest
-        nothing says that it is right, but later writes are held to it."""
+        """SHA-256 of the token file at its first use; raises DataError if the manifest has another. Without a manifest
+        nothing confirms it, but after later writes the content must still match it."""
         return _check_hash(self.sha256, self.path)
 
     @functools.cached_property
     def written_ns(self) -> int:
-        """The time of the last write to the token file before it was verified; 0 without a file."""
+        """The time, in ns, of the last write to the token file before its verification; 0 without a file."""
         with storage_errors(f"reading {self.path}"):
             return self.path.stat().st_mtime_ns if self.path.exists() else 0
 
     def _verify_again(self, written_ns: int) -> None:
-        """Accepts a write that left the content as it was. Raises DataError: the file was cut, or holds other bytes."""
+        """Accepts a write that did not change the content. Raises DataError: the file was cut, or holds other bytes."""
         if os.fstat(self.file.fileno()).st_size < HEADER_BYTES + self.tokens.nbytes:
             raise DataError(
                 f"expected {self.token_count} tokens in {self.path}, but it was cut while it was read; restore it"
             )
         _check_hash(self.verified_sha256, self.path)
-        vars(self)["written_ns"] = written_ns  # where the cached property keeps it
+        vars(self)["written_ns"] = written_ns  # the cached property stores it there
 
     @functools.cached_property
     def file(self) -> BinaryIO:
-        """The token file, open as long as the shard."""
+        """The token file; stays open as long as the shard lives."""
         with storage_errors(f"reading {self.path}"):
             return self.path.open("rb", buffering=0)
 
     @functools.cached_property
     def document_starts(self) -> np.ndarray:
-        """Offsets of the tokens that start a document, uint32, (document_count,), rising; DataError: a wrong file."""
+        """Offsets of the tokens that start a document, uint32, (document_count,), ascending; DataError: an invalid file."""
         path = self.path.with_suffix(".idx")
         if self.document_count is None or self.index_sha256 is None:
             raise DataError(f"expected a manifest with document boundaries beside {self.path}, found none; prepare again")
@@ -167,9 +167,9 @@ class Shard:
 
     @functools.cached_property
     def trained(self) -> np.ndarray | None:
-        """(first, end) of each stretch of tokens that are trained, uint32, (stretches, 2), rising; None: all tokens are.
+        """(first, end) of each trained stretch of tokens, uint32, (stretches, 2), ascending; None: all tokens are trained.
 
-        Raises DataError: a wrong file.
+        Raises DataError: an invalid file.
         """
         if self.trained_sha256 is None:
             return None
@@ -198,8 +198,8 @@ class Dataset:
     def identity(self) -> str:
         """SHA-256, as hex, over the tokenizer and the shards of each split in order.
 
-        Without a manifest a shard counts by its length and 64 samples of 4 KiB, since hashing hundreds of gigabytes at
-        every start would cost minutes.
+        Without a manifest, a shard is identified by its length and 64 samples of 4 KiB, since hashing hundreds of
+        gigabytes at every start would take minutes.
         """
         shards = {
             name: [
@@ -212,25 +212,25 @@ class Dataset:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def tokens(self, split: str) -> int:
-        """Tokens of a split, the end-of-text markers included."""
+        """Tokens of a split, including the end-of-text markers."""
         return sum(shard.token_count for shard in self.splits[split])
 
     @property
     def is_chat(self) -> bool:
-        """True for conversations, of which only what the assistant says is trained."""
+        """True for conversations, which train only what the assistant says."""
         return bool(self.manifest and self.manifest.get("chat"))
 
     def floor(self, split: str) -> float | None:
-        """The least loss, in nats a token, that a model can reach on average; None if the source does not know it."""
+        """The lowest mean loss that a model can reach, in nats per token; None if the source does not know it."""
         nats = self.manifest["splits"][split]["source_nats"] if self.manifest else None
         return None if nats is None else nats / self.tokens(split)
 
 
 def open_dataset(folder: str | Path, model: str = "", *, chat: bool = False) -> Dataset:
-    """Opens a prepared folder, or a bare folder of llm.c token files. `model`: whose tokens an error's command prepares;
-    `chat`: it was trained on conversations.
+    """Opens a prepared folder, or a bare folder of llm.c token files. `model`: the command in an error message uses its
+    tokenizer; `chat`: the model was trained on conversations.
 
-    Raises DataError: not such a folder, or damaged; StorageError: it cannot be read.
+    Raises DataError: there is no such folder, or it is damaged; StorageError: it cannot be read.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -315,7 +315,7 @@ def _open_prepared(folder: Path) -> Dataset:
 
 
 def _open_bare(folder: Path, model: str, *, chat: bool) -> Dataset:
-    if (folder / TOKENIZER_FILE).exists():  # of a prepared folder: its tokens are no GPT-2's
+    if (folder / TOKENIZER_FILE).exists():  # a prepared folder, whose tokens are not GPT-2's
         raise DataError(
             f"expected {MANIFEST_FILE} beside {folder / TOKENIZER_FILE}, found none; restore it or prepare the text again"
         )
@@ -327,7 +327,7 @@ def _open_bare(folder: Path, model: str, *, chat: bool) -> Dataset:
             with path.open("rb") as file:
                 first = file.read(HEADER_BYTES)
             if first[:4] == EVALUATION.to_bytes(4, "little"):
-                continue  # hellaswag_val.bin holds questions under the name of a shard
+                continue  # hellaswag_val.bin holds questions, but has a shard's name
             if first[:4] == WIDE_TOKENS.to_bytes(4, "little"):
                 raise DataError(
                     f"expected GPT-2 tokens in {path}, as there is no {MANIFEST_FILE}, found Llama 3 tokens of llm.c;"
@@ -351,8 +351,8 @@ def _open_bare(folder: Path, model: str, *, chat: bool) -> Dataset:
 
 
 def check_not_bytes(path: Path) -> None:
-    """Raises DataError for a shard whose first tokens are all bytes and end-of-text of the tokenizer `bytes`: of GPT-2's
-    tokens a text has larger ones as well."""
+    """Raises DataError for a shard whose first tokens all fit the tokenizer `bytes` (bytes and end-of-text): a text in
+    GPT-2's tokens also has larger ones."""
     with path.open("rb") as file:
         file.seek(HEADER_BYTES)
         first = np.frombuffer(file.read(2 * SAMPLED_TOKENS), "<u2")
@@ -376,7 +376,7 @@ def _check_size(size_bytes: int, token_count: int, path: Path, form: TokenForm) 
 
 def _check_hash(expected: str | None, path: Path) -> str:
     """The SHA-256 of a file. Raises DataError if another one is `expected`."""
-    with storage_errors(f"reading {path}"):  # a page of a map that cannot be read would be a SIGBUS
+    with storage_errors(f"reading {path}"):  # an unreadable page of a map would raise SIGBUS
         found = file_sha256(path)
     if expected not in (None, found):
         raise DataError(f"expected SHA-256 {expected}, found {found} in {path}; it changed, restore it or prepare again")

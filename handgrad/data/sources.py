@@ -1,8 +1,8 @@
-"""Local text as streams of documents: .txt and .md (a file is one), .jsonl, .json and .parquet (a row is one), in bounded
-memory.
+"""Streams documents from local files in bounded memory: .txt and .md (a document per file), .jsonl, .json and .parquet (a
+document per row).
 
-All but .md and .parquet may be packed as `.gz`. Text is UTF-8; anything else is refused with its offset. A position counts
-the bytes read of the file as it lies on disk, for progress.
+All but .md and .parquet may be compressed as `.gz`. Text is UTF-8; other bytes are refused with their offset. A position
+counts the bytes read from the file on disk, for progress.
 """
 
 import codecs
@@ -31,24 +31,24 @@ SUFFIXES: dict[str, Format] = {
     ".json": "jsonl",
     ".json.gz": "jsonl",
 }
-BY_NAME = (".json", ".json.gz")  # read where they are named: in a folder most are settings
+BY_NAME = (".json", ".json.gz")  # read only if named: in a folder most are settings
 FOLDER_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix not in BY_NAME)
-HUB_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".md")  # the README.md of a dataset is about it
+HUB_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".md")  # a dataset's README.md only describes it
 TALKS = {"messages", "conversations", "instruction", "prompt", "question"}  # keys of rows that `chat` reads
 BLOCK_BYTES = 1 << 18
-BLANKS_BYTES = 1 << 12  # of blank lines that are skipped at once: a buffer holds them
-MAX_ROW_BYTES = 64 << 20  # a row is held in memory whole; a longer document belongs into a .txt, which is not
-PARQUET_ROWS, PARQUET_BYTES = 8, 64 << 20  # of a batch, at most
-DICTIONARY_BYTES = 8 << 20  # of a column in a row group that stays a dictionary, at most: reading collects it
-# Text that its file expands to: prose is packed to a tenth, what is packed to less than this was made to fill memories.
+BLANKS_BYTES = 1 << 12  # of blank lines to skip at once: the file's buffer holds them
+MAX_ROW_BYTES = 64 << 20  # a row is held in memory; a longer document belongs in a .txt, which is read in blocks
+PARQUET_ROWS, PARQUET_BYTES = 8, 64 << 20  # per batch, at most
+DICTIONARY_BYTES = 8 << 20  # largest column of a row group to read as a dictionary: reading accumulates it
+# Largest expansion of a compressed file: prose compresses to a tenth; a file beyond this was made to exhaust memory.
 MOST_EXPANSION = 200
-FREE_BYTES = 1 << 30  # to which any file may expand
-FREE_CHUNK_BYTES = 256 << 20  # to which a column of a row group may: a page of it is held whole
+FREE_BYTES = 1 << 30  # any file may expand to this size
+FREE_CHUNK_BYTES = 256 << 20  # any column of a row group may expand to this size: a page of it is held in memory
 
 
 @dataclass(frozen=True)
 class Download:
-    """The origin of a file and its hash: SHA-256, or git's SHA-1 of a small file."""
+    """The origin of a file and its hash: SHA-256, or git's SHA-1 for a small file."""
 
     url: str
     size_bytes: int | None = None
@@ -113,21 +113,21 @@ def find_local(spec: str) -> list[SourceFile]:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files in and below `folder`, without hidden ones and those in hidden folders, such as .git and .venv."""
+    """The files in and below `folder`, except hidden files and files in hidden folders such as .git and .venv."""
     for path in folder.rglob("*"):
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
             yield path
 
 
 def passed_over(spec: str) -> dict[str, int]:
-    """Counts the files below a folder that are no text by their names, for each suffix; nothing for another source."""
+    """Counts, by suffix, the files below a folder whose names are not a text file's; empty for any other source."""
     folder = Path(spec).expanduser()
     others = (path for path in files_below(folder) if not is_text(path)) if folder.is_dir() else ()
     return dict(Counter(path.suffix.lower() or "no suffix" for path in others).most_common())
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
-    """The text in bytes [start, stop) of a file, in blocks. The byte-order mark that Windows puts before it is no text.
+    """The text in bytes [start, stop) of a file, in blocks, without the byte-order mark that Windows puts before it.
 
     Raises DataError: bytes that are not UTF-8, with their offset, or a damaged .gz; StorageError: the file cannot be read.
     """
@@ -148,7 +148,7 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
 
 
 def read_rows(file: SourceFile, text_field: str) -> Iterator[tuple[int, str]]:
-    """(position, text) of every row that has text; empty and null ones are skipped.
+    """(position, text) of every row that has text; skips empty and null texts.
 
     Raises DataError: damaged, not UTF-8, no column or key `text_field`, or a row above 64 MiB; StorageError:
     unreadable.
@@ -175,10 +175,10 @@ def check_expansion(size: int, path: Path, packed_bytes: int | None = None, free
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """(position after it, its place in words, its content) of every line of JSON, blank ones skipped, or of every entry of
-    a file that is one array.
+    """(position after it, its location in words, its content) of every non-blank line of JSON, or of every entry of a file
+    that is one array.
 
-    Raises DataError: a line or an entry that is no JSON, not UTF-8 or above 64 MiB.
+    Raises DataError: a line or an entry that is not JSON, not UTF-8 or above 64 MiB.
     """
     with path.open("rb") as raw, open_plain(path, raw) as file:
         begin = cast(Any, file).peek(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
@@ -201,7 +201,7 @@ def _json_lines(file: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
             raise DataError(f"expected a JSON object, found {line[:60]!r} in {where}; repair it") from None
         if not line.isspace():
             yield where, row
-        elif blanks := len(blanks_ahead(file)):  # line by line, a gigabyte of them takes long
+        elif blanks := len(blanks_ahead(file)):  # a gigabyte of them is slow line by line
             line += (skipped := file.read(blanks))
             number += skipped.count(b"\n")
         offset += len(line)
@@ -209,7 +209,7 @@ def _json_lines(file: IO[bytes], path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def blanks_ahead(file: IO[bytes]) -> bytes:
-    """The blank lines at the next place of a file, as many as its buffer holds."""
+    """The blank lines at the position of a file, as many as its buffer holds."""
     ahead = cast(Any, file).peek(BLANKS_BYTES)
     return ahead[: ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip())) + 1]
 
@@ -251,13 +251,13 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
 
 
 def longest_text(row: Any) -> str:
-    """The key of the longest text in a JSON object; nothing without one."""
+    """The key of the longest text in a JSON object; empty if it has no text."""
     texts = {key: len(value) for key, value in row.items() if isinstance(value, str)} if isinstance(row, dict) else {}
     return max(texts, key=lambda key: texts[key], default="")[:60]
 
 
 def field_to_try(keys: Iterable[str], longest: str) -> str:
-    """The remedy for rows of these keys and no text."""
+    """The remedy in an error about rows with these keys and no text."""
     chat = "add --chat to the command, which prepares conversations, questions and answers"
     return chat if TALKS & set(keys) else f"try --text-field {longest}".rstrip()
 
@@ -269,7 +269,7 @@ def keys_of(row: Any) -> str:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raises DataError for a text that UTF-8 cannot write."""
+    """Raises DataError for a text that UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -278,12 +278,11 @@ def check_text(text: str, where: str) -> None:
 
 @contextlib.contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`, in which a small column of texts stays a dictionary: one text that it names often is
-    held once.
+    """A `pyarrow.parquet.ParquetFile` that keeps a small column of texts as a dictionary, so a repeated text is held once.
 
-    Raises DataError: damaged, also where the block reads it; a column that expands to far more than its bytes.
+    Raises DataError: it is damaged, also when the `with` block reads it; a column expands to far more than its bytes.
     """
-    import pyarrow  # here and not above: workers and other sources do without it
+    import pyarrow  # imported here: workers and other sources do not need it
     import pyarrow.parquet
 
     try:
@@ -327,13 +326,13 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None
 
 
 def first_text(file: Any) -> str:
-    """The first column of texts in a parquet file; nothing without one."""
+    """The first column of texts in a parquet file; empty if there is none."""
     kinds = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
     return next((f"{field.name:.60}" for field in file.schema_arrow if str(field.type).startswith(kinds)), "")
 
 
 def batches(file: Any, columns: list[str] | None = None) -> Iterator[Any]:
-    """The rows of a parquet file, in batches of a bounded number of rows and, by the file's own words, of bytes."""
+    """The rows of a parquet file, in batches bounded in rows and, by the sizes that the file states, in bytes."""
     for number in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(number)
         rows = PARQUET_BYTES * group.num_rows // max(1, group.total_byte_size)
@@ -342,9 +341,9 @@ def batches(file: Any, columns: list[str] | None = None) -> Iterator[Any]:
 
 
 def nearest_path(path: Path) -> str:
-    """' (did you mean X?)' for a path that does not exist beside a text or a folder of nearly its name; or nothing."""
+    """' (did you mean X?)' if the folder of a missing path has a text or folder of a similar name X; else empty."""
     beside = list[str]()
-    with contextlib.suppress(OSError):  # no such folder, or none that may be read
+    with contextlib.suppress(OSError):  # a missing or unreadable folder
         beside = [file.name for file in path.parent.iterdir() if file.is_dir() or is_text(file, tuple(SUFFIXES))]
     near = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
     return f" (did you mean {path.with_name(near[0])}?)" if near else ""
@@ -368,7 +367,7 @@ def open_plain(path: Path, raw: IO[bytes] | None = None) -> IO[bytes]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises the errors of reading `path` as DataError (damaged, removed) and StorageError."""
+    """Converts errors of reading `path` to DataError (damaged, removed) and StorageError."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -23,18 +23,18 @@ from handgrad.parsing import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
-OTHERS_FILE = "tokenizer_others.json"  # a model's files beside it, by name
+OTHERS_FILE = "tokenizer_others.json"  # a model's other files, by name
 MAX_VOCAB_SIZE = 1 << 16  # of the kinds below: their tokens are uint16; a model's may be uint32
 MAX_TOKENIZER_BYTES = 64 << 20
 
 GPT2_FILE = Path(__file__).parent / "assets" / "gpt2.tiktoken"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-# GPT-2's splitter, with possessive `++` where giving back can never help, and `\s++$` so that blanks at the end of a
+# GPT-2's splitter, with possessive `++` where backtracking can never help, and `\s++$` so that blanks at the end of a
 # text take no stack. It splits every text as the published pattern does.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-# `\s+(?!\S)` still needs stack for each blank of a run inside a text, and the regex engine gives up at a million of
-# them. The two ends of such a run are token boundaries anyway: its start, and the place before its last blank.
+# `\s+(?!\S)` still takes stack for each blank of a run inside a text, and the regex engine gives up at a million of
+# them. Such a run has a token boundary at its start and before its last blank anyway.
 _BLANK = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode White_Space, the `\s` of the pattern
 _LONG_BLANKS = re.compile(f"(?<![{_BLANK}])[{_BLANK}]{{65536,}}")
 
@@ -56,12 +56,12 @@ class Tokenizer:
     encode_texts: Callable[[Sequence[str]], list[np.ndarray]]
     json_bytes: bytes = field(default=b"", repr=False)  # the tokenizer.json of a trained vocabulary
     merges: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # its merges in their order
-    others: dict[str, str] = field(default_factory=dict, repr=False)  # a model's files beside that, by name
-    begins: tuple[int, ...] = ()  # what a model's own tokenizer puts before a text, as Llama 3's its begin-of-text
+    others: dict[str, str] = field(default_factory=dict, repr=False)  # a model's other files, by name
+    begins: tuple[int, ...] = ()  # tokens that a model's own tokenizer puts before a text, like Llama 3's begin-of-text
 
     @property
     def vocab_size(self) -> int:
-        """End-of-text included."""
+        """The number of tokens, including end-of-text."""
         return len(self.token_bytes)
 
     @property
@@ -71,7 +71,7 @@ class Tokenizer:
 
     @property
     def document_start(self) -> tuple[int, ...]:
-        """The tokens before a document in shards: they end the document before it as well."""
+        """The tokens before a document in shards; they also end the previous document."""
         return (self.end_of_text, *self.begins)
 
     @property
@@ -80,7 +80,7 @@ class Tokenizer:
         return self.begins or (self.end_of_text,)
 
     def settings(self, file: str) -> dict[str, Any] | None:
-        """The JSON object in a model's `file`, empty without the file; None: it holds something else."""
+        """The JSON object in a model's `file`, empty without the file; None if it holds something else."""
         try:
             found = parse_json(self.others.get(file, "{}"))
         except ValueError:
@@ -92,7 +92,7 @@ class Tokenizer:
         return self.encode_each([text])[0]
 
     def encode_each(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each of the texts: a model's tokenizer, in a process of its own, takes them faster together."""
+        """`encode` of each text. A batch is faster for a model's tokenizer, which runs in its own process."""
         for text in texts:
             try:
                 text.encode()
@@ -176,7 +176,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def byte_level(model: tokenizers.models.BPE, *, splits: bool = True) -> tokenizers.Tokenizer:
-    """The library's tokenizer of bytes around `model`; `splits`: GPT-2's splitter cuts a text first."""
+    """The library's byte-level tokenizer around `model`; `splits`: GPT-2's splitter cuts a text first."""
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -184,12 +184,12 @@ def byte_level(model: tokenizers.models.BPE, *, splits: bool = True) -> tokenize
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The manifest's entry about `tokenizer`, for `tokenizer_loading.read_tokenizer`."""
+    """The manifest's entry for `tokenizer`; `tokenizer_loading.read_tokenizer` reads it."""
     return {name: getattr(tokenizer, name) for name in ("kind", "vocab_size", "end_of_text", "sha256")}
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files beside that manifest, by name: one for a trained vocabulary, none for the others."""
+    """The files to write next to that manifest, by name: none for gpt2 and bytes."""
     files = {TOKENIZER_FILE: tokenizer.json_bytes} if tokenizer.json_bytes else {}
     others = json.dumps(tokenizer.others, ensure_ascii=False, indent=0).encode()
     return files | ({OTHERS_FILE: others} if tokenizer.others else {})
@@ -203,7 +203,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
 
 
 def read_small(path: Path) -> bytes:
-    """A model's file beside its weights. Raises DataError: larger than any is; StorageError: not readable."""
+    """The content of a model's small file. Raises DataError: implausibly large; StorageError: unreadable."""
     with storage_errors(f"reading {path}"):
         if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
             raise DataError(f"expected at most {MAX_TOKENIZER_BYTES} bytes, found {size} in {path}; fetch it again")
@@ -211,7 +211,7 @@ def read_small(path: Path) -> bytes:
 
 
 def beginning(end_of_text: int) -> bytes:
-    """The post-processor that puts end-of-text before a text, in JSON whose blanks no library writes."""
+    """The post-processor that puts end-of-text before a text, in JSON with blanks that no library writes."""
     marker: list[Any] = [{"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*marker, {"Sequence": {"id": "B", "type_id": 1}}]
     special = {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [end_of_text], "tokens": [END_OF_TEXT]}}
@@ -219,16 +219,16 @@ def beginning(end_of_text: int) -> bytes:
 
 
 def with_beginning(content: bytes, end_of_text: int) -> bytes:
-    """A `tokenizer.json` without post-processor, with that one: `parse_bpe` takes it out again, as the file's hash is the
-    identity of shards. Others stay as they are."""
+    """Adds that post-processor to a `tokenizer.json` that has none; leaves others unchanged. `parse_bpe` removes it again,
+    because the file's hash identifies shards."""
     return re.sub(rb'("post_processor":\s*)null', lambda found: found[1] + beginning(end_of_text), content, count=1)
 
 
 def parse_bpe(content: bytes, where: str) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json` of this `content`; DataError if it is no byte-level BPE with GPT-2's splitter."""
+    """The tokenizer of a `tokenizer.json` with this `content`; DataError if not a byte-level BPE with GPT-2's splitter."""
 
-    # Built from the parsed tables and not by the library's own loader: that one takes any pipeline, some of which do
-    # not give the text back or split differently from the splitter that `cutting` relies on.
+    # Built from the parsed tables, not by the library's loader: it accepts any pipeline, and some do not give the text
+    # back, or split it differently from the splitter that `pieces` relies on.
     def expect(condition: bool, property: str) -> None:
         if not condition:
             raise DataError(

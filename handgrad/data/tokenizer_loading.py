@@ -1,5 +1,5 @@
-"""Loads a tokenizer of any kind: by the user's word for it, or by its record in the manifest of shards or a checkpoint. A
-name that it has elsewhere gets its name here, or the reason why there is none."""
+"""Loads a tokenizer of any kind: by the user's name for it, or by its record in the manifest of shards or a checkpoint. For
+a name from other software, the error gives the name in handgrad, or says why there is none."""
 
 import re
 import shlex
@@ -16,8 +16,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """Loads the tokenizer "gpt2" or "bytes", or from path `spec`: a run, a checkpoint, a transformers folder, or a
     `tokenizer.json` or its folder.
 
-    Raises UsageError: no such tokenizer; DataError: a `tokenizer.json` that is no byte-level BPE with GPT-2's splitter, or
-    a folder whose tokenizer handgrad lacks.
+    Raises UsageError: no such tokenizer; DataError: a `tokenizer.json` that is not a byte-level BPE with GPT-2's splitter,
+    or a folder whose tokenizer handgrad lacks.
     """
     if spec == "gpt2":
         return gpt2_tokenizer()
@@ -80,7 +80,7 @@ def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
 GPT2, BYTES, SIZED = "did you mean gpt2?", "did you mean bytes?", "a trained one has its size in its name, as bpe:4096"
 OPENAI = "of OpenAI's vocabularies handgrad has gpt2 alone; bpe:4096 trains one on your text"
 PIECES = "handgrad has tokenizers of bytes alone, no SentencePiece or WordPiece; bpe:4096 trains one on your text"
-# An answer, and the names that it answers.
+# Remedy -> the names that get it.
 ANSWERS = {
     GPT2: "gpt-2 gpt2-small gpt2-medium gpt2-large gpt2-xl gpt gpt3 gpt-3 r50k r50k-base tiktoken openai-community/gpt2",
     BYTES: "byte byte-level raw utf8 utf-8 ascii byt5",
@@ -92,16 +92,16 @@ ANSWERS = {
     PIECES: "sentencepiece spm sp unigram wordpiece word words wordlevel whitespace bert bert-base-uncased",
     "leave --tokenizer out": "none default",
 }
-# Families whose tokenizer comes with a model's folder, by their first letters, and a model of each on the Hub.
+# Families whose tokenizer comes with a model's folder: how their names begin -> a model of the family on the Hub.
 FAMILIES = {"llama": "meta-llama/Llama-3.2-1B", "qwen": "Qwen/Qwen3-0.6B", "smollm": "HuggingFaceTB/SmolLM2-135M"}
-WITH_PIECES = r"(llama-?2|tinyllama|mistral|mixtral|gemma|t5)[-\w.]*"  # models of which none has a tokenizer of bytes
+WITH_PIECES = r"(llama-?2|tinyllama|mistral|mixtral|gemma|t5)[-\w.]*"  # models without a byte-level tokenizer
 SUFFIXES = (".json", ".model", ".bin", ".txt")  # of files
 HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
 LARGEST = 1 << 16
 
 
 def answer(name: str) -> str:
-    """The end of the message about a name that is no tokenizer's here, no file and no folder."""
+    """The end of the message about a name that is neither a tokenizer of handgrad, nor a file, nor a folder."""
     remedy = meant(name)
     if not remedy and re.fullmatch(HUB_NAME, name) and Path(name).suffix not in SUFFIXES:
         return f", no such file or folder; a model of the Hub comes by {imports(name)}"
@@ -109,7 +109,7 @@ def answer(name: str) -> str:
 
 
 def meant(name: str) -> str:
-    """The remedy for one of the names above, or nothing."""
+    """The remedy for one of the names above; empty for any other name."""
     plain = name.lower().replace("_", "-")
     for found, names in ANSWERS.items():
         if plain in names.split():
@@ -126,7 +126,7 @@ def meant(name: str) -> str:
 
 
 def words_of(digits: str, kilo: str) -> int:
-    """The size in a name, which may count in kilo; 0 for one that no vocabulary here has."""
+    """The vocabulary size in a name, which may end in k; 0 if bpe:SIZE does not allow it."""
     words = int(digits) * (1024 if kilo else 1)
     return words if 257 <= words <= LARGEST else 0
 

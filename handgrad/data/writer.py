@@ -1,5 +1,5 @@
-"""Units of work to shards: tokenised in order, in this process or in many; appended to, checkpointed, and under the final
-name only once complete."""
+"""Turns units of work into shards: tokenises them in order, in this process or in many, and appends their tokens to files
+that are checkpointed, so an interrupted attempt can resume."""
 
 import functools
 import hashlib
@@ -36,8 +36,8 @@ JOURNAL_FILE = "journal.json"
 
 
 class Encoded(NamedTuple):
-    """The part of a unit in a split: tokens, offsets of documents in them, bytes of UTF-8 text, its -log p, and of
-    conversations (first, end) of the stretches that are trained, and why each that is left out cannot be trained."""
+    """A unit's part of a split: tokens, offsets of documents in them, bytes of UTF-8 text, its -log p in nats, and for
+    conversations (first, end) of the trained stretches, and the reason for each one that is left out."""
 
     tokens: np.ndarray
     document_starts: np.ndarray
@@ -48,7 +48,7 @@ class Encoded(NamedTuple):
 
 
 def tokenize(tokenizer: Tokenizer, unit: Unit) -> tuple[Encoded, Encoded]:
-    """The tokens of a unit for train and validation; every document of text has its start."""
+    """The tokens of a unit for train and validation; each document of text begins with `document_start`."""
     pieces = list(unit_pieces(unit))
     return encode(tokenizer, pieces, TRAIN), encode(tokenizer, pieces, VALIDATION)
 
@@ -89,8 +89,8 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
 def encode_conversations(
     tokenizer: Tokenizer, conversations: list[Conversation]
 ) -> Iterator[tuple[np.ndarray, np.ndarray] | DataError]:
-    """(tokens, trained stretches) of each conversation, or the error in its place, with where it stands: a template that
-    does not serve, or the fault of its row."""
+    """(tokens, trained stretches) of each conversation, or in its place an error with its location: the template refuses
+    it, or its row has a fault."""
     for seconds, group in itertools.groupby(conversations, lambda each: each.seconds):
         each = list(group)
         talks = [[{"role": r, "content": c} for r, c in one.messages] for one in each if not one.fault]
@@ -114,7 +114,7 @@ def tokenize_in_order(
         for position, unit in units:
             yield position, tokenize(tokenizer, unit)
         return
-    # Spawned, not forked: this process may hold threads (a progress display, torch), and a fork of those can hang.
+    # Spawned, not forked: this process may have threads (a progress display, torch), and a forked child can then hang.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
     pending = deque()
     try:
@@ -136,7 +136,7 @@ def tokenize_in_order(
 
 
 def unit_pieces(unit: Unit) -> Iterator[Piece | Conversation]:
-    """The pieces of a unit; stories and questions are written here."""
+    """The pieces of a unit; generates stories and questions."""
     if not isinstance(unit, Generated):
         yield from unit
         return
@@ -158,7 +158,7 @@ def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-    os._exit(1)  # a worker waits on a queue whose other end its siblings hold open too: it would never notice
+    os._exit(1)  # a worker waits on a queue that its siblings hold open as well, so it would wait forever
 
 
 def _work(spec: str, unit: Unit) -> tuple[Encoded, Encoded]:
@@ -175,15 +175,15 @@ _tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)
 
 @dataclass
 class SplitState:
-    """The written part of a split; a second attempt truncates the files to these lengths and goes on."""
+    """The written part of a split; a second attempt truncates the files to these lengths and resumes."""
 
     tokens: int = 0
     documents: int = 0
     text_bytes: int = 0
     source_nats: float = 0.0
     trained_tokens: int = 0
-    left_out: int = 0  # rows that are no conversation
-    first_left_out: str = ""  # and why the first is none
+    left_out: int = 0  # rows that are not conversations
+    first_left_out: str = ""  # the reason for the first of them
     shards: list[dict[str, Any]] = field(default_factory=list)  # the complete ones, as the manifest lists them
     open_tokens: int = 0  # in the shard being written
     open_documents: int = 0
@@ -197,7 +197,7 @@ class SplitWriter:
     def __init__(self, folder: Path, split: str, shard_tokens: int, state: SplitState, form: TokenForm, chat: bool):
         self.shard_tokens, self.state, self.form, self.chat = shard_tokens, state, form, chat
         self.open_sizes = functools.partial(open_sizes, folder, split, state, form, chat)
-        self.files: list[BinaryIO] = []  # of the shard being written: tokens, index, of chat data trained stretches
+        self.files: list[BinaryIO] = []  # of the shard being written: tokens, index, for chat data trained stretches
         if state.open_tokens:
             for path, size_bytes in self.open_sizes().items():
                 self.files.append(path.open("r+b"))
@@ -216,7 +216,7 @@ class SplitWriter:
         while len(tokens):
             if not self.files:
                 self.files += [path.open("wb") for path in self.open_sizes()]
-                self.files[0].write(header(0, self.form))  # the count follows when it is known
+                self.files[0].write(header(0, self.form))  # `finish_shard` writes the count
             part = tokens[: self.shard_tokens - state.open_tokens]
             starts = document_starts[: np.searchsorted(document_starts, len(part))]
             self.files[0].write(part.astype(self.form.dtype).tobytes())
@@ -234,13 +234,13 @@ class SplitWriter:
                 self.finish_shard()
 
     def checkpoint(self) -> None:
-        """Forces what was appended to the disk."""
+        """Fsyncs the files of the shard being written."""
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())
 
     def finish_shard(self) -> None:
-        """Closes the shard being written, if there is one: header, disk, hashes."""
+        """Completes the shard being written, if there is one: writes its header, fsyncs, closes and hashes its files."""
         if not self.files:
             return
         self.files[0].seek(0)
@@ -272,7 +272,7 @@ def lengths(stretches: np.ndarray) -> int:
 
 
 def open_sizes(folder: Path, split: str, state: SplitState, form: TokenForm, chat: bool) -> dict[Path, int]:
-    """The files of the shard being written, tokens, index, of chat data trained stretches, each with its size in bytes."""
+    """The files of the shard being written (tokens, index, for chat data trained stretches), with their sizes in bytes."""
     path = folder / f"{split}_{len(state.shards):06d}.bin"
     sizes = {
         path: HEADER_BYTES + form.dtype.itemsize * state.open_tokens,

@@ -1,8 +1,8 @@
 """Log-likelihoods of given tokens under a model: many requests in few batches, summed per request.
 
 A request is a sequence whose last tokens are scored. Requests are sorted by length, the longest first, and cut into
-batches of about equally many tokens, so hardly anything is padding. Padding stands on the right, where no scored token
-sees it. Of the last layer norm's rows, only those go through the head whose next token is scored.
+batches of about equally many tokens, so there is hardly any padding. Padding is on the right, where no scored token sees
+it. Only the rows of the last layer norm whose next token is scored go through the head.
 
 Memory for the activations is planned for one size: batches of other shapes view the same buffers. One copy
 per batch brings all input from the host, and the results stay on the device until the end.
@@ -33,7 +33,7 @@ ROWS_MULTIPLE = 64  # the same for the rows that go through the head
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids (n), of which the last `scored` count, each given all before it: 1 <= scored < n."""
+    """Token ids (n). The last `scored` are scored, each given all before it: 1 <= scored < n."""
 
     tokens: np.ndarray
     scored: int
@@ -62,8 +62,8 @@ class Likelihoods:
 def make_batches(requests: Sequence[Request], context: int, positions_per_batch: int) -> list[Batch]:
     """Cuts all requests, the longest first, into batches of at most `positions_per_batch` positions (or a single request).
 
-    Of a request longer than the model's `context` allows, the last context + 1 tokens count; at most `context` of them may
-    be scored.
+    Keeps only the last context + 1 tokens of a request that is longer than the model's `context` allows; at most `context`
+    of them may be scored.
     """
     for number, request in enumerate(requests):
         scored, given = request.scored, len(request.tokens)
@@ -81,8 +81,8 @@ def make_batches(requests: Sequence[Request], context: int, positions_per_batch:
 
 @dataclass(frozen=True)
 class Block:
-    """A batch in the one piece of int32 that goes to the device: tokens (B, T), then for every scored token the row of the
-    (B T, C) activations that predicts it, then its id."""
+    """A batch in the single int32 tensor that is copied to the device: tokens (B, T), then for every scored token the row
+    of the (B T, C) activations that predicts it, then the scored ids."""
 
     ids: Tensor
     rows: int  # B
@@ -90,7 +90,7 @@ class Block:
 
     @property
     def scored(self) -> int:
-        """Scored tokens, rounded up; the rest scores token 0 in row 0, and is never read."""
+        """Scored tokens, rounded up; the padding scores token 0 in row 0, and is never read."""
         return (self.ids.numel() - self.rows * self.length) // 2
 
 
@@ -109,13 +109,13 @@ class Workload:
         ranks: Ranks,
         head_chunk: int = 0,
     ):
-        """`positions_per_batch` (at least the model's context) bounds memory, and decides the rounding as a micro-batch
-        does. The ranks share finished batches, so no number depends on how many ranks there are."""
+        """`positions_per_batch` (at least the model's context) bounds memory, and affects rounding as a micro-batch
+        does. The ranks share whole batches, so no result depends on the number of ranks."""
         assert positions_per_batch >= shape.sequence_length
         self.shape, self.dtype, self.ops, self.ranks = shape, dtype, ops, ranks
         self.count = len(requests)
         self.batches = make_batches(requests, shape.sequence_length, positions_per_batch)
-        # The most positions of any rank's batches: the same plan everywhere.
+        # The most positions of any rank's batches, so all ranks have the same plan.
         self.positions = max((batch.positions for batch in self.batches), default=1)
         self.chunk = head_chunk_tokens(head_chunk, self.positions, shape.padded_vocab_size, dtype)
         self._pack(requests, pinned=device.type == "cuda")
@@ -124,7 +124,7 @@ class Workload:
         mine = self.batches[self.ranks.rank :: self.ranks.size]
         contents: list[np.ndarray] = []
         self.results = 0  # one for every scored token of this rank's requests, and padding
-        self.spans: list[int] = []  # of each request the index of its first result, then the one behind its last
+        self.spans: list[int] = []  # per request: the index of its first result, then one past its last
         for batch in mine:
             tokens = np.zeros((len(batch.requests), batch.length), np.int32)
             rows, targets = [], []
@@ -158,7 +158,7 @@ class Workload:
         return named_activations(self.shape, front)
 
     def buffers(self) -> list[Buffer]:
-        """The buffers of scoring beside the activations: input from the host, the head's input, and the results."""
+        """The buffers of scoring, besides the activations: input from the host, the head's input, and the results."""
         most = max((block.scored for block in self.blocks), default=0)
         rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "block": ((max((block.ids.numel() for block in self.blocks), default=0),), torch.int32),
@@ -191,7 +191,7 @@ class Workload:
                 progress(done, total)
         mine = np.zeros(0), np.zeros(0, bool)
         if self.blocks:
-            # Each sum reaches from an index to the next, so every second one is a request's; a last span may end behind.
+            # Each sum runs from an index to the next, so every second one is a request's; the last may end past the data.
             nats = views[f"{KIND}.losses"].cpu().double().numpy()
             hits = views[f"{KIND}.hits"].cpu().numpy()
             sums = np.add.reduceat(np.append(nats, 0.0), self.spans)[::2]

@@ -1,5 +1,5 @@
-"""Opens and loads a model to evaluate or to sample, nothing of training: its weights, the requested buffers, and the
-decoder of its texts in memory that grows with the longest of them."""
+"""Loads a model for evaluation and sampling, without the state of training: its weights, the requested buffers, and a
+decoder in memory that grows with the longest text."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +26,9 @@ from handgrad.storage.checkpoint import WEIGHTS_FILE, Checkpoint
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
 CHAT = "chat"  # in a manifest: true if the shards that a run trained on are conversations
-LONGEST_WINDOW = 4096  # tokens, of a model from elsewhere, unless asked for
-CONTEXT, MOST_CONTEXT = "context", 1 << 24  # tokens of the weights that a run started from, in a manifest
-SHAPE = (*SIZES, "architecture", "techniques", "llama")  # all of a model's shape but the vocabulary's
+LONGEST_WINDOW = 4096  # tokens; the default limit for a model from elsewhere
+CONTEXT, MOST_CONTEXT = "context", 1 << 24  # in a manifest: context in tokens of the weights that a run started from
+SHAPE = (*SIZES, "architecture", "techniques", "llama")  # all of a model's shape except the vocabulary
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,27 @@ class Weights:
     tokenizer: Tokenizer
     weight: Callable[[ParameterRow], Tensor]  # of a row of `shape`'s table: float32, row.stored_shape; or `DataError`
     origin: dict[str, Any]  # for a manifest: "from" a format, "source" in the user's words, "sha256" by file
-    config: RunConfig  # of their run; the sizes alone for imported weights
-    checkpoint: Checkpoint | None = None  # that holds them, if it is one of ours
+    config: RunConfig  # of their run; only the sizes for imported weights
+    checkpoint: Checkpoint | None = None  # holds them, if they are in a checkpoint of ours
 
 
 def usual_window(weights: Weights) -> int:
-    """Tokens of an evaluation's window: the run's sequence length, or at most `LONGEST_WINDOW` for a model that no run of
-    ours has trained, imported or not, whose context may not fit the memory."""
+    """Tokens of an evaluation's window: the run's sequence length. At most `LONGEST_WINDOW` for a model that no run of ours
+    trained, imported or not: its whole context may not fit in memory."""
     if weights.checkpoint is None or "imported" in weights.checkpoint.manifest:
         return min(weights.shape.sequence_length, LONGEST_WINDOW)
     return weights.config.sequence_length
 
 
 def trained_on_chats(found: Checkpoint) -> bool:
-    """True for a checkpoint of a run on conversations. Older ones do not say so: there rows of whole documents count, as
-    conversations are packed unless the user asks for something else."""
+    """True for a checkpoint of a run on conversations. Older ones do not record it: for them, packing of whole
+    documents decides, the default for conversations."""
     said = found.manifest.get(CHAT)
     return said if isinstance(said, bool) else checkpoint_config(found).packing == WHOLE
 
 
 def is_taught_to_talk(tokenizer: Tokenizer, found: Checkpoint | None) -> bool:
-    """True for a model with a chat template of its own, and for a checkpoint trained on conversations in the plain one."""
+    """True for a model with its own chat template, and for a checkpoint trained on conversations in the plain template."""
     return template_text(tokenizer) is not None or (found is not None and trained_on_chats(found))
 
 
@@ -115,7 +115,7 @@ def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
 
 
 class Machine(NamedTuple):
-    """A device, and what a precision means on it."""
+    """A device, and the dtype and operations of a precision on it."""
 
     device: torch.device
     precision: str  # never "auto"
@@ -170,7 +170,7 @@ def check_available(needed_bytes: int, device: torch.device, name: str, advice: 
 
 
 class GrowingMemory:
-    """One allocation that serves plan after plan, as large as the largest so far."""
+    """One allocation that successive plans reuse, as large as the largest so far."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -182,14 +182,14 @@ class GrowingMemory:
         return available is None or make_plan(buffers).total_bytes <= available + self.storage.numel()
 
     def lay(self, buffers: Iterable[Buffer], purpose: str) -> dict[str, Tensor]:
-        """Zeroed views of buffers of one kind, over all earlier views. Raises `DataError`, which names the `purpose`, if
-        the device has too little memory."""
+        """Zeroed views of buffers of one kind, which overwrite all earlier views. Raises `DataError`, which names the
+        `purpose`, if the device has too little memory."""
         plan = make_plan(buffers)
         ((kind, size_bytes),) = plan.size_bytes.items()
         if self.storage.numel() < size_bytes:
-            self.storage = torch.empty(0, dtype=torch.uint8, device=self.device)  # frees it before asking for more
+            self.storage = torch.empty(0, dtype=torch.uint8, device=self.device)  # frees it before allocating more
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # else what was freed does not count as free
+                torch.cuda.empty_cache()  # else the freed memory does not count as free
             check_available(size_bytes, self.device, purpose, "ask for fewer at once, or load with precision bf16")
             self.storage = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
         else:
@@ -198,7 +198,7 @@ class GrowingMemory:
 
 
 class Writing:
-    """The last decoder of a model's texts, with its recorded graph."""
+    """Keeps a model's last decoder, with its recorded graph, for reuse."""
 
     def __init__(self, model: LoadedModel, dtype: torch.dtype):
         self.model, self.dtype = model, dtype
@@ -207,8 +207,8 @@ class Writing:
         self.last: Decoder | None = None
 
     def decoder(self, batch: int, longest: int, options: SamplingOptions, ends: frozenset[int]) -> Decoder:
-        """A decoder of texts of up to `longest` tokens, `batch` at once: the last one, if it is for such. Raises
-        `DataError` without memory for its cache."""
+        """A decoder for `batch` texts at once, of up to `longest` tokens: the last one, if it fits the request. Raises
+        `DataError` if there is no memory for its cache."""
         shape = with_cache(self.model.shape, longest)
         if self.last is None or self.size != (batch, shape.sequence_length):
             self.last = None  # or it would keep its memory
@@ -226,7 +226,7 @@ class Writing:
         return decode_buffers(with_cache(self.model.shape, longest), batch, self.dtype, self.model.ops)
 
     def fitting(self, tokens: int) -> int:
-        """`tokens` of one text, or the largest part of them, by halves, whose cache the device has memory for now."""
+        """`tokens`, halved (down to `LEAST_CACHE`) until the device has memory for the cache of one text of this length."""
         while tokens > LEAST_CACHE and not self.memory.holds(self.table(1, tokens)):
             tokens = max(LEAST_CACHE, tokens // 2)
         return tokens

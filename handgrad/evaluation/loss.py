@@ -37,9 +37,9 @@ def mean_loss(
 ) -> float:
     """Mean cross-entropy in nats over the tokens that the first `samples` samples (at most one epoch) score.
 
-    The last micro-batch may be padded with samples that do not count. Several ranks share the micro-batches
-    round-robin; each adds all their sums in the order of the samples, as a single rank does. `progress` receives this
-    rank's positions that are done, and all of its own, after each micro-batch.
+    The last micro-batch may be padded with samples that do not count. Ranks take the micro-batches round-robin; each rank
+    then adds the sums of all in the order of the samples, as a single rank does. After each micro-batch, `progress`
+    receives the number of positions that this rank has done, and its total.
     """
     ranks = Ranks() if ranks is None else ranks
     inputs = inputs_of(act, READ)
@@ -70,13 +70,13 @@ def mean_loss(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), for a loss in nats per token; below the largest float."""
+    """exp(loss), for a loss in nats per token; capped below the largest float."""
     return math.exp(min(loss, 700.0))
 
 
 def bits_per_byte(loss: float, dataset: Dataset, packing: str = STREAM) -> float | None:
     """The validation split's loss in nats per token as bits per byte of its text; None if its size is unknown, or the loss
-    is not of all tokens."""
+    does not cover all tokens."""
     manifest = dataset.manifest if scores_all(dataset, packing) else None
     text_bytes = manifest["splits"]["validation"]["text_bytes"] if manifest else 0
     return loss / math.log(2) * dataset.tokens("validation") / text_bytes if text_bytes else None
@@ -88,7 +88,7 @@ def scores_all(dataset: Dataset, packing: str) -> bool:
 
 
 def floor_of(dataset: Dataset, packing: str) -> float | None:
-    """The source's entropy in nats per token, if that is known of the tokens that are scored."""
+    """The source's entropy in nats per token; None if it is unknown for the scored tokens."""
     return dataset.floor("validation") if scores_all(dataset, packing) else None
 
 
@@ -104,13 +104,13 @@ class HeldOut:
 
     loss: float  # nats per token
     perplexity: float
-    bits_per_byte: float | None  # of text; None if the number of its bytes is unknown, or a part of it is scored
+    bits_per_byte: float | None  # of text; None if its number of bytes is unknown, or only a part of it is scored
     tokens: int  # scored
 
 
 def open_held_out(folder: str, tokenizer: Tokenizer, model: str, *, chat: bool) -> Dataset:
-    """Opens prepared data with a validation split in the tokens of `model`; raises `DataError` for any other. `chat`: the
-    model was taught to talk."""
+    """Opens prepared data; raises `DataError` unless it has a validation split in the tokens of `model`. `chat`: the model
+    was trained on conversations."""
     dataset = open_dataset(folder, model, chat=chat)
     if dataset.tokenizer.sha256 != tokenizer.sha256:
         option, first = tokenizer_of(model)
@@ -137,7 +137,7 @@ def held_out_loss(
     progress: OnTokens | None = None,
 ) -> HeldOut:
     """The loss on the first `eval_tokens` tokens (0: all) of the validation split, in whole windows `eval_stride` tokens
-    apart (0: a context), `act`'s micro-batch at a time. `packing`: of documents, for which `act` has the inputs. Raises
+    apart (0: a context), `act`'s micro-batch at a time. `packing`: of documents; `act` has its inputs. Raises
     `UsageError` for a stride above the context."""
     length = act.tokens.shape[1]
     check_stride(eval_stride, length, "context")

@@ -1,5 +1,5 @@
-"""From questions to requests, from likelihoods to the figures of a task, and to their records: lines of the run's
-metrics.jsonl, of kind "evaluation", and the file of --out.
+"""Turns questions into requests, and likelihoods into the figures of a task and their records: lines of kind "evaluation"
+in the run's metrics.jsonl, and the file of --out.
 
 With s_i the sum of the log-likelihoods of the tokens of choice i, and y the right one:
 
@@ -7,10 +7,10 @@ With s_i the sum of the log-likelihoods of the tokens of choice i, and y the rig
     acc_norm       argmax s_i / characters of choice i = y
     acc_bytes      argmax s_i / UTF-8 bytes of choice i = y
     acc_norm_llmc  argmin -s_i / tokens of choice i = y, for llm.c's texts
-    perplexity     exp(-mean s), of a task with one choice, whose acc is: each token is the likeliest
+    perplexity     exp(-mean s), for a task with one choice; its acc: each token is the likeliest
 
-Of equal maxima the first counts. A mean's standard error is the sample's deviation / sqrt(n); the perplexity's follows from
-it by the delta method.
+The first of equal maxima counts. The standard error of a mean is the sample's standard deviation / sqrt(n); the delta
+method gives the perplexity's from it.
 """
 
 import fcntl
@@ -59,7 +59,7 @@ class TaskResult:
 
 
 class Encoder:
-    """Encodes contexts with their continuations; every text once."""
+    """Encodes contexts with their continuations; encodes each text only once."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -68,8 +68,8 @@ class Encoder:
     def together(self, context: str, continuation: str) -> tuple[np.ndarray, int]:
         """(ids, number of the last ones that belong to the continuation), as lm-eval splits them.
 
-        Blanks at the context's end belong to the continuation. Both are encoded as one text; the continuation begins after
-        as many tokens as the context alone has. An empty context is a prompt's start.
+        Blanks at the context's end belong to the continuation. Encodes both as one text; the continuation begins after as
+        many tokens as the context alone has. An empty context becomes the start of a prompt.
         """
         if not context:
             ids = self.ids(continuation)
@@ -77,7 +77,7 @@ class Encoder:
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         head = self.ids(stripped)
-        # GPT-2's splitter cuts wherever a blank follows something else, so both texts have the tokens of the whole.
+        # GPT-2's splitter cuts wherever a blank follows a non-blank, so both texts have the tokens of the whole.
         if stripped and continuation.startswith(" "):
             tail = self.ids(continuation)
             return np.concatenate([head, tail]), len(tail)
@@ -91,7 +91,7 @@ class Encoder:
 
 
 def make_requests(tasks: Sequence[TaskData], tokenizer: Tokenizer, longest: int) -> list[Request]:
-    """The requests of all tasks in order: of every example its continuations, then those for llm.c.
+    """The requests of all tasks in order: for each example its continuations, then its continuations for llm.c.
 
     Raises `DataError` with file and line if there is nothing to score, nothing before it, or more than the model's context
     of `longest` tokens.
@@ -172,7 +172,7 @@ def figure(metric: str, values: np.ndarray) -> Figure:
     return Figure(metric, mean, stderr)
 
 
-IN_TRAINING, AFTERWARDS = "train", "evaluate"  # the maker of a record
+IN_TRAINING, AFTERWARDS = "train", "evaluate"  # the origin of a record
 
 
 def task_record(task: TaskData, result: TaskResult, precision: str, by: str) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> 
     """Appends the records to the metrics of the run around a checkpoint. Returns a line about it, "" without such a run.
     Writes nothing while a trainer holds the run: its lines and ours could mix.
 
-    Raises `StorageError` if the disk refuses; the file is then unchanged or has whole lines more.
+    Raises `StorageError` if the disk refuses; the file is then unchanged, or has only whole lines added.
     """
     run = checkpoint.folder.resolve().parent.parent
     path, lock = run / METRICS_FILE, run / LOCK_FILE
@@ -204,7 +204,7 @@ def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> 
         except BlockingIOError:
             return f"not recorded: a trainer is at work in {run}; evaluate again when it has ended, or keep --out"
         with path.open("r+b") as file:
-            # A line that a kill cut in half would spoil ours; a resumed run drops it as well.
+            # Drops a last line that a kill cut in half, as a resumed run does: it would spoil our first line.
             whole = file.read().rfind(b"\n") + 1
             file.truncate(whole)
             file.seek(whole)

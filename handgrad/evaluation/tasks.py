@@ -1,4 +1,4 @@
-"""The tasks: their files, and the question of a row in the words of lm-eval, and of llm.c where that differs.
+"""The tasks: reads their files, and words the question of a row as lm-eval does, and as llm.c does where it differs.
 
 lm-eval: EleutherAI's lm-evaluation-harness 0.4 (its tasks hellaswag, mmlu, arc_easy, arc_challenge, lambada_openai). llm.c:
 its dev/data/hellaswag.py and dev/data/mmlu.py.
@@ -16,9 +16,9 @@ from handgrad.files import file_sha256
 from handgrad.names import nearest_name
 from handgrad.parsing import Record, as_record, numbered_lines, parse_json, parse_record
 
-SHOTS = "mmlu_dev"  # solved questions that precede one of mmlu
+SHOTS = "mmlu_dev"  # solved questions that precede each question of mmlu
 MOST_SHOTS = 5
-MOST_BYTES = 256 << 20  # of a file, unpacked: it is held whole
+MOST_BYTES = 256 << 20  # of an uncompressed file, which is held in memory
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 
 
@@ -117,7 +117,7 @@ def ask_hellaswag(row: Record, solved: Sequence[Record] = ()) -> Example:
     endings = row.texts("endings")
     apart = (row.text("ctx"), with_blanks(endings)) if "ctx" in row.fields else ("", ())
     answer = row.count("label", len(endings), or_text=True)
-    if "ctx_a" not in row.fields and "ctx" in row.fields:  # a file that serves llm.c's scoring alone
+    if "ctx_a" not in row.fields and "ctx" in row.fields:  # a file for llm.c's scoring only
         return Example(row.where, "", (), (), answer, apart)
     second = row.text("ctx_b")
     context = cleaned(f"{row.text('activity_label')}: {row.text('ctx_a')} {second.capitalize()}")

@@ -1,12 +1,12 @@
-"""Adapters: of checkpoints, whose weights are found again, and as PEFT keeps them, a folder with adapter_config.json and
-adapter_model.safetensors; either is merged with the weights that it adapts.
+"""Merges adapters with the weights that they adapt: a checkpoint's, whose base weights it finds again, and PEFT's, a folder
+with adapter_config.json and adapter_model.safetensors. Writes the latter.
 
     ours                                    PEFT's (after "base_model.model.")                shape there
     blocks.l.qkv_A, the rows of q           model.layers.l.self_attn.q_proj.lora_A.weight     (r, I)
     blocks.l.qkv_B, the rows of q           model.layers.l.self_attn.q_proj.lora_B.weight     (outputs, r)
 
-and so for every GEMM with an adapter, under its module's name. GPT-2 has q, k and v in one module, c_attn, and so one
-adapter for them; its matrices are the other way round (`fan_in_fan_out`), its adapters are not.
+and likewise for every GEMM with an adapter, under its module's name. GPT-2 has q, k and v in one module, c_attn, so one
+adapter for all three; its matrices are transposed (`fan_in_fan_out`), its adapters are not.
 
 Source: peft, tuners/lora/config.py and utils/save_and_load.py; https://huggingface.co/docs/peft.
 """
@@ -34,19 +34,19 @@ from handgrad.settings.config import ModelShape
 from handgrad.storage.checkpoint import WEIGHTS_FILE, Checkpoint, peek
 from handgrad.storage.tensor_files import Stored, safetensors_bytes, write_file
 
-PLACE = "path"  # of the weights, in a manifest's word on where they came from
+PLACE = "path"  # of the weights, in a manifest's entry on their origin
 
 
 def located(weights: Weights) -> Weights:
-    """The weights with their place in their origin: a run of adapters finds them there again."""
+    """The weights, with their path added to their origin: a run of adapters finds them there again."""
     folder = Path(weights.origin["source"]) if weights.checkpoint is None else weights.checkpoint.folder
     place = {PLACE: str(folder.absolute())} if folder.exists() else {}  # else a name on the Hub
     return replace(weights, origin=weights.origin | place)
 
 
 def base_of(found: Checkpoint, open_weights: Callable[[str], Weights], elsewhere: str = "") -> Weights:
-    """The weights that a checkpoint's adapters belong to, by `open_weights`; `elsewhere`: where they lie now. Raises
-    `DataError` if they are gone, or others."""
+    """Opens the base weights of a checkpoint's adapters with `open_weights`; `elsewhere`: their path now, if they moved.
+    Raises `DataError` if they are gone or have changed."""
     origin = found.manifest.get("init") or {}
     source, place = str(origin.get("source", "")), str(origin.get(PLACE, ""))
     where = place if place and Path(place).exists() else source
@@ -85,7 +85,7 @@ def merged_checkpoint(weights: Weights, base: Weights) -> Weights:
 def merging(
     base: Weights, adapters: Mapping[str, Adapter], tensor: Callable[[str], Tensor]
 ) -> Callable[[ParameterRow], Tensor]:
-    """Reads a row of `base`, of whose positions a run may have the first alone, with its adapter added in float32."""
+    """Reads a row of `base` with its adapter added in float32. A run may have only the first of the base's positions."""
     rows = {row.name: row for row in parameter_table(base.shape)}
 
     def weight(row: ParameterRow) -> Tensor:
@@ -104,7 +104,7 @@ def merging(
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
-# The keys of adapter_config.json that decide the mathematics: the default there, and the values that mean our adapters.
+# Keys of adapter_config.json that change the mathematics: PEFT's default, and the values that match our adapters.
 KNOWN: tuple[Known, ...] = (
     ("peft_type", None, ("LORA",)),
     ("bias", "none", ("none",)),
@@ -118,7 +118,7 @@ KNOWN: tuple[Known, ...] = (
     ("trainable_token_indices", None, (None, [])),
     ("target_parameters", None, (None, [])),
 )
-# The same, of files that are read. Other values of the first subtract from the base at the start (PiSSA, OLoRA, CorDA).
+# The same, only when reading. Other values of the first subtract from the base at the start (PiSSA, OLoRA, CorDA).
 OTHERS: tuple[Known, ...] = (
     ("init_lora_weights", True, (True, False, None, "gaussian", "eva", "orthogonal", "mica")),
     ("alora_invocation_tokens", None, (None, [])),
@@ -127,7 +127,7 @@ OTHERS: tuple[Known, ...] = (
 
 
 def modules(shape: ModelShape, weight: str) -> dict[str, str]:
-    """The products of a matrix (a row's name) -> their modules there."""
+    """The products of a matrix (`weight`: a row's name) -> the names of their modules in PEFT."""
     row = next(row for row in parameter_table(shape) if row.name == weight)
     names = (shape.network.prefix + name for name in huggingface.their_tensors(shape, row))
     products = next(gemm.outputs for gemm in shape.gemms if gemm.weight == weight.rpartition(".")[2])
@@ -137,7 +137,7 @@ def modules(shape: ModelShape, weight: str) -> dict[str, str]:
 def their_tensors(
     shape: ModelShape, adapters: tuple[Adapter, ...], tensor: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name there, tensor) of every product's A and B; `tensor`: rows of ours by name."""
+    """(PEFT's name, tensor) of every product's A and B; `tensor`: reads our rows by name."""
     for adapter in adapters:
         names, a, b = modules(shape, adapter.weight), tensor(adapter.a), tensor(adapter.b)
         for part, ranks, rows in adapter.places():
@@ -149,7 +149,7 @@ def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ..
     """The content of adapter_config.json. `base`: the name or the path of the weights that are adapted."""
     found = (modules(shape, adapter.weight)[part.name] for adapter in adapters for part in adapter.parts)
     every = [name.rpartition(".")[2] for modules in shape.network.modules.values() for name in modules]
-    words = 1 if len({*every}) == len(every) else 2  # GPT-2 has two modules of the name c_proj in a block
+    words = 1 if len({*every}) == len(every) else 2  # GPT-2 has two modules named c_proj in a block
     targets = sorted({".".join(name.split(".")[-words:]) for name in found})
     alpha = lora.alpha or 2.0 * lora.rank
     return {
@@ -168,8 +168,8 @@ def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ..
 
 
 def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> int:
-    """Writes a checkpoint's adapters as a folder of theirs, whole and read back; returns the bytes of the adapters. Raises
-    `UsageError` for a checkpoint without adapters, `DataError`, `StorageError`."""
+    """Writes a checkpoint's adapters as a PEFT folder, all or nothing, and reads them back; returns their size in bytes.
+    Raises `UsageError` for a checkpoint without adapters, `DataError`, `StorageError`."""
     check_free(folder)
     weights = checkpoint_weights(checkpoint)
     if not weights.config.lora:
@@ -192,7 +192,7 @@ def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> in
 
 
 def base_name(origin: dict[str, Any]) -> str:
-    """The name of the weights that were adapted: the user's word, or for an imported run its source."""
+    """The name of the base weights: the user's, or the source if they are an imported run."""
     found = peek(Path(origin[PLACE])) if origin["from"] == "checkpoint" and PLACE in origin else None
     imported = found[1].get("imported", {}) if found else {}
     return str(imported["source"] if imported.get("from") == "hf" else origin["source"])
@@ -203,7 +203,7 @@ def is_peft(path: Path) -> bool:
 
 
 def read_config(folder: Path) -> tuple[LoraShape, str]:
-    """(rank and alpha, the name of the base); `DataError` for adapters that ours are not."""
+    """(rank and alpha, the name of the base); `DataError` for adapters that handgrad does not support."""
     path = folder / PEFT_CONFIG
     config = Config(read_object(path), path, "handgrad has no such adapters")
     config.expect(KNOWN + OTHERS)
@@ -217,7 +217,7 @@ def read_config(folder: Path) -> tuple[LoraShape, str]:
 
 
 def base_source(folder: Path) -> str:
-    """The weights that a folder's adapters belong to: a path from here or from the folder, or a name on the Hub."""
+    """The base weights of a folder's adapters: a path relative to here or to the folder, or a name on the Hub."""
     _, base = read_config(folder)
     return str(folder / base) if not Path(base).exists() and (folder / base).exists() else base
 
@@ -227,7 +227,7 @@ def read_adapters(folder: Path, shape: ModelShape) -> tuple[tuple[Adapter, ...],
     `DataError` for an adapter that is foreign or of another size."""
     lora, _ = read_config(folder)
     path = folder / PEFT_WEIGHTS
-    places: dict[str, tuple[Adapter, Part, str]] = {}  # by their names: the product, and A or B
+    places: dict[str, tuple[Adapter, Part, str]] = {}  # PEFT's name -> adapter, product, A or B
     for adapter in adapters_of(shape, lora):
         for product, module in modules(shape, adapter.weight).items():
             part = next(part for part in adapter.parts if part.name == product)

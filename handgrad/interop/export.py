@@ -1,14 +1,14 @@
-"""A checkpoint into a folder that transformers, PEFT or llm.c open, read back and compared, bit for bit, before it gets its
-name.
+"""Exports a checkpoint to a folder that transformers, PEFT or llm.c opens. Reads the folder back and compares it, bit for
+bit, before it gets its name.
 
 transformers    model.safetensors       the weights
                 config.json, generation_config.json, the files of the tokenizer
                 README.md, curve.png    the model card
-                *_handgrad.py           of a modern network: its code, for transformers
+                *_handgrad.py           for a modern network: its code for transformers
 PEFT            adapter_model.safetensors, adapter_config.json      the adapters alone
 llm.c           model.bin               the weights
                 gpt2_tokenizer.bin      the tokens, for llm.c's sampling
-                tokenizer.json          of a trained vocabulary, since llm.c's file cannot encode
+                tokenizer.json          for a trained vocabulary, since llm.c's file cannot encode
 """
 
 import functools
@@ -54,7 +54,7 @@ EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: `rounding` is the largest change of a logit by the rounding to `dtype` (0 in float32)."""
+    """The result of an export: `rounding` is the largest change of a logit from rounding to `dtype` (0 in float32)."""
 
     folder: Path
     parameters_bytes: int
@@ -92,21 +92,21 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
 
 
 def added_template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
-    """The plain template in Jinja for what was trained on conversations in it, as the files of a base have none; else
-    nothing."""
+    """The plain template in Jinja, if the checkpoint was trained on conversations and its tokenizer has no template; else
+    empty."""
     if template_text(tokenizer) is not None or not trained_on_chats(checkpoint):
         return ""
     return plain_template(tokenizer.token_bytes[tokenizer.end_of_text].decode(errors="replace"))
 
 
 def ends_of_turns(tokenizer: Tokenizer, generation: dict[str, Any]) -> dict[str, bytes]:
-    """`generation_config.json` with the token with which the chat template ends a turn, where a model's own file lacks it,
-    as a base model's does: without it, a chat model would not end an answer in transformers. `generation`: the
-    content for a model without the file."""
+    """`generation_config.json` with the token that ends a turn in the chat template, if a model's own file lacks it, as a
+    base model's does: without it, a chat model would not end an answer in transformers. `generation`: the content for a
+    model without the file."""
     listed = listed_ends(tokenizer)
     if template_text(tokenizer) is None or not (missing := Talk(tokenizer).ends - {tokenizer.end_of_text, *listed}):
         return {}
-    if (content := tokenizer.settings(GENERATION_FILE)) is None:  # it travels as it came
+    if (content := tokenizer.settings(GENERATION_FILE)) is None:  # not an object: kept unchanged
         return {}
     content = content if GENERATION_FILE in tokenizer.others else generation
     ids = content.get("eos_token_id")
@@ -115,7 +115,7 @@ def ends_of_turns(tokenizer: Tokenizer, generation: dict[str, Any]) -> dict[str,
 
 
 def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtype) -> None:
-    """Writes the parameters as one safetensors file of theirs. Raises OSError."""
+    """Writes the parameters as one safetensors file in transformers' format. Raises OSError."""
 
     def theirs(row: ParameterRow) -> Iterator[Stored]:
         for name, part in huggingface.parts(shape, row, row.stored(flat)):
@@ -157,7 +157,7 @@ def export(
     write: Callable[[Path, LoadedModel], None],
     read: Callable[[Path], huggingface.HuggingFaceFolder | LlmcModel],
 ) -> Exported:
-    """Writes `folder` with the weights rounded to `dtype`, whole and read back, or leaves nothing there.
+    """Writes `folder` with the weights rounded to `dtype` and reads it back, or leaves nothing there.
 
     Raises `UsageError`: `folder` exists; `DataError`: the checkpoint is damaged; `StorageError`: the disk refuses, or
     returns other numbers than were written.

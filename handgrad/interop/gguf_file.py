@@ -1,4 +1,4 @@
-"""A checkpoint as one GGUF file, for llama.cpp and what is built on it (`pip install gguf`).
+"""Exports a checkpoint as one GGUF file, for llama.cpp and programs built on it (`pip install gguf`).
 
     ours                        there, after blk.l.                  shape
     wte, wpe, head              token_embd, position_embd, output    (V, C), (maxT, C), (V, C)
@@ -10,11 +10,11 @@
     ln1 and ln2, norm1, norm2   attn_norm, ffn_norm                  (C)
     q_gain, k_gain              attn_q_norm, attn_k_norm             (D)
 
-A name there is the package's own for the name of transformers. Vectors and positions are float32.
+The package maps transformers' names to the names there. Vectors and positions are float32.
 
-llama.cpp turns the pairs (0, 1), (2, 3), ... of a head's channels in the architecture `llama`, and (0, D/2), (1, D/2 + 1),
-... in `qwen2` and `qwen3`, as transformers and we do in all of them. So the rows of q and k are put in the former order for
-`llama` (`interleaved`); attention's products of q and k do not depend on the order.
+llama.cpp rotates the pairs (0, 1), (2, 3), ... of a head's channels in the architecture `llama`, and (0, D/2),
+(1, D/2 + 1), ... in `qwen2` and `qwen3`, as transformers and we do in all of them. So `interleaved` puts the rows of q and
+k in the first order for `llama`; the products of q and k in attention do not depend on the order.
 
 Source: ggml's docs/gguf.md, llama.cpp's src/llama-model.cpp, the package's constants.py and tensor_mapping.py.
 """
@@ -46,24 +46,24 @@ from handgrad.settings.config import ModelShape
 from handgrad.storage.checkpoint import Checkpoint
 
 GGUF_TYPES = ("f16", "bf16", "q8_0")
-FLOAT32 = ("position_embd.weight", "rope_freqs.weight")  # beside vectors
+FLOAT32 = ("position_embd.weight", "rope_freqs.weight")  # in addition to vectors
 INSTALL = "--to gguf needs the package gguf; install it with `pip install gguf`"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the file, and the part of ours that it holds."""
+    """A tensor of the file, and the part of our weights that it holds."""
 
     name: str
-    values: Tensor  # (rows, ...) float32, a view of the model's weights, or numbers of the file alone
+    values: Tensor  # (rows, ...) float32, a view of the model's weights, or numbers only in the file
     heads: int = 0  # whose rows are interleaved; 0: as they are
 
     def theirs(self) -> np.ndarray:
-        """float32, in their order."""
+        """The values in float32, in the file's order."""
         return (interleaved(self.values, self.heads) if self.heads else self.values).contiguous().numpy()
 
     def read(self, found: np.ndarray) -> None:
-        """Sets our part to numbers of the file."""
+        """Sets our part to `found`, numbers of the file."""
         values = torch.from_numpy(np.array(found)).view(self.values.shape)
         self.values.copy_(in_halves(values, self.heads) if self.heads else values)
 
@@ -79,7 +79,7 @@ def in_halves(values: Tensor, heads: int) -> Tensor:
 
 
 def export_gguf(checkpoint: Checkpoint, file: Path, kind: str = "f16") -> Exported:
-    """`handgrad export --to gguf`: one file with weights of a `kind` of `GGUF_TYPES`, read back and compared.
+    """`handgrad export --to gguf`: one file with weights of a `kind` in `GGUF_TYPES`, read back and compared.
 
     Raises `UsageError`: `file` exists, the package is missing, or llama.cpp has no such network or tokenizer; `DataError`:
     the checkpoint is damaged; `StorageError`: the disk refuses, or returns other numbers than were written.
@@ -109,7 +109,7 @@ def export_gguf(checkpoint: Checkpoint, file: Path, kind: str = "f16") -> Export
 
 
 def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
-    """The tensors of the file, over the model's weights."""
+    """The tensors of the file, as views of the model's weights."""
     import gguf
 
     architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == network)
@@ -124,11 +124,11 @@ def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
         family = shape.family
         plain = (family.rotary_base ** (-2 * pair / family.head_width) for pair in family.pairs)
         factors = [frequency / ours for frequency, ours in zip(plain, family.frequencies, strict=True)]
-        yield Part("rope_freqs.weight", torch.tensor(factors, dtype=torch.float32))  # that divide the frequencies
+        yield Part("rope_freqs.weight", torch.tensor(factors, dtype=torch.float32))  # divisors of the frequencies
 
 
 def add_shape(writer: Any, shape: ModelShape) -> None:
-    """Adds the sizes, and the numbers that decide the mathematics."""
+    """Adds the sizes, and the numbers that change the mathematics."""
     writer.add_block_count(shape.num_layers)
     writer.add_context_length(shape.sequence_length)
     writer.add_embedding_length(shape.channels)
@@ -150,7 +150,7 @@ def type_of(part: Part, kind: str) -> Any:
 
 
 def encoded(part: Part, made: Any) -> np.ndarray:
-    """The bytes of a tensor, (rows, bytes) or (bytes). Raises `UsageError` for a number that the type has not."""
+    """The bytes of a tensor, (rows, bytes) or (bytes). Raises `UsageError` for a number that the type cannot hold."""
     import gguf
 
     with np.errstate(over="ignore"):
@@ -161,7 +161,7 @@ def encoded(part: Part, made: Any) -> np.ndarray:
 
 
 def write(writer: Any, path: Path, parts: list[Part], kind: str) -> None:
-    """Writes the file, encoding a tensor at a time. Raises OSError."""
+    """Writes the file, encoding one tensor at a time. Raises OSError."""
     import gguf
 
     for part in parts:
@@ -180,7 +180,7 @@ def write(writer: Any, path: Path, parts: list[Part], kind: str) -> None:
 
 
 def read_back(path: Path, parts: list[Part], kind: str, file: Path) -> None:
-    """Sets the model's weights to those in the file. Raises `StorageError` if they are not the bytes that were meant."""
+    """Sets the model's weights to those in the file. Raises `StorageError` if their bytes are not the encoded ones."""
     import gguf
 
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -197,12 +197,12 @@ def read_back(path: Path, parts: list[Part], kind: str, file: Path) -> None:
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Splitters that llama.cpp has, by name: expressions of a `Split`.
+# Expression of a `Split` -> llama.cpp's name for this splitter.
 PATTERNS = {
     CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + REST: "qwen2",
     CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST: "llama-bpe",
 }
-# llama.cpp wants merges of every vocabulary. This one leads to no token, which it takes for none.
+# llama.cpp needs merges for every vocabulary. This one makes no token, so it has no effect.
 NO_MERGES = ("~ ~",)
 
 
@@ -235,7 +235,7 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, template: str = "") -> None
 
 
 def token_list(tokenizer: Tokenizer, tables: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """The tokens by id, in the byte-level alphabet or, if they are special, as they are; and their types."""
+    """(tokens by id, their types). Added tokens are plain text, the others are in the byte-level alphabet."""
     from gguf import TokenType
 
     added = {token["id"]: token for token in tables["added_tokens"]}
@@ -253,7 +253,7 @@ def token_list(tokenizer: Tokenizer, tables: dict[str, Any]) -> tuple[list[str],
 
 
 def splitter(tables: dict[str, Any]) -> str:
-    """llama.cpp's name of the splitter in a `tokenizer.json`; `UsageError` for another."""
+    """llama.cpp's name for the splitter in a `tokenizer.json`; `UsageError` if it has none."""
     pre: dict[str, Any] = tables["pre_tokenizer"] or {}
     steps = pre.get("pretokenizers", [pre])
     last, others = steps[-1], steps[:-1]
@@ -261,7 +261,7 @@ def splitter(tables: dict[str, Any]) -> str:
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
         splits = last.get("use_regex", True)
         if not others:
-            name = "gpt-2"  # also of plain bytes, which without merges may be split anywhere
+            name = "gpt-2"  # also for plain bytes: without merges, any splitter works
         elif splits and others == [{"type": "Digits", "individual_digits": True}]:
             name = "smollm"
         elif not splits and len(others) == 1 and others[0].get("behavior") == "Isolated":

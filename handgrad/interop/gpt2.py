@@ -41,7 +41,7 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
 
 
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
-    """The model of a config.json; `DataError` for one that asks for anything that ours does not compute."""
+    """The model of a config.json; `DataError` if it asks for anything that our network does not compute."""
     config = Config({"n_positions": content.get("n_ctx"), **content}, path)
     config.expect(KNOWN)
     V, T, L, H, C = (config.whole(key) for key in SIZES)
@@ -55,5 +55,5 @@ def gguf_name(shape: ModelShape) -> str:
 
 
 def gguf_numbers(writer: Any, shape: ModelShape) -> None:
-    """Adds the numbers that decide the mathematics beside the sizes."""
+    """Adds the numbers, besides the sizes, that change the mathematics."""
     writer.add_layer_norm_eps(1e-5)

@@ -1,7 +1,7 @@
-"""A model as transformers keeps it: a folder with config.json, safetensors and a tokenizer.
+"""A model in transformers' format: a folder with config.json, safetensors and a tokenizer.
 
-`handgrad.networks` has the names of a network's tensors there; `gpt2`, `modern` and `llama`, beside this file, read and
-write what config.json says of it. `Config` checks such a file's values, also of PEFT's, as they are read.
+`handgrad.networks` has the names of a network's tensors there; `gpt2`, `modern` and `llama` in this package read and write
+its part of config.json. `Config` checks the values of such a file, and of PEFT's, as it reads them.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ MODEL_FILES = (*SMALL_FILES, "model*.safetensors")
 
 
 def format_of(architecture: str) -> ModuleType:
-    """The file of a network's `read_shape`, `their_config`, `gguf_name` and `gguf_numbers`."""
+    """The module with a network's `read_shape`, `their_config`, `gguf_name` and `gguf_numbers`."""
     return import_module(f"handgrad.interop.{architecture}")
 
 
 def their_tensors(shape: ModelShape, row: ParameterRow) -> dict[str, tuple[int, ...]]:
-    """A row of the parameter table -> its tensors in their file, without the prefix, and their shapes. Several stand one
-    above the other in ours."""
+    """The tensors of transformers in a row of the parameter table: name without the prefix -> shape. Our row stacks several
+    along its first dimension."""
     block, _, name = row.name.rpartition(".")
     ours, kind = name.rsplit("_", 1) if name.endswith(("_weight", "_bias", "_gain")) else (name, "")
     modules = shape.network.modules.get(ours, (ours,))
@@ -64,14 +64,14 @@ def their_tensors(shape: ModelShape, row: ParameterRow) -> dict[str, tuple[int, 
 
 
 def parts(shape: ModelShape, row: ParameterRow, stored: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name in their file without the prefix, its part of the values of a row), not transposed."""
+    """(transformers' name without the prefix, its part of the values of a row), not transposed."""
     theirs = their_tensors(shape, row)
     sizes = [dims[0] for dims in theirs.values()] if len(theirs) > 1 else [len(stored)]
     return zip(theirs, stored.split(sizes), strict=True)
 
 
 def transposed(shape: ModelShape, row: ParameterRow) -> bool:
-    """True for a matrix that they store transposed: a block's, never an embedding."""
+    """True for a matrix that transformers stores transposed: a block's, never an embedding."""
     return shape.network.transposed and row.group == "matrix"
 
 
@@ -105,11 +105,11 @@ def own_token(tokenizer: Tokenizer, file: str, key: str) -> int | None:
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A folder with every tensor in the shape that its config.json promises, and a tokenizer that we have."""
+    """A folder with every tensor in the shape that its config.json implies, and a tokenizer that handgrad supports."""
 
     shape: ModelShape
     tokenizer: Tokenizer
-    tensors: dict[str, tuple[Path, str]]  # their name without prefix -> file, and name in it
+    tensors: dict[str, tuple[Path, str]]  # name without prefix -> file, name in it
 
     def weight(self, row: ParameterRow) -> Tensor:
         """A parameter in float32 with our shape (`row.stored_shape`).
@@ -129,9 +129,9 @@ class HuggingFaceFolder:
 
 
 def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
-    """Opens a folder of theirs; `tokenizer` (gpt2, bytes or a file) replaces the folder's own.
+    """Opens a transformers folder; `tokenizer` (gpt2, bytes or a file) replaces the folder's own.
 
-    Raises `DataError` if a file is missing or damaged, or if the model is none of ours. Reads the weights on request.
+    Raises `DataError` if a file is missing or damaged, or if handgrad has no such model. Reads the weights on request.
     """
     shape, words = read_shape_and_words(folder, tokenizer)
     return HuggingFaceFolder(shape, words, find_tensors(folder, shape))
@@ -176,9 +176,9 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]:
-    """(file, name in it) of each tensor of a folder by its name without prefix, without the masks of old versions.
+    """Name without prefix -> (file, name in it) for each tensor of a folder, except the masks of old versions.
 
-    Raises `DataError` for a tensor that is missing, foreign, twice there, or of another shape or type, and for an untied
+    Raises `DataError` for a tensor that is missing, unknown, duplicate, or of another shape or type, and for an untied
     head.
     """
     wanted: dict[str, tuple[int, ...]] = {}
@@ -224,7 +224,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or all in its index."""
+    """The safetensors files of a folder: the only one, or all in its index."""
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).is_file():
@@ -249,9 +249,9 @@ def on_hub(source: str) -> bool:
 
 
 def fetch(source: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
-    """Downloads these `files` of a Hub model to its cache, safely beside other processes; returns their folder.
+    """Downloads these `files` of a Hub model to its cache, safely with concurrent processes; returns their folder.
 
-    Raises `DataError`: no such model; the line says so if there was no connection.
+    Raises `DataError`: no such model, or no connection; the message says which.
     """
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -266,7 +266,7 @@ def fetch(source: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
         ) from None
 
 
-# A key that decides the mathematics, the default there, the values that mean our model.
+# (key that changes the mathematics, the default there, the values that match our model)
 Known = tuple[str, Any, tuple[Any, ...]]
 QUANTISED = "give the model in 16 or 32 bits (under adapters of PEFT: `handgrad import ADAPTERS --base MODEL`)"
 
@@ -290,7 +290,7 @@ class Config:
                 raise self.refused(key, json.dumps(ours[0]), value)
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A number of 1 or more; the default for null and none. Raises `DataError`."""
+        """The whole number at `key`, 1 or more; `default` if it is null or missing. Raises `DataError`."""
         value: Any = self.content.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -298,7 +298,7 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None, table: dict[str, Any]) -> float:
-        """A finite number above 0 of a `table` in the content, as `whole`."""
+        """The finite number above 0 at `key` of `table`, a part of the content; otherwise like `whole`."""
         value: Any = table.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:

@@ -1,6 +1,6 @@
 """The Llama family's config.json in transformers, and its numbers in a GGUF file: the model types llama, qwen2 and qwen3.
 
-Which type a model is follows from what it has: qwen3 has the norms of queries and keys, qwen2 the bias.
+A model's type follows from its parts: qwen3 has the norms of queries and keys, qwen2 the bias.
 
 Source: transformers, models/{llama,qwen2,qwen3} and modeling_rope_utils.py.
 """
@@ -19,7 +19,7 @@ YARN_BETAS = (32.0, 1.0)  # fast and slow, in llama.cpp
 MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 KNOWN: tuple[Known, ...] = (
     ("hidden_act", "silu", ("silu", "swish")),  # two names of one formula
-    ("attention_bias", False, (False, None)),  # of the GEMMs that make and take attention's heads, all four
+    ("attention_bias", False, (False, None)),  # of all four GEMMs of attention
     ("mlp_bias", False, (False, None)),
     ("use_sliding_window", False, (False, None)),
     ("partial_rotary_factor", 1.0, (1.0, None)),
@@ -30,7 +30,7 @@ KNOWN: tuple[Known, ...] = (
 )
 SIZES = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size")
 ROPES = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-# Of a rope type: our number, its name in their file, and the default there (None: it must be there).
+# Rope type -> our number, its name in config.json, and the default there (None: it must be there).
 ROPE_NUMBERS: dict[str, tuple[tuple[str, str, float | None], ...]] = {
     "plain": (),
     "linear": (("rope_factor", "factor", None),),
@@ -53,11 +53,9 @@ def model_type(shape: ModelShape) -> str:
 
 
 def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
-    """The part of config.json that is this family's, in the form that old and new versions read."""
+    """The part of config.json that is this family's, in a form that old and new versions read."""
     family, kind = shape.family, model_type(shape)
-    if (
-        kind == "llama" and shape.channels % shape.num_heads
-    ):  # whatever the heads' own width: LlamaConfig.validate_architecture
+    if kind == "llama" and shape.channels % shape.num_heads:  # for any head width: LlamaConfig.validate_architecture
         raise UsageError(
             f"transformers has no llama whose channels are no multiple of num_heads, found {shape.channels} and"
             f" {shape.num_heads}; train one with qk_norm or qkv_bias, or with other heads"
@@ -93,7 +91,7 @@ def their_scaling(family: LlamaShape) -> dict[str, Any] | None:
 
 
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
-    """The model of a config.json; `DataError` for one that asks for anything that ours do not compute."""
+    """The model of a config.json; `DataError` if it asks for anything that our network does not compute."""
     config, kind = Config(content, path), content["model_type"]
     config.expect(KNOWN)
     layers = content.get("layer_types") or []
@@ -122,8 +120,8 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
 
 
 def read_rope(config: Config) -> dict[str, Any]:
-    """The table of rotary positions. A file of a newer version has rope_parameters; rope_scaling, which model cards say to
-    add, replaces all of it there. Raises `DataError` for one that is not a table for all layers."""
+    """The table of rotary positions. A file of a newer version has rope_parameters; rope_scaling, which model cards tell
+    users to add, replaces all of it. Raises `DataError` unless it is one table for all layers."""
     key = "rope_scaling" if config.content.get("rope_scaling") else "rope_parameters"
     rope = config.content.get(key) or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
@@ -133,7 +131,7 @@ def read_rope(config: Config) -> dict[str, Any]:
 
 def rope_fields(config: Config, rope: dict[str, Any], context: int) -> dict[str, Any]:
     """The fields of `LlamaShape` about the scaling of rotary positions; `context`: the model's, in tokens. Raises
-    `DataError` for a scaling that ours are not."""
+    `DataError` for a scaling that handgrad does not support."""
     name = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(name, str) or name not in ROPES:
         raise config.refused("rope_type", " or ".join(map(json.dumps, ROPES)), name)
@@ -151,7 +149,7 @@ def rope_fields(config: Config, rope: dict[str, Any], context: int) -> dict[str,
 
 
 def yarn_scale(rope: dict[str, Any], factor: float) -> float:
-    """The scale of rotated queries and keys that follows from the factor, where the file has none."""
+    """The scale of rotated queries and keys, derived from the factor, for a file without one."""
 
     def scale(strength: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1
@@ -163,7 +161,7 @@ def yarn_scale(rope: dict[str, Any], factor: float) -> float:
 def gguf_name(shape: ModelShape) -> str:
     """llama.cpp's name of the architecture; `UsageError` if it has none that computes the same."""
     family, kind = shape.family, model_type(shape)
-    if family.rope == "yarn" and (family.rope_fast, family.rope_slow) != YARN_BETAS:  # it reads none from the file
+    if family.rope == "yarn" and (family.rope_fast, family.rope_slow) != YARN_BETAS:  # it ignores the file's
         found = f"rope_fast {family.rope_fast} and rope_slow {family.rope_slow}"
         raise UsageError(
             f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1 alone, found {found}; use --to hf"
@@ -179,7 +177,7 @@ def gguf_name(shape: ModelShape) -> str:
 
 
 def gguf_numbers(writer: Any, shape: ModelShape) -> None:
-    """Adds the numbers that decide the mathematics beside the sizes."""
+    """Adds the numbers, besides the sizes, that change the mathematics."""
     import gguf
 
     family = shape.family

@@ -1,4 +1,4 @@
-"""GPT-2 as llm.c keeps it: a file of the parameters, each tensor for all layers before the next, and one of the tokens.
+"""GPT-2 in llm.c's format: a file of parameters, each tensor for all layers before the next, and a file of tokens.
 
 model.bin
     header    [0] 20240326  [1] 3: float32, 5: bf16  [2] maxT  [3] V  [4] L  [5] H  [6] C  [7] Vp
@@ -9,8 +9,8 @@ gpt2_tokenizer.bin
     header    [0] 20240328  [1] 2 (1: without the id of end-of-text)  [2] V  [3] id of end-of-text
     per token    its length in bytes, one byte; its bytes
 
-Matrices are (out, in), as ours. The head is the token embedding, whose rows from V to Vp are zero. Gradients lie in other
-files in the same order. The file of the tokens can decode but not encode, so at best it identifies a tokenizer.
+Matrices are (out, in), as ours. The head is the token embedding; its rows from V to Vp are zero. Other files hold gradients
+in the same order. The file of tokens can decode but not encode, so at best it identifies a tokenizer.
 
 Source: llm.c, train_gpt2.cu (`ParameterTensors`, `gpt2_write_to_checkpoint`), train_gpt2.py (`write_model`,
 `write_tokenizer`) and llmc/tokenizer.h.
@@ -38,7 +38,7 @@ from handgrad.models import parameter_table
 from handgrad.settings.config import VOCABULARY_MULTIPLE, ModelShape
 from handgrad.storage.tensor_files import write_file
 
-# Our names in their order; a block's name stands for all layers.
+# Our names in llm.c's order; a block's name stands for all layers.
 ORDER = (
     *("wte", "wpe", "ln1_weight", "ln1_bias", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias"),
     *("ln2_weight", "ln2_bias", "fc_weight", "fc_bias", "fcproj_weight", "fcproj_bias", "lnf_weight", "lnf_bias"),
@@ -50,7 +50,7 @@ Values = Callable[[ParameterRow], Tensor]  # a parameter, or its gradient, with 
 
 
 class Span(NamedTuple):
-    """The position of a parameter among all of them, in elements; the embedding's includes the padded rows."""
+    """The position of a parameter in the file, in elements; the embedding's includes the padded rows."""
 
     row: ParameterRow
     offset: int
@@ -117,7 +117,7 @@ class LlmcModel:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The named one, or the one beside the file, or the one of this size. `DataError` if there is none."""
+        """The named one, else the one next to the file, else the one of this size. `DataError` if there is none."""
         return tokenizer_beside(self.path, self.shape.vocab_size, self.named_tokenizer)
 
     def weight(self, row: ParameterRow) -> Tensor:
@@ -129,9 +129,9 @@ class LlmcModel:
 
 
 def read_model(path: Path, tokenizer: str = "") -> LlmcModel:
-    """Opens a model file; `tokenizer` (gpt2, bytes or a file) replaces the one beside it.
+    """Opens a model file; `tokenizer` (gpt2, bytes or a file) replaces the one next to it.
 
-    Raises `DataError` if it is none, or not whole. Reads weights and tokenizer on request.
+    Raises `DataError` if it is not a model file, or is cut. Reads weights and tokenizer on request.
     """
     words, size = read_header(path, MODEL, tuple(VERSIONS))
     length, vocab_size, layers, heads, channels, padded = words[2:8]
@@ -168,8 +168,8 @@ def write_model(path: Path, shape: ModelShape, weight: Values, dtype: torch.dtyp
 
 
 def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
-    """The content of the file. Raises `UsageError` if a token is too long for it, or if no file beside it can encode: of
-    another model's tokenizer."""
+    """The content of the file. Raises `UsageError` if a token is too long for it, or for another
+    model's tokenizer, as no file next to it could encode."""
     if tokenizer.kind == "model":
         raise UsageError(
             "expected the tokenizer gpt2, bytes or bpe for llm.c's files, found another model's; `export --to hf` writes it"
@@ -206,10 +206,10 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, ...], int]:
 
 
 def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
-    """The tokenizer of the model file at `path`: the one `named`; else a `tokenizer.json` beside it; else GPT-2's or bytes,
-    by the size of the vocabulary. A `*tokenizer.bin` beside the model must hold its tokens.
+    """The tokenizer of the model file at `path`: the one `named`; else a `tokenizer.json` next to it; else GPT-2's or
+    bytes, by the size of the vocabulary. A `*tokenizer.bin` next to the model must hold its tokens.
 
-    Raises `DataError` if there is none, or if one of another model lies there.
+    Raises `DataError` if there is none, or if another model's is there.
     """
     if named:
         found = load_tokenizer(named)

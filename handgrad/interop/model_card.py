@@ -31,12 +31,12 @@ TOKENIZERS = {
 SETTINGS = ("precision", "steps", "tokens_per_step", "learning_rate", "schedule", "warmup_steps", "weight_decay", "seed")
 
 
-# Of a metrics file that is missing, or not of ours: a card without its figures is still a card.
+# Errors of a metrics file that is missing, or not ours: a card without its figures is still a card.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 
 def run_records(checkpoint: Checkpoint, kind: str) -> list[dict[str, Any]]:
-    """The records of a kind up to the checkpoint, from the metrics of the run around it."""
+    """The records of a kind up to the checkpoint's step, from the metrics of its run."""
     records = [record.fields for record in readable_records(checkpoint.folder.resolve().parent.parent / METRICS_FILE)]
     return [record for record in records if record.get("kind") == kind and record["step"] <= checkpoint.step]
 
@@ -50,7 +50,7 @@ def validation_losses(checkpoint: Checkpoint) -> list[tuple[int, float]]:
 
 
 def curve_png(checkpoint: Checkpoint) -> bytes | None:
-    """The curve of at least two validation losses as an image, or None."""
+    """The curve of the validation losses as a PNG image; None if there are fewer than two."""
     losses = validation_losses(checkpoint)
     if len(losses) < 2:
         return None
@@ -64,12 +64,12 @@ def curve_png(checkpoint: Checkpoint) -> bytes | None:
 
 
 def evaluation_lines(checkpoint: Checkpoint) -> list[str]:
-    """A table of the newest results on tasks; nothing if there are none, or the metrics are not readable."""
+    """A table of the newest results on tasks; empty if there are none, or the metrics are not readable."""
     newest: dict[str, dict[str, Any]] = {}
     try:
         for record in run_records(checkpoint, "evaluation"):
             known = newest.get(record["task"])
-            # An evaluation of a few examples does not replace a whole one of the same step.
+            # An evaluation on a few examples does not replace a full one of the same step.
             if known is None or (known["step"], known["examples"]) <= (record["step"], record["examples"]):
                 newest[record["task"]] = record
         rows = [
@@ -120,7 +120,7 @@ def model_card(
     chat template."""
     shape, kind = model.shape, str(dtype).removeprefix("torch.")
     network = shape.network
-    trust = ", trust_remote_code=True" if network.brings_code else ""  # in the network's code, which lies in the folder
+    trust = ", trust_remote_code=True" if network.brings_code else ""  # to run the network's code, which is in the folder
     lines = [
         HUB_HEADER.format(tag="custom_code" if network.brings_code else config["model_type"]),
         f"# A {network.title} of {count_parameters(parameter_table(shape)):,} parameters",
@@ -151,7 +151,7 @@ def model_card(
 
 
 def talking(context: int) -> list[str]:
-    """The lines of code that ask a model, in the template of its files."""
+    """The lines of code that ask a model a question, in the chat template of its files."""
     return [
         'messages = [{"role": "user", "content": "Why is the sky blue?"}]',
         'ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
@@ -163,9 +163,9 @@ def talking(context: int) -> list[str]:
 
 
 def continuing(context: int, tokenizer: Tokenizer) -> list[str]:
-    """The lines of code that let a model continue a text, and what stands before a text."""
+    """The lines of code that let a model continue a text, and a note on the token that begins a text."""
     prompt = "Once upon a time"
-    # Their generation has no sliding window: prompt and text have to fit, even if each byte of the prompt is a token.
+    # transformers has no sliding window: prompt and text must fit the context, even if each byte of the prompt is a token.
     room = max(1, min(40, context - 1 - len(prompt)))
     first = tokenizer.decode(tokenizer.prompt_start)
     exported = program("tokenizer", vocabulary_files(tokenizer, context)[TOKENIZER_FILE])

@@ -1,6 +1,6 @@
-"""The modern network in a folder of transformers, which has no such model: the folder brings its code.
+"""The modern network in transformers' format. transformers has no such model, so the folder includes its code.
 
-The code, `transformers_code/*.py`, runs where transformers is; nothing in handgrad imports it.
+The code, `transformers_code/*.py`, runs inside transformers; nothing in handgrad imports it.
 """
 
 from pathlib import Path
@@ -41,7 +41,7 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
 
 
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
-    """The model of a config.json; `DataError` for one that asks for anything that ours does not compute. An older file has
+    """The model of a config.json; `DataError` if it asks for anything that our network does not compute. An older file has
     `without` instead of `techniques`."""
     config = Config(content, path)
     config.expect(KNOWN)

@@ -1,4 +1,4 @@
-"""Weights in any format: one way to open them for `train --init-from`, `import`, `evaluate` and `sample`.
+"""Opens weights in any format, in one way for `train --init-from`, `import`, `evaluate` and `sample`.
 
     source                                          is
     a file ending in .bin                           a model of llm.c
@@ -48,10 +48,10 @@ def open_weights(
     source: str, tokenizer: str = "", *, strict: bool = False, base: str = "", above: tuple[Path, ...] = ()
 ) -> Weights:
     """The weights at a user's `source` (see above). `tokenizer` (gpt2, bytes or a file) replaces the source's own, except
-    a checkpoint's. `strict`: of a run the newest checkpoint, or none. `base`: the weights under adapters of PEFT,
-    instead of the ones they name. `above`: the adapters that lie on these weights.
+    a checkpoint's. `strict`: a run's newest checkpoint, or an error. `base`: the weights under adapters of PEFT,
+    instead of the ones that they name. `above`: the adapters on top of these weights.
 
-    Raises `DataError` if there are none, or damaged ones, or ones for a network that handgrad lacks.
+    Raises `DataError` if there are none, if they are damaged, or if handgrad lacks their network.
     """
     path = Path(source)
     above = with_base(above, path)
@@ -88,7 +88,7 @@ def weights_of(found: Checkpoint, named: str = "", above: tuple[Path, ...] = ())
 
 
 def with_base(above: tuple[Path, ...], base: Path) -> tuple[Path, ...]:
-    """`above` and the place of the weights under them. Raises DataError if they lie in a circle."""
+    """`above`, extended by the path of the weights under them. Raises DataError if they form a cycle."""
     place = base.resolve()
     if place in above:
         circle = " on ".join(map(str, (*above[above.index(place) :], place)))
@@ -122,7 +122,7 @@ def read_sizes(source: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def shape_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """The model's `SHAPE` in a stored configuration; one older than a field has its default."""
+    """The model's `SHAPE` in a stored configuration; a field that it lacks has its default."""
     config = of_stored(config)
     return {name: config.get(name, FIELDS[name].default) for name in SHAPE}
 
@@ -136,7 +136,7 @@ def is_ours(path: Path) -> bool:
 
 
 def folder_of(source: str, files: tuple[str, ...]) -> Path:
-    """A transformers folder, here or, with these files, in the Hub's cache."""
+    """A transformers folder: a local one, or the Hub's cache with these `files`. Raises `DataError` if there is none."""
     if on_hub(source):
         return fetch(source, files)
     path = Path(source)

@@ -1,5 +1,5 @@
-"""A loaded model over HTTP: the requests of OpenAI's API, and a page to talk to the model or let it write.
+"""Serves a loaded model over HTTP: OpenAI's API, and a page to talk to the model or let it write.
 
-`requests` reads what a client asks for and writes it, `server` takes requests and brings answers on their way.
+`requests` parses a request and generates its text, `server` receives requests and sends answers.
 Start at `server`.
 """

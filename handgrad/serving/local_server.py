@@ -1,7 +1,7 @@
-"""HTTP on this machine, for the pages of commands: a server of Python's own, on a port that is free.
+"""HTTP on this machine, for the pages of commands: Python's own server, on a free port.
 
-The owner of another site can let its name resolve to this machine, so that its pages may read what a server here answers. A
-server therefore answers under its own names alone. Connections are bounded, and so is the time of each.
+The owner of another site can make its name resolve to this machine (DNS rebinding); its pages could then read the answers
+of a server here. A server therefore answers only to its own names. It bounds the number and the time of connections.
 """
 
 import io
@@ -31,7 +31,7 @@ LOCAL_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 
 
 class LocalServer(ThreadingHTTPServer):
-    """A thread for each connection; connections above `MOST_CONNECTIONS` wait for one."""
+    """A thread for each connection; connections above `MOST_CONNECTIONS` wait for a free one."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -50,7 +50,7 @@ class LocalServer(ThreadingHTTPServer):
         super().serve_forever(poll_interval)
 
     def is_named(self, host: str) -> bool:
-        """True for a `Host` of this server; where it listens on all addresses, for any address."""
+        """True if `host`, a Host header, names this server; any address does if it listens on all addresses."""
         name = re.sub(r":\d*$", "", host.lower())
         return name in self.names or (self.address.is_unspecified and bool(re.fullmatch(r"[\d.]+|\[[\da-f:.]+\]", name)))
 
@@ -63,12 +63,12 @@ class LocalServer(ThreadingHTTPServer):
         self.free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # which means that the client went away
+        if not isinstance(sys.exc_info()[1], OSError):  # an OSError: the client left
             super().handle_error(request, client_address)
 
 
 class Incoming(socket.SocketIO):
-    """The bytes from a client, who has `READ_SECONDS` for all of them together."""
+    """Reads from a client, which has `READ_SECONDS` to send everything."""
 
     def __init__(self, connection: socket.socket):
         super().__init__(connection, "r")
@@ -83,10 +83,10 @@ class Incoming(socket.SocketIO):
 
 
 class LocalHandler(BaseHTTPRequestHandler):
-    """Answers that no cache keeps and no page frames."""
+    """Sends answers that no cache may store and no page may frame."""
 
     timeout = SEND_SECONDS
-    default_request_version = "HTTP/1.0"  # of a line without one: its answer has a status, too
+    default_request_version = "HTTP/1.0"  # of a line without a version: its answer has a status, too
 
     def setup(self) -> None:
         super().setup()
@@ -119,16 +119,16 @@ class LocalHandler(BaseHTTPRequestHandler):
         self.answer(status, message.encode(errors="replace"), TEXT)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuses what Python's server cannot read; a method or a version that it lacks is the client's error."""
+        """Refuses a request that Python's server cannot parse; an unsupported method or version is the client's error."""
         status = {501: HTTPStatus.METHOD_NOT_ALLOWED, 505: HTTPStatus.BAD_REQUEST}.get(code, HTTPStatus(code))
         self.refuse(status, f"{message or status.phrase:.200}")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: the terminal is for errors."""
+        """Logs nothing: the terminal is for errors."""
 
 
 def listen(handler: Callable[..., BaseHTTPRequestHandler], host: str, port: int, *, may_move: bool) -> LocalServer:
-    """A server on `port`, or if `may_move` and that is taken on a free one. Raises `UsageError`: taken, or no such host."""
+    """A server on `port`; if that is taken and `may_move`, on a free port. Raises `UsageError`: taken, or no such host."""
     refused = OSError()
     for number in (port, 0) if may_move else (port,):
         try:

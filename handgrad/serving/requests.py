@@ -1,8 +1,8 @@
-"""The texts that clients ask for, in the form of OpenAI's API (`/v1/chat/completions` and `/v1/completions`), and their
-writer: one model in one thread, one text after another.
+"""Parses requests of OpenAI's API (`/v1/chat/completions` and `/v1/completions`) and generates their texts: one model in
+one thread, one text after another.
 
 Source: https://platform.openai.com/docs/api-reference. `top_k`, `min_p` and `repetition_penalty` have the names that vLLM
-and llama.cpp gave them there.
+and llama.cpp use.
 """
 
 import time
@@ -23,10 +23,10 @@ PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
 WORDS = {float: "a number", int: "a whole number", bool: "true or false", dict: "an object"}
 NUMBERS = get_type_hints(SamplingOptions)
 READ = {*NUMBERS, "messages", "prompt", "max_tokens", "max_completion_tokens", "stop", "seed", "stream", "stream_options"}
-# Settings that say nothing of the text.
+# Settings that do not affect the text.
 PASSED_OVER = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 PASSED_OVER |= {"parallel_tool_calls", "tool_choice"}  # without `tools` they choose nothing
-# Values by which clients spell out a default. Another value asks for what this server lacks.
+# Defaults that clients may spell out. Another value asks for something that this server lacks.
 NEUTRAL = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}
 
 
@@ -40,7 +40,7 @@ class Request:
     stops: tuple[str, ...] = ()
     seed: int | None = None  # None: any
     streams: bool = False  # the client wants the pieces as they come
-    counts: bool = False  # a stream tells the number of tokens at its end
+    counts: bool = False  # a stream ends with the number of tokens
 
     @property
     def kind(self) -> str:
@@ -48,9 +48,9 @@ class Request:
 
 
 def read_request(kind: str, content: bytes, default: Request, context: int, system: str = "") -> Request:
-    """The request in the body of a POST; `default` has the settings that it leaves out, and `system` is the message of the
-    system for a conversation without one. Raises `UsageError` for a body that it cannot answer, for more than `context`
-    tokens, or a setting that handgrad lacks."""
+    """The request in the body of a POST; `default` has the settings that it omits, and `system` is the system message for a
+    conversation without one. Raises `UsageError` for an invalid body, for more than `context` tokens, or for a setting that
+    handgrad lacks."""
     try:
         body = parse_json(content)
     except ValueError as error:
@@ -81,7 +81,7 @@ def read_request(kind: str, content: bytes, default: Request, context: int, syst
 
 
 def setting(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """The value of that name, or the default for null and none."""
+    """The value of `name` in `body`; `default` if it is null or missing. Raises `UsageError` for another type."""
     value = body.get(name)
     if value is None:
         return default
@@ -91,7 +91,7 @@ def setting(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any
 
 
 def conversation(body: Mapping[str, Any], system: str) -> list[Message]:
-    """The messages, each with one text for a content."""
+    """The messages, each with a single text as content."""
     given = body.get("messages")
     if not isinstance(given, list):
         raise UsageError(f"expected 'messages' to be a list, found {given!r:.60}")
@@ -103,13 +103,13 @@ def conversation(body: Mapping[str, Any], system: str) -> list[Message]:
     check_messages(messages)
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}] * bool(system) + messages
-    elif not messages[0]["content"]:  # none at all, whatever the server has for others
+    elif not messages[0]["content"]:  # an empty one asks for none, even if the server has a default
         del messages[0]
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def part_of(part: Any) -> str:
-    """The text of a part of a content: pictures and sounds are refused."""
+    """The text of a part of a content. Raises `UsageError` for images and audio."""
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     raise UsageError(f"expected parts of a message to be texts, found {part!r:.60}")
@@ -132,30 +132,30 @@ def text_of(prompt: Any) -> str:
 
 @dataclass(frozen=True)
 class Written:
-    """The end of a text."""
+    """The result of a finished text."""
 
     reason: str  # `generate.END_OF_TEXT`, `STOP` or `MAX_TOKENS`
     prompt_tokens: int
     tokens: int
     elapsed_seconds: float
-    note: str  # a line about all of the prompt that was left out, or ""
+    note: str  # a line about the part of the prompt that was left out, or ""
 
 
 class Writer:
-    """A model that writes. `context`: the most tokens of a conversation; `seed`: of the first text that names none, each
-    further one counts up."""
+    """Generates texts with a model. `context`: the most tokens of a conversation; `seed`: of the first request without a
+    seed, each further one counts up."""
 
     def __init__(self, writing: Writing, talk: Talk, *, context: int, seed: int):
         self.writing, self.talk, self.context, self.seed = writing, talk, context, seed
 
     def write(self, request: Request) -> Iterator[str | Written]:
-        """A piece of the text for each token, possibly empty, then the end.
+        """Yields a piece of the text for each token, possibly empty, then the end.
 
-        A conversation keeps the keys and values of its earlier turns, whose rounding depends on how they came there. So a
-        request with a seed takes the whole of it in anew, and gives the same text every time.
+        A conversation reuses the cached keys and values of its earlier turns; their rounding depends on how they were
+        computed. So a request with a seed recomputes the whole prompt, and gives the same text every time.
 
-        Raises `UsageError`, `DataError` for a conversation that the template refuses or without memory for its cache,
-        `NumericsError` when the logits are not finite.
+        Raises `UsageError`; `DataError` if the template refuses the conversation or its cache does not fit in memory;
+        `NumericsError` if the logits are not finite.
         """
         started, seed, reuse_cache = time.perf_counter(), request.seed, False
         if seed is None:

@@ -1,5 +1,5 @@
 """Takes requests over HTTP and sends answers back. Each connection has a thread; the model has one, which writes one text
-after another, in the order in which the requests came. A client that closes its connection ends its text."""
+after another, in the order of the requests. If a client closes its connection, the model stops writing its text."""
 
 import json
 import os
@@ -21,17 +21,17 @@ from handgrad.serving.requests import CHAT, PATHS, Request, Writer, Written, rea
 
 PAGE = Path(__file__).with_name("page.html")
 JSON, EVENTS = "application/json", "text/event-stream"
-MOST_BYTES = 8 << 20  # of a request: a conversation of a million tokens has half of them
+MOST_BYTES = 8 << 20  # of a request: a conversation of a million tokens takes half of it
 
 
 @dataclass
 class Job:
-    """A request on its way to the model, and what comes back: pieces, then the end or the reason why there is none."""
+    """A request to the model, and the queue of its answer: pieces, then the end or an error."""
 
     request: Request
     has_left: Callable[[], bool]  # True if the client closed the connection, which stays open here until the end arrives
     arrived: SimpleQueue[str | Written | HandgradError] = field(default_factory=SimpleQueue)
-    dropped: bool = False  # the client takes no answer
+    dropped: bool = False  # the client no longer reads
 
     def expect_client(self) -> None:
         if self.dropped or self.has_left():
@@ -40,7 +40,7 @@ class Job:
 
 @dataclass
 class Served:
-    """All that a connection knows: the model's name and what it is for, the settings of requests, the way to the model."""
+    """The state that connections share: the model's description, the defaults of requests, the queue to the model."""
 
     about: dict[str, Any]  # of the model, as `/v1/models` lists it
     default: Request
@@ -50,7 +50,7 @@ class Served:
 
 
 def write_all(served: Served, writer: Writer, tell: Callable[[str], object]) -> None:
-    """Writes the text of every job that comes, until a None does; tells a line about each."""
+    """Writes the text of each job in the queue until it gets None; passes `tell` a line about each."""
     while (job := served.jobs.get()) is not None:
         try:
             job.expect_client()  # before its prompt is read
@@ -68,7 +68,7 @@ def write_all(served: Served, writer: Writer, tell: Callable[[str], object]) -> 
 
 
 class Handler(LocalHandler):
-    """GET / is the page, GET /v1/models the model; POST of a request is answered whole or, with `stream`, as events."""
+    """GET / returns the page, GET /v1/models the model; answers a POST as a whole or, with `stream`, as events."""
 
     def __init__(self, served: Served, *connection: Any):
         self.served = served
@@ -106,8 +106,8 @@ class Handler(LocalHandler):
             self.send_whole(job, first)
 
     def content(self) -> bytes:
-        """The body of the request. A browser sends JSON to a foreign server after asking it alone, and this one never says
-        yes: so no page from elsewhere can use the model."""
+        """The body of the request, which must be JSON: a browser sends JSON to another site's server only after a preflight
+        request, which this server refuses, so no page from elsewhere can use the model. Raises `UsageError`."""
         if self.headers.get_content_type() != JSON:
             raise UsageError(f"expected Content-Type: {JSON}, found {self.headers.get_content_type()}")
         length = ", ".join(self.headers.get_all("Content-Length", []))
@@ -121,16 +121,16 @@ class Handler(LocalHandler):
         return content
 
     def has_left(self) -> bool:
-        """True if the client has closed the connection. Drops all that it sends behind its request."""
+        """True if the client has closed the connection. Discards what it sends after its request."""
         try:
-            return not os.read(self.connection.fileno(), 1 << 16)  # does not wait, as the connection has a time-out
+            return not os.read(self.connection.fileno(), 1 << 16)  # does not block: the connection has a time-out
         except BlockingIOError:
             return False
         except OSError:
             return True
 
     def send_whole(self, job: Job, part: str | Written | HandgradError) -> None:
-        """The answer as one JSON object."""
+        """Sends the answer as one JSON object."""
         text = ""
         while isinstance(part, str):
             text += part
@@ -142,7 +142,7 @@ class Handler(LocalHandler):
         self.answer_json(self.head(job) | {"choices": [choice(said, part)], "usage": usage(part)} | noted(part))
 
     def send_events(self, job: Job, part: str | Written | HandgradError) -> None:
-        """The answer as server-sent events: an object for each piece, one for the end, and the word [DONE]."""
+        """Sends the answer as server-sent events: an object for each piece, one for the end, and the word [DONE]."""
         is_chat, head = job.request.kind == CHAT, self.head(job, "chat.completion.chunk")
         try:
             self.send_response(HTTPStatus.OK)
@@ -161,7 +161,7 @@ class Handler(LocalHandler):
             if job.request.counts:
                 self.send_event(head | {"choices": [], "usage": usage(part)})
             self.wfile.write(b"data: [DONE]\n\n")
-        except OSError:  # the client went away, or takes nothing for a minute
+        except OSError:  # the client left, or read nothing for a minute
             job.dropped = True
             while isinstance(part, str):
                 part = job.arrived.get()
@@ -200,5 +200,5 @@ def usage(end: Written) -> dict[str, int]:
 
 
 def noted(end: Written) -> dict[str, str]:
-    """The line about a prompt that was not read as a whole, where OpenAI's API has nothing."""
+    """The line about a prompt that was cropped, as `note`: OpenAI's API has no field for it."""
     return {"note": end.note} if end.note else {}

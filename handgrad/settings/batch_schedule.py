@@ -1,6 +1,6 @@
 """The tokens of each optimizer step: one number for the whole run, or stages in which the batch grows.
 
-A stage holds from a step on. The position in the data follows from the step alone: the tokens of all steps before it.
+A stage applies from its first step on. The step alone gives the position in the data: the tokens of all steps before it.
 """
 
 import math
@@ -22,7 +22,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The stages of a run in their order, the first from step 0 on."""
+    """The stages of a run in order; the first starts at step 0."""
 
     stages: tuple[Stage, ...]
 
@@ -31,7 +31,7 @@ class BatchSchedule:
         return next(stage.tokens_per_step for stage in reversed(self.stages) if stage.first_step <= step)
 
     def spans(self, steps: int) -> list[tuple[Stage, int]]:
-        """The stages of the first `steps` steps, each with how many of them it has."""
+        """The stages of the first `steps` steps, each with its number of steps."""
         ends = [*(stage.first_step for stage in self.stages[1:]), steps]
         return [
             (stage, min(end, steps) - stage.first_step)
@@ -55,7 +55,7 @@ class BatchSchedule:
 
 
 def parse_schedule(tokens_per_step: int, text: str) -> BatchSchedule:
-    """`tokens_per_step`, until `text`, STEP:TOKENS with commas, changes it after so many steps. Raises `UsageError`."""
+    """`tokens_per_step`, changed to TOKENS after STEP steps by `text`: STEP:TOKENS with commas. Raises `UsageError`."""
     stages = [Stage(0, tokens_per_step)]
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
         step, colon, tokens = (part.strip() for part in entry.partition(":"))

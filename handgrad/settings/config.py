@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen dataclass, its checks, TOML in and out.
 
-Every field is a command-line flag and a TOML key of the same name; its unit is in its name or help, its range beside
+Every field is a command-line flag and a TOML key of the same name; its unit is in its name or help, its range next to
 its default. Presets are functions in `presets.py` that return a `RunConfig`.
 """
 
@@ -71,7 +71,7 @@ SECONDS = between(1, 86400)
 
 
 def option(default: Any, help: str, *rules: Rule, choices: tuple[str, ...] = (), free: bool = False) -> Any:
-    """A field of the configuration: its default, its help with the unit, its range (of a number by default 0 or more) or
+    """A field of the configuration: its default, its help with the unit, its range (0 or more by default, for numbers) or
     choices. `free` marks a field that may change when a run resumes: it does not touch the numbers of the training."""
     if not rules and isinstance(default, int | float):
         rules = (NOT_NEGATIVE,)
@@ -214,7 +214,7 @@ class RunConfig:
         object.__setattr__(self, "techniques", resolve_techniques(self.architecture, self.techniques))
 
     def shape(self, vocab_size: int) -> ModelShape:
-        """The model's sizes with the vocabulary of the data at hand."""
+        """The model's sizes with the vocabulary of the data."""
         sizes = self.sequence_length, self.num_layers, self.num_heads, self.channels
         return ModelShape(vocab_size, *sizes, self.architecture, self.techniques, self.llama)
 
@@ -225,7 +225,7 @@ class RunConfig:
 
     @property
     def packed(self) -> bool:
-        """True if a sample holds documents that do not see each other."""
+        """True if attention does not cross the documents in a sample."""
         return self.packing in (MASKED, WHOLE)
 
     @property
@@ -244,7 +244,7 @@ FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Ru
 
 
 def check_packing(config: RunConfig) -> RunConfig:
-    """Returns `config` if windows that overlap suit its packing, or raises `UsageError`."""
+    """Returns `config`; raises `UsageError` if its packing does not allow overlapping validation windows."""
     if config.packing == WHOLE and config.eval_stride:
         remedy = f"set it to 0, or --packing {STREAM}"
         raise UsageError(f"packing {WHOLE} has no eval_stride, found eval_stride {config.eval_stride}; {remedy}")
@@ -252,7 +252,7 @@ def check_packing(config: RunConfig) -> RunConfig:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raises `UsageError` for a value out of the range of field `name`, or none of its choices."""
+    """Raises `UsageError` for a value outside the range of field `name`, or not among its choices."""
     about = FIELDS[name].metadata
     for rule in about["rules"]:
         rule.check(name, value)
@@ -261,7 +261,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def check(config: RunConfig) -> RunConfig:
-    """Returns `config` if it can run; raises `UsageError` with the field, its value and one that would do."""
+    """Returns `config` if it can run; raises `UsageError` with the field, its value and one that would work."""
     for name in FIELDS:
         check_value(name, getattr(config, name))
     check_network(config)
@@ -286,7 +286,7 @@ def check(config: RunConfig) -> RunConfig:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raises `UsageError` for settings that the optimizer does not take."""
+    """Raises `UsageError` for settings that the optimizer does not support."""
     if config.optimizer != "muon":
         if config.matrix_learning_rate:
             raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
@@ -303,7 +303,7 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def check_batch(config: RunConfig) -> None:
-    """Raises `UsageError` for a step, of any stage of the batch, that micro-batches and lanes cannot share equally."""
+    """Raises `UsageError` if the step of some stage is not a whole number of micro-batches for each lane."""
     factors = {"micro_batch": config.micro_batch, "sequence_length": config.sequence_length}
     if config.lanes > 1:
         factors = {"lanes": config.lanes, **factors}
@@ -322,15 +322,15 @@ def check_batch(config: RunConfig) -> None:
 
 
 def check_stride(eval_stride: int, length: int, setting: str = "sequence_length") -> None:
-    """Raises `UsageError` for windows that lie further apart than they are long: they would skip tokens. `setting`: the one
-    that gives the windows' `length`."""
+    """Raises `UsageError` for windows that start further apart than their `length`: they would skip tokens. `setting`: the
+    name of the setting that gives `length`."""
     if eval_stride > length:
         found = f"eval_stride must be at most {setting} = {length}, found {eval_stride}"
         raise UsageError(f"{found}; try --eval-stride {max(1, length // 2)}, half a window")
 
 
 def convert(name: str, value: Any) -> Any:
-    """`value` (a command-line string or a TOML value) as the type of field `name`; `UsageError` if it is none."""
+    """`value` (a command-line string or a TOML value) as the type of field `name`; `UsageError` if it does not convert."""
     if name not in FIELDS:
         note = f"; {STEPS_OF_AN_EPOCH}" if is_epochs(name) else ""
         near = nearest_name(name, FIELDS)
@@ -342,7 +342,7 @@ def convert(name: str, value: Any) -> Any:
         if isinstance(value, bool):
             raise ValueError
         if kind is int:
-            number = float(value) if not isinstance(value, int) else value  # admits 1e6 and 2.0
+            number = float(value) if not isinstance(value, int) else value  # accepts 1e6 and 2.0
             if number != int(number):
                 raise ValueError
             return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else int(number)
@@ -382,12 +382,12 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def to_toml(config: RunConfig) -> str:
-    """`config` as a TOML recipe that gives it back: every key with its help as a comment."""
+    """`config` as a TOML recipe that reads back as `config`: every key with its help as a comment."""
     lines = []
     for name, known in FIELDS.items():
         lines.append(f"# {known.metadata['help']}")
         value = json.dumps(getattr(config, name), ensure_ascii=False).replace("\x7f", "\\u007f")
-        lines.append(f"{name} = {value}")  # JSON's scalars are TOML's, but for escaped pairs and DEL
+        lines.append(f"{name} = {value}")  # JSON's scalars are valid TOML, except escaped pairs and DEL
     return "\n".join(lines) + "\n"
 
 

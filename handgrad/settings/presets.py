@@ -15,7 +15,7 @@ from handgrad.networks import NETWORKS
 from handgrad.networks.modern import CHANNELS_PER_LAYER, DEPTHS
 from handgrad.settings.config import GPT2_VOCABULARY, RunConfig
 
-# The modern network by one number, its depth. A row of rules, each with its source; docs/modern.md derives them.
+# Rules that size the modern network by one number, its depth, each with its source; docs/modern.md derives them.
 TOKENS_PER_PARAMETER = 20  # of a GEMM (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556)
 M12_TOKENS_PER_STEP, M12_MICRO_BATCH = 1 << 19, 64  # at GPT-2's width
 MODERN_RATE = 3e-3  # at 768 channels
@@ -46,8 +46,8 @@ def sized(name: str, **settings: Any) -> RunConfig:
 def tiny() -> RunConfig:
     """Two layers of 64 channels: seconds on a laptop, for trying things and for tests.
 
-    After a shorter warm-up, or at a higher rate, the loss of one early step on bytes can double: an update all but cancels
-    the residual stream, and the last layer norm magnifies its remains.
+    With a shorter warm-up or a higher rate, the loss of one early step on bytes can double: an update nearly cancels the
+    residual stream, and the last layer norm magnifies what is left.
     """
     return sized(
         "tiny",
@@ -66,7 +66,7 @@ def tiny() -> RunConfig:
 def demo() -> RunConfig:
     """The run of `make train`: a small GPT on the built-in stories, about two minutes on two cores.
 
-    Small steps: these stories are learnt by the number of updates more than by the number of tokens.
+    Small steps: the loss on these stories depends more on the number of updates than on the number of tokens.
     """
     return RunConfig(
         num_layers=4,
@@ -115,7 +115,7 @@ def modern_parameters(depth: int) -> int:
 
 
 def modern(depth: int) -> RunConfig:
-    """The modern network of this depth, with all that follows from it: width, heads, tokens, batch, rates.
+    """The modern network of this depth, with everything that follows from it: width, heads, tokens, batch, rates.
 
     The batch grows with the root of the tokens (Zhang et al. 2024, https://arxiv.org/abs/2410.21676), to a power of two;
     the learning rate falls with the root of the width.

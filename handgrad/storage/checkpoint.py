@@ -2,15 +2,15 @@
 
     checkpoints/step_00001000.partial/   written, hashed on the way, fsynced
         model.safetensors                the weights (float32; bf16 without masters), by the names of the parameter table
-        optimizer.safetensors            the state of the optimizer; of AdamW both moments: m.NAME, v.NAME
-                                         (of several writers: model-00001-of-00004.safetensors, ...)
+        optimizer.safetensors            the state of the optimizer; for AdamW both moments: m.NAME, v.NAME
+                                         (with several writers: model-00001-of-00004.safetensors, ...)
         tokenizer.json                   if the tokenizer needs a file
         manifest.json                    sizes, SHA-256, config, position in the data, detector windows
     checkpoints/step_00001000/           the same, renamed: only now it is a checkpoint
-    checkpoints/damaged/step_00001000/   one that its hashes have found damaged: moved aside, never deleted
-    checkpoints/failing/step_00001000/   one from which the run failed twice at the same step
+    checkpoints/damaged/step_00001000/   its hashes show damage: moved aside, never deleted
+    checkpoints/failing/step_00001000/   runs resumed from it failed twice at the same step
 
-Tensors have names and no padding, so the layout in memory may change without them.
+Tensors have names and no padding, so the layout in memory may change while the files stay valid.
 """
 
 import contextlib
@@ -66,12 +66,12 @@ class Checkpoint:
         return self.manifest["step"]
 
     def parts(self, file: str) -> list[Path]:
-        """The files that together are `WEIGHTS_FILE` or `OPTIMIZER_FILE`."""
+        """The paths of the files that make up `WEIGHTS_FILE` or `OPTIMIZER_FILE`."""
         return [self.folder / name for name in parts_of(file, self.manifest["files"])]
 
     @functools.cached_property
     def file_of_tensor(self) -> dict[str, Path]:
-        """The file of every tensor."""
+        """Name of a tensor -> the file that holds it."""
         found = dict[str, Path]()
         for path in (*self.parts(WEIGHTS_FILE), *self.parts(OPTIMIZER_FILE)):
             with open_tensors(path) as stored:
@@ -102,7 +102,7 @@ class Checkpoint:
             return read_tensor(stored, path, name, shape, padded=self.is_padded(file))
 
     def is_padded(self, file: str) -> bool:
-        """True if every tensor of the file has its parameter's size, whatever it holds."""
+        """True if every tensor of the file is padded to its parameter's size, as in older schemas."""
         return file == OPTIMIZER_FILE and self.manifest["schema"] < STATE_SCHEMA
 
 
@@ -115,7 +115,7 @@ def save(
 ) -> Path:
     """Writes a folder like `checkpoints/step_00001000` and returns it; on a `StorageError` no folder of that name remains.
 
-    `state` are the weights, then the optimizer's tensors, named STATE.WEIGHT, fetched in this order; `manifest` is the rest
+    `state`: the weights, then the optimizer's tensors, named STATE.WEIGHT; fetches them in this order. `manifest`: the rest
     of the state (JSON).
     """
     final = folder_of(checkpoints, step)
@@ -130,7 +130,7 @@ def save(
 
 
 def split_among_writers(state: Sequence[Row], writers: int) -> list[dict[str, list[Row]]]:
-    """The files of each writer, and their tensors: both kinds are cut into parts of about equal size, one for each."""
+    """File -> its tensors, for each writer: cuts weights and optimizer state into parts of about equal size, one each."""
     names = {tensor.name for tensor in state}
     moments = [tensor for tensor in state if tensor.name.partition(".")[2] in names]
     weights = [tensor for tensor in state if tensor.name.partition(".")[2] not in names]
@@ -165,7 +165,7 @@ def write_tensors(final: Path, files: dict[str, list[Stored]]) -> dict[str, Any]
 
 
 def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, Any], extra_files: dict[str, bytes]) -> Path:
-    """Makes a checkpoint of all writers' `files`: the manifest comes last, then the name. Raises OSError."""
+    """Completes a checkpoint of all writers' `files`: writes the manifest last, then renames the folder. Raises OSError."""
     partial = partial_folder(final)
     for name, entry in files.items():
         if (found := (partial / name).stat().st_size) != entry["bytes"]:  # another machine may have written it
@@ -174,10 +174,10 @@ def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, An
         written = write_file(partial / name, [content])
         files[name] = {"bytes": written["bytes"], "sha256": written["sha256"]}
     schema = SCHEMA if {WEIGHTS_FILE, OPTIMIZER_FILE} <= files.keys() else PARTS_SCHEMA
-    content = {"schema": schema, "step": step, "files": files, **manifest}  # which may name the schema of its state
+    content = {"schema": schema, "step": step, "files": files, **manifest}  # may replace the schema
     write_file(partial / MANIFEST, [json.dumps({"sha256": content_sha256(content), **content}, indent=1).encode()])
     sync_folder(partial)
-    if final.exists():  # passed over when the run was resumed
+    if final.exists():  # the run skipped it when it resumed
         move_aside(final)
     partial.rename(final)
     sync_name(final)
@@ -185,7 +185,7 @@ def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, An
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder. A kill cannot leave half of it under its name."""
+    """Removes a folder. Renames it first, so a kill cannot leave half of it under its name."""
     if folder.is_symlink():
         raise OSError("it is a symbolic link")
     aside = folder.with_name(folder.name + REMOVED)
@@ -195,7 +195,7 @@ def _remove(folder: Path) -> None:
 
 
 def move_aside(folder: Path, place: str = DAMAGED) -> Path:
-    """Moves a checkpoint into the folder `place` beside it; returns its new path."""
+    """Moves a checkpoint into its sibling folder `place`; returns its new path."""
     aside, name, number = folder.parent / place, folder.name, 0
     aside.mkdir(exist_ok=True)
     while (moved := aside / (name if number == 0 else f"{name}.{number}")).exists():
@@ -216,8 +216,8 @@ def prune(
     """Keeps the `keep` newest checkpoints up to `newest_step` (0: all), the best step's, and every multiple of
     `keep_every` (0: none). Removes the others and the remains of interrupted saves; returns their folders.
 
-    Folders without a valid manifest neither count nor go. `warn` gets a line for each folder that cannot be removed: a run
-    does not end for an old checkpoint.
+    Neither counts nor removes folders without a valid manifest. Passes `warn` a line for each folder that it cannot remove:
+    an old checkpoint must not stop a run.
     """
     leftovers = [path for sign in (PARTIAL, REMOVED) for path in checkpoints.glob(f"step_*{sign}") if path.is_dir()]
     removed = [leftover for leftover in leftovers if _is_removed(leftover, shutil.rmtree, warn)]
@@ -246,7 +246,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def is_major(step: int, keep_every: int) -> bool:
-    """True for the checkpoint of a step that is never pruned."""
+    """True for a step whose checkpoint is never pruned."""
     return bool(keep_every) and step % keep_every == 0
 
 
@@ -257,7 +257,7 @@ def folders(checkpoints: Path) -> list[Path]:
 
 
 def unused_checkpoints(checkpoints: Path) -> list[Path]:
-    """The checkpoints that are no longer used."""
+    """The checkpoints in `damaged` and `failing`, which no run resumes from."""
     found = (path for place in (DAMAGED, FAILING) for path in sorted((checkpoints / place).glob("step_*")))
     return [path for path in found if path.is_dir()]
 
@@ -271,7 +271,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Opens the checkpoint in `folder` and verifies every file's size and hash.
 
     Raises `DamagedCheckpoint`, which names the file and the tensor; another `DataError` if it is incomplete, of another
-    version, or contradicts its run's chain; `StorageError` if it cannot be read: that is no damage.
+    version, or contradicts its run's chain; `StorageError` if it cannot be read, which is not damage.
     """
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
@@ -281,8 +281,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint (or None), of those `before` a step, and one line for each newer one that it skips;
-    `moves`: moves those aside that are damaged, unless none is left.
+    """(the newest valid checkpoint or None, a line for each newer one that it skips). `before`: considers only steps before
+    this one; `moves`: moves the damaged ones aside, if a valid one is left.
 
     Raises `OtherSchema` and `StorageError`: a checkpoint that cannot be read now may be the newest.
     """
@@ -305,7 +305,7 @@ def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None)
 
 
 def unknown_names(found: Checkpoint) -> list[str]:
-    """The names of files and folders in and beside a run's checkpoint that belong to none."""
+    """The names of files and folders, in a checkpoint's folder and next to it, that belong to no checkpoint."""
     steps = folders(found.folder.parent)
     beside = [path for path in found.folder.parent.iterdir() if path.name not in (DAMAGED, FAILING) and path not in steps]
     names = [f"{path.name}{' (an interrupted save)' if path.name.endswith(PARTIAL) else ''}" for path in sorted(beside)]
@@ -316,7 +316,7 @@ def unknown_names(found: Checkpoint) -> list[str]:
 def find(path: str, *, strict: bool = False) -> Checkpoint:
     """The checkpoint at a user's `path`: a checkpoint's folder, a run folder (its newest valid one), or RUN/best.
 
-    Tells in a line that it is not the newest; `strict`: raises `DataError` then.
+    Prints a line if it skips a newer, invalid one; `strict`: raises `DataError` instead.
     """
     folder = Path(path)
     if (folder / MANIFEST).exists() and parts_of(WEIGHTS_FILE, (file.name for file in folder.iterdir())):
@@ -365,8 +365,8 @@ def best_validated(run: Path) -> tuple[int, float] | None:
 
 
 def validated(run: Path) -> dict[int, float]:
-    """The validation losses of the steps that have a checkpoint. Reads the run's record, so that no second file has to
-    agree with it."""
+    """The validation losses of the steps that have a checkpoint. Reads the run's metrics, so no second file has to agree
+    with them."""
     path, found = run / METRICS_FILE, dict[int, float]()
     saved = {step_of(folder) for folder in folders(run / CHECKPOINTS)}
     try:
@@ -392,7 +392,7 @@ def peek_config(path: Path) -> dict[str, Any] | None:
 
 
 def peek(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """(folder, manifest) of the newest checkpoint with a right manifest in a checkpoint's or a run's folder, or None. Does
+    """(folder, manifest) of the newest checkpoint with a valid manifest in a checkpoint's or a run's folder, or None. Does
     not verify the tensors. Raises `StorageError`."""
     for folder in (path, *folders(path / CHECKPOINTS)):
         with contextlib.suppress(DataError):

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its writer, its step, the size and hash of every file. A reader checks its hash first."""
+"""A checkpoint's manifest: its writer, its step, the size and hash of every file. A reader first checks its own hash."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,7 @@ from handgrad.storage.run_files import AUDIT_FILE
 from handgrad.storage.tensor_files import first_damaged
 
 SCHEMA = 1
-PARTS_SCHEMA = 2  # weights or optimizer state in several files, of which a version that reads only 1 does not know
+PARTS_SCHEMA = 2  # weights or optimizer state in several files, unknown to a version that reads only 1
 STATE_SCHEMA = 3  # some state is smaller than its parameter; schemas 1 and 2 pad it with zeros to the parameter's size
 MANIFEST = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -26,14 +26,14 @@ MAX_MANIFEST_BYTES = 64 << 20
 
 
 def part_of(file: str, number: int, parts: int) -> str:
-    """The name of one of the `parts`, counted from 1, that `WEIGHTS_FILE` or `OPTIMIZER_FILE` is written as."""
+    """The name of part `number`, counted from 1, if `WEIGHTS_FILE` or `OPTIMIZER_FILE` is written in `parts` parts."""
     stem, _, suffix = file.partition(".")
     return file if parts == 1 else f"{stem}-{number:05}-of-{parts:05}.{suffix}"
 
 
 def parts_of(file: str, files: Iterable[str]) -> list[str]:
-    """The names among `files` that together are `WEIGHTS_FILE` or `OPTIMIZER_FILE`: itself, or its parts in order; none
-    unless all are there."""
+    """The names in `files` that make up `WEIGHTS_FILE` or `OPTIMIZER_FILE`: itself, or its parts in order; empty unless all
+    are there."""
     files = set(files)
     if file in files:
         return [file]
@@ -59,14 +59,14 @@ def are_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) in (int, float) and math.isfinite(one) for one in value)
 
 
-# A condition on a field, and its words.
+# Field -> (condition, the condition in words).
 Conditions = dict[str, tuple[Callable[[Any], bool], str]]
 FIELDS: Conditions = {
     "step": (is_count, "a whole number"),
     "config": (is_object, "an object"),
     "files": (has_tensors, "both files"),
 }
-RUN_FIELDS: Conditions = {  # with which a run resumes; weights alone have none of them
+RUN_FIELDS: Conditions = {  # a run needs them to resume; weights alone have none
     "loss_window": (are_numbers, "a list of numbers"),
     "norm_window": (are_numbers, "a list of numbers"),
     "skips_in_a_row": (is_count, "a whole number"),
@@ -82,11 +82,11 @@ class DamagedCheckpoint(DataError):
 
 
 class OtherSchema(DataError):
-    """Another version of handgrad wrote the checkpoint. No older one takes its place: it may lie far back."""
+    """Another version of handgrad wrote the checkpoint. No older one replaces it, which may be many steps back."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """A checkpoint's manifest, once its hash is right; reads no tensors. Raises the errors of `open_checkpoint`."""
+    """Reads a checkpoint's manifest and verifies its hash; reads no tensors. Raises the errors of `open_checkpoint`."""
     path = folder / MANIFEST
     try:
         with path.open("rb") as file:
@@ -141,7 +141,7 @@ def content_sha256(content: dict[str, Any]) -> str:
 
 def contradiction(lines: Iterable[Any], manifest: dict[str, Any], digest: str, *, sealed: bool = False) -> str:
     """The first fact of a checkpoint that differs from its run's chain, or "". `digest`: SHA-256 of the manifest's file;
-    `sealed`: the chain must have a line with it, unless it is of format 1, where anybody could remove that line."""
+    `sealed`: the chain must have a line with this hash, except in format 1, where anyone could remove that line."""
     lines, step = [line for line in lines if is_object(line) and is_count(line.get("step"))], manifest["step"]
     begins, seals = ([line for line in lines if line.get("kind") == kind] for kind in ("begin", "checkpoint"))
     if not begins or step < begins[0]["step"]:
@@ -158,7 +158,7 @@ def contradiction(lines: Iterable[Any], manifest: dict[str, Any], digest: str, *
 
 
 def difference(begin: dict[str, Any], manifest: dict[str, Any]) -> str:
-    """The first difference between a chain's `begin` and a manifest in what the run's checkpoints share, or ""."""
+    """The first difference between a chain's `begin` and a manifest, in facts that a run's checkpoints share, or ""."""
     names, local = ("config", "versions", "identity", "init", "chat", "files"), ("path",)
     if begin.get("format") == 1:
         names, local = names[:4], ("path", "context")
@@ -187,8 +187,8 @@ def flat(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_against_chain(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raises `DataError` for a checkpoint that contradicts the chain of the run in whose folder it lies. Unlike `verify`,
-    reads no links of steps, and takes a checkpoint without a line: its run may be about to write it."""
+    """Raises `DataError` for a checkpoint that contradicts the chain in its run folder. Unlike `verify`, skips the links of
+    steps, and accepts a checkpoint without a line: its run may be about to write it."""
     path = folder.absolute().parent.parent / AUDIT_FILE
     if not path.is_file():
         return
@@ -199,7 +199,7 @@ def check_against_chain(folder: Path, manifest: dict[str, Any]) -> None:
         with contextlib.suppress(ValueError):  # cut by a kill
             lines.append(parse_json(text))
     last = max((step for line in lines if is_object(line) and is_count(step := line.get("step"))), default=0)
-    if manifest["step"] <= last and (fault := contradiction(lines, manifest, digest)):  # none later: it went on without one
+    if manifest["step"] <= last and (fault := contradiction(lines, manifest, digest)):  # later ones are not in the chain
         raise DataError(f"{folder}: {fault}; restore it, or move {path} away to use it without its chain")
 
 
@@ -213,7 +213,7 @@ def verify_file(path: Path, entry: Any) -> None:
         elif file_sha256(path) != entry.get("sha256"):
             error = "its SHA-256 differs from the manifest's; the file is damaged"
         if error:
-            tensor = first_damaged(path, entry.get("ends", []))  # of an older version: none
+            tensor = first_damaged(path, entry.get("ends", []))  # older versions wrote no ends
             raise DamagedCheckpoint(f"{path}: {error}{f', first in {tensor}' if tensor else ''}")
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} cannot be read: it is missing") from None

@@ -1,4 +1,4 @@
-"""The names in a run folder, and its lock: one trainer at a time holds it, and it goes with its process.
+"""The names in a run folder, and its lock: one trainer at a time holds it, until its process exits.
 
 config.toml     the resolved configuration
 metrics.jsonl   a JSON object per step, validation, sample and event
@@ -35,15 +35,15 @@ HELD = "; wait for it or choose another --out"
 
 
 def named_run(path: Path) -> str:
-    """The advice for a path that holds no checkpoint: a run in it, if it is a folder of runs."""
+    """The advice for a path without a checkpoint: names a run in it, if it is a folder of runs."""
     if runs := sorted(folder.parent for folder in path.glob(f"*/{CHECKPOINTS}")):
         return f"name one of the runs in it, as {runs[0]}"
     return "give a run folder, the --out of `handgrad train`, or RUN/checkpoints/step_00001000"
 
 
 def take_lock(run: Path, remedy: str = HELD) -> TextIO:
-    """Takes the lock of a run folder until the returned file is closed. Tries for a second: `is_held` holds it for an
-    instant. Raises `ConfigError` if another process keeps it, `OSError` if the file cannot be opened."""
+    """Takes the lock of a run folder until the returned file is closed. Retries for a second, as `is_held` takes it for
+    an instant. Raises `ConfigError` if another process holds it, `OSError` if the file cannot be opened."""
     path = run / LOCK_FILE
     for _ in range(TRIES):
         lock = path.open("a")
@@ -53,13 +53,13 @@ def take_lock(run: Path, remedy: str = HELD) -> TextIO:
                 return lock
         except BlockingIOError:
             pass
-        lock.close()  # held, or removed by a start that was refused, and then it locks nothing
+        lock.close()  # held; or a refused start removed the file, so it locks nothing
         sleep(1 / TRIES)  # seconds
     raise ConfigError(f"another process is training in {run}, or a `handgrad.Training` that is not closed{remedy}")
 
 
 def is_at(path: Path, file: TextIO) -> bool:
-    """True if the path still leads to the open file."""
+    """True if the path still refers to the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -79,7 +79,7 @@ def is_held(run: Path) -> bool:
     """True while a live process trains in a run folder."""
     try:
         with (run / LOCK_FILE).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two that ask do not meet
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so two callers do not block each other
     except BlockingIOError:
         return True
     except OSError:

@@ -1,4 +1,4 @@
-"""Tensors written as a safetensors file and hashed on the way; the hash at the end of each tensor locates damage."""
+"""Writes tensors as a safetensors file and hashes it on the way; the hash up to the end of each tensor locates damage."""
 
 import contextlib
 import hashlib
@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass
 class Stored:
-    """A tensor of a file to write: its entry in the header, and a function that fetches it."""
+    """A tensor to write to a file: its entry in the header, and a function that fetches it."""
 
     name: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Stored:
 
 
 class Named(Protocol):
-    """A tensor to be: `Stored`, or a row of a plan."""
+    """Anything with the name and size of a tensor: `Stored`, or a row of a plan."""
 
     @property
     def name(self) -> str: ...
@@ -58,8 +58,8 @@ Row = TypeVar("Row", bound=Named)
 
 
 def split(tensors: list[Row], parts: int) -> list[list[Row]]:
-    """At most so many groups of neighbours, about equally large: a tensor goes where its middle lies. At least one group,
-    perhaps empty."""
+    """At most `parts` groups of consecutive tensors, of about equal size: a tensor's midpoint decides its group. At least
+    one group, perhaps empty."""
     total, before = sum(tensor.size_bytes for tensor in tensors), 0
     groups: list[list[Row]] = [[] for _ in range(parts)]
     for tensor in tensors:
@@ -87,7 +87,7 @@ def safetensors_bytes(tensors: list[Stored], metadata: dict[str, str] | None = N
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes and fsyncs a file; returns its size, its SHA-256 and, for each chunk, where it ends and the beginning of the
+    """Writes and fsyncs a file; returns its size, its SHA-256 and, for each chunk, its end and the first digits of the
     file's SHA-256 up to there."""
     digest, size, ends = hashlib.sha256(), 0, []
     with path.open("xb") as file:
@@ -102,14 +102,14 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
 
 
 def with_names(written: dict[str, Any], tensors: list[Stored]) -> dict[str, Any]:
-    """The ends that `write_file` returned of the tensors' `safetensors_bytes`, named: [name, end, hash up to there]."""
+    """Names the ends that `write_file` returned for the tensors' `safetensors_bytes`: [name, end, hash up to there]."""
     names = [HEADER, *(tensor.name for tensor in tensors)]
     return {**written, "ends": [[name, *end] for name, end in zip(names, written["ends"], strict=True)]}
 
 
 def first_damaged(path: Path, ends: Any) -> str:
-    """The name of the first tensor whose bytes changed since they were written, "" if `ends`, of a manifest that may be
-    damaged as well, cannot tell. Raises OSError."""
+    """The name of the first tensor whose bytes changed since they were written; "" if `ends`, from a manifest that may also
+    be damaged, does not show it. Raises OSError."""
     digest, position = hashlib.sha256(), 0
     if not isinstance(ends, list) or any(not isinstance(e, list) or [*map(type, e)] != [str, int, str] for e in ends):
         return ""
@@ -134,7 +134,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...], *, padded: bool = False) -> Tensor:
-    """A tensor of an open file; `padded`: it may be the first elements of one with more dimensions. Raises `DataError` if
+    """A tensor of an open file; `padded`: the file may pad it to a tensor with more dimensions. Raises `DataError` if
     it is missing or of another shape."""
     try:
         tensor = stored.get_tensor(name)
