@@ -167,7 +167,7 @@ BROKEN = {
 
 
 def test_a_wrong_kernel_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several, each fails alone, and the others pass."""
+    """Several wrong kernels at once: `doctor` reports each of them, and no other."""
     monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
     ops = backend(**{operation: broken for operation, (broken, _) in BROKEN.items()})
     failed = {line.split()[0]: line for well, line in check_kernels(ops, CPU, torch.bfloat16) if not well}

@@ -14,13 +14,12 @@ from handgrad.ops import DECODE_OPERATIONS, OPERATIONS, SET_UP, Backend, referen
 
 CONTRACT = OPERATIONS + SET_UP
 BACKENDS = ("ops.reference", "ops.cpu", "ops.cuda", "ops.cuda.tf32", "joins.fp8.reference", "joins.fp8.cuda")
-BOUND = ("tf32", "capped_blocks")  # by ops.cuda.tf32 and ops.cpu
 
 
 def arguments(function) -> list:
-    """(name, kind, default) of each. The reference does not use `scratch`; what a backend itself binds is extra."""
+    """(name, kind, default) of each. The reference does not use `scratch`; what `tf32` binds is extra."""
     parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, p.name == "scratch" or p.default) for p in parameters if p.name not in BOUND]
+    return [(p.name, p.kind, p.name == "scratch" or p.default) for p in parameters if p.name != "tf32"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from handgrad.ops.cpu.linear import by_whole_vectors
-from handgrad.ops.reference import classifier as reference
+from handgrad.ops.reference.classifier import Block, classifiers
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 17  # logits per block of rows: three temporaries of 512 KiB stay in cache
 
 
 def capped_blocks(
     dtype: torch.dtype, logits_inout: Tensor, targets: Tensor, vocab_size: int, softcap: float
-) -> Iterator[reference.Block]:
+) -> Iterator[Block]:
     """`log_softmax_blocks` of the reference, for capped logits. Masked (padded) columns get tanh -1 and slope 0."""
     N, Vp = logits_inout.shape
     logits_inout[:, vocab_size:] = -math.inf
@@ -38,5 +37,4 @@ def capped_tanh(logits: Tensor, softcap: float) -> Tensor:
     return tanh.mul_(2).sub_(1)
 
 
-classifier_forward = partial(reference.classifier_forward, capped_blocks=capped_blocks)
-classifier_forward_backward = partial(reference.classifier_forward_backward, capped_blocks=capped_blocks)
+classifier_forward, classifier_forward_backward = classifiers(capped_blocks)

@@ -19,49 +19,51 @@ Block = tuple[slice, Tensor, Tensor, Tensor | None]
 Blocks = Callable[[torch.dtype, Tensor, Tensor, int, float], Iterator[Block]]
 
 
-def classifier_forward(
-    losses: Tensor,
-    logits_inout: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int,
-    softcap: float = 0.0,
-    untrained: bool = False,
-    capped_blocks: Blocks | None = None,
-) -> None:
-    """losses (N) from logits (N, Vp) and targets (N). Masks the padded columns of the logits with minus infinity.
-    softcap: c, or 0 for none. untrained: targets may be below 0; without it none may be, and the kernels do not check.
-    capped_blocks: replaces `log_softmax_blocks` if there is a cap."""
-    check_trained(targets, untrained)
-    blocks_of = capped_blocks if capped_blocks and softcap else log_softmax_blocks
-    for rows, target, log_p, _ in blocks_of(losses.dtype, logits_inout, targets, vocab_size, softcap):
-        losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
-    if untrained:
-        clear_untrained(targets, losses)
+def classifiers(capped_blocks: Blocks) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Returns (classifier_forward, classifier_forward_backward), a pair as in `ops.compose`. Capped logits come from
+    `capped_blocks`, uncapped ones from `log_softmax_blocks`."""
 
+    def classifier_forward(
+        losses: Tensor,
+        logits_inout: Tensor,
+        targets: Tensor,
+        *,
+        vocab_size: int,
+        softcap: float = 0.0,
+        untrained: bool = False,
+    ) -> None:
+        """losses (N) from logits (N, Vp) and targets (N). Masks the padded columns of the logits with minus infinity.
+        softcap: c, or 0 for none. untrained: targets may be below 0; without it none may be, and no kernel checks."""
+        check_trained(targets, untrained)
+        blocks_of = capped_blocks if softcap else log_softmax_blocks
+        for rows, target, log_p, _ in blocks_of(losses.dtype, logits_inout, targets, vocab_size, softcap):
+            losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
+        if untrained:
+            clear_untrained(targets, losses)
 
-def classifier_forward_backward(
-    losses: Tensor,
-    logits_to_dlogits_inout: Tensor,
-    targets: Tensor,
-    scale: Tensor,
-    *,
-    vocab_size: int,
-    softcap: float = 0.0,
-    untrained: bool = False,
-    capped_blocks: Blocks | None = None,
-) -> None:
-    """losses (N) from logits (N, Vp) and targets (N); overwrites the logits with scale * dlosses/dlogits. scale (1) has
-    the dtype of the losses. No element of the gradient exceeds scale in magnitude. untrained: as above."""
-    check_trained(targets, untrained)
-    blocks_of = capped_blocks if capped_blocks and softcap else log_softmax_blocks
-    for rows, target, log_p, slope in blocks_of(losses.dtype, logits_to_dlogits_inout, targets, vocab_size, softcap):
-        losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
-        p = log_p.exp_()  # exactly 0 in the padded columns
-        p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
-        torch.mul(p if slope is None else p.mul_(slope), scale, out=logits_to_dlogits_inout[rows])
-    if untrained:
-        clear_untrained(targets, losses, logits_to_dlogits_inout)
+    def classifier_forward_backward(
+        losses: Tensor,
+        logits_to_dlogits_inout: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+        *,
+        vocab_size: int,
+        softcap: float = 0.0,
+        untrained: bool = False,
+    ) -> None:
+        """losses (N) from logits (N, Vp) and targets (N); overwrites the logits with scale * dlosses/dlogits. scale (1) has
+        the dtype of the losses. No element of the gradient exceeds scale in magnitude. untrained: as above."""
+        check_trained(targets, untrained)
+        blocks_of = capped_blocks if softcap else log_softmax_blocks
+        for rows, target, log_p, slope in blocks_of(losses.dtype, logits_to_dlogits_inout, targets, vocab_size, softcap):
+            losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
+            p = log_p.exp_()  # exactly 0 in the padded columns
+            p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
+            torch.mul(p if slope is None else p.mul_(slope), scale, out=logits_to_dlogits_inout[rows])
+        if untrained:
+            clear_untrained(targets, losses, logits_to_dlogits_inout)
+
+    return classifier_forward, classifier_forward_backward
 
 
 def check_trained(targets: Tensor, untrained: bool) -> None:
@@ -93,6 +95,9 @@ def log_softmax_blocks(
             torch.mul(tanh, softcap, out=z[:, :vocab_size])
             torch.addcmul(tanh.new_ones(()), tanh, tanh, value=-1, out=slope[:, :vocab_size])
         yield rows, targets[rows].clamp(min=0).unsqueeze(1), torch.log_softmax(z, 1, dtype=dtype), slope
+
+
+classifier_forward, classifier_forward_backward = classifiers(log_softmax_blocks)
 
 
 def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
