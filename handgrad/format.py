@@ -1,5 +1,6 @@
 """Numbers and tables in human-readable form."""
 
+import math
 from collections.abc import Sequence
 
 
@@ -42,6 +43,12 @@ def human_age(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
+
+
+def round_number(number: float) -> int:
+    """The largest of 1, 2, 5, 10, 20, 50, ... not above `number`; 1 below: 1372 -> 1000."""
+    power = 10 ** max(0, math.floor(math.log10(max(1, number))))
+    return max(first * power for first in (1, 2, 5) if first == 1 or first * power <= number)
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:

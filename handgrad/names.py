@@ -9,8 +9,6 @@ from handgrad.errors import UsageError
 
 T = TypeVar("T")
 
-EPOCHS = "epochs epoch num_epochs n_epochs max_epochs num_train_epochs"
-STEPS_OF_AN_EPOCH = "an epoch takes the training split's tokens / tokens_per_step steps"
 # Our name: other trainers' and libraries' words for it. An error suggests the first of our names that the command knows.
 SYNONYMS = {
     "learning_rate": "lr max_lr peak_lr",
@@ -21,7 +19,8 @@ SYNONYMS = {
     "tokens_per_step": "gradient_accumulation_steps grad_accum grad_accum_steps total_batch_size",
     "batch_schedule": "batch_size_schedule rampup_batch_size step_batch_size_schedule batch_size_warmup batch_warmup",
     "packing": "pack sample_packing neat_packing padding_free",
-    "steps": f"{EPOCHS} max_iters lr_decay_iters iters iterations num_iterations max_steps max_steps_per_epoch train_steps",
+    "epochs": "epoch num_epochs n_epochs max_epochs num_train_epochs",
+    "steps": "max_iters lr_decay_iters iters iterations num_iterations max_steps max_steps_per_epoch train_steps",
     "sequence_length": "block_size context_length context context_size ctx seq_len seq_length sequence_len"
     " max_seq_len max_seq_length max_length cutoff_len n_ctx n_positions",
     "num_layers": "n_layer n_layers layers depth num_hidden_layers",
@@ -68,7 +67,9 @@ SYNONYMS = {
     "evaluate": "eval validate base_eval",
     "import": "convert download pull",
     "export": "push upload quantize merge merge_lora merge_and_unload save",
-    "report": "compare plot",
+    "report": "compare",
+    "plot": "curve curves loss graph",
+    "completion": "completions autocomplete",
     "runs": "list ls status",
     "recipes": "configs presets cp",
     "gradcheck": "check_gradients test_gpt2",
@@ -131,11 +132,6 @@ def meanings(name: str) -> list[str]:
     """Our names that `name` may mean: itself, and each name that it is a synonym of."""
     plain = plain_name(name)
     return [plain, *(target for target, words in SYNONYMS.items() if plain in words.split())]
-
-
-def is_epochs(name: str) -> bool:
-    """True for other trainers' names of the number of epochs."""
-    return plain_name(name) in EPOCHS.split()
 
 
 def plain_name(name: str) -> str:

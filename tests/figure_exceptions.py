@@ -132,8 +132,8 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/sampling.md": {"of a quarter of the": "a default"},
     "docs/training.md": {
         "up to four times": "arithmetic",
-        "validates about ten times": "a default",
-        "samples four times and saves": "a default",
+        "four and five times": "a default",
+        "at most a quarter of": "a default",
         "524,288 | 2.5e-4 |": "a setting",
         "over a twentieth of the": "a setting",
         "to a tenth of its": "a setting",

@@ -113,6 +113,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "handgrad/generation/decode.py": {"of a quarter of the": "a constant"},
     "handgrad/ops/reference/muon.py": {"from a thousandth to": "arithmetic"},
     "handgrad/reports/serve.py": {"most a tenth of one": "a constant"},
+    "handgrad/run/settings.py": {"most a quarter of the": "a constant"},
     "handgrad/run/step_check.py": {"a third attempt decides": "an ordinal"},
     "handgrad/run/autosize.py": {
         "most four times": "a constant",

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 import handgrad
 from handgrad.errors import print_message
 from handgrad.run import console
-from handgrad.run.console import Cadence, StepFigures
+from handgrad.run.console import Cadence, StepFigures, WordWrap
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.training.step import StepResult
@@ -77,6 +78,47 @@ def test_a_line_of_a_step_fits_the_terminal(width: int | None) -> None:
     assert skipped.line(width).endswith(" | skipped: loss z 7.1")
 
 
+TEXT = "data       shards/mine: 65.8k training and 5.6k validation tokens, bpe vocabulary of 4096 (padded to 4096) 🦉🦉"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_lines_break_between_words(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal: a header's further lines below its text, a sample's with its own breaks. None in a pipe."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr(
+        console,
+        "Console",
+        lambda **how: Console(**how | {"file": terminal}, width=width, force_terminal=True, color_system=None),
+    )
+    display = console.Display(10, 0, "lines")
+    sample = "step 10, the model writes: " + "once upon a time " * 9 + "\n\n  def f():\n" + "x" * 200
+    display.print(TEXT)
+    display.print(sample)
+    display.close()
+    header, _, rest = terminal.getvalue().partition("\nstep 10")
+    lines = header.split("\n")
+    assert all(cell_len(line) <= width for line in lines) and len(lines) == {60: 3, 80: 2, 120: 1}[width]
+    assert all(line.startswith(" " * 11) and line[11] != " " for line in lines[1:])
+    assert " ".join(line.strip() for line in lines) == TEXT
+    assert all(cell_len(line) <= width for line in rest.splitlines() if "x" * 200 not in line)
+    assert "\n\n  def f():\n" in rest and ("step 10" + rest).split() == sample.split()
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_a_streamed_text_breaks_between_words(size: int) -> None:
+    """Whatever the pieces; nothing is lost or added but the line breaks, and a pipe gets none."""
+    text = "The owl 🦉 of the old tower,  all of it\n\n  was awake.\n" + "y" * 45 + " " + "two words " * 9
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    for width in (20, 33, 80):
+        wrap = WordWrap(width)
+        shown = "".join([*map(wrap.feed, pieces), wrap.feed("", ends=True)])
+        assert "".join(shown.split()) == "".join(text.split()) and "tower,  all" in shown + "tower,  all" * (width < 33)
+        assert all(cell_len(line) <= width for line in shown.split("\n") if "y" * 9 not in line)
+    whole = WordWrap(0)
+    assert "".join([*map(whole.feed, pieces), whole.feed("", ends=True)]) == text
+
+
 def test_pictures_show_a_terminal_as_wide_as_asked() -> None:
     command = [sys.executable, "-c", "print('a' * 100); print('\\x1b[1;31m<b>\\x1b[0m')"]
     bold = '<span style="color:#e06c6c;font-weight:bold">'
@@ -103,6 +145,11 @@ def test_a_slow_run_does_not_look_hung() -> None:
     assert lines_of(15, every=10, last=12) == list(range(1, 13)), "every step of 15 s"
     assert lines_of(4, every=100, last=12) == [1, 2, 5, 8, 11, 12], "a line every ten seconds or so"
     assert lines_of(4, every=4, last=12) == [1, 2, 4, 7, 8, 11, 12], "beside every fourth step"
+
+
+def test_lines_between_the_regular_ones_stand_at_round_steps() -> None:
+    assert lines_of(0.15, every=100, last=300) == [1, 2, 80, 100, 180, 200, 280, 300], "after ten seconds, 67 steps"
+    assert lines_of(0.0999, every=100, first=1201, last=1400) == [1201, 1202, 1300, 1400], "not also at 1302"
 
 
 def test_a_quick_run_says_little() -> None:
@@ -157,7 +204,11 @@ def test_a_notebook_has_one_line_that_is_redrawn(
     assert others == ["mine", ""], "what follows the steps begins a line"
     page = on_the_page(rest)
     assert [line for line in page if " left | " in line] == [], "a line that stays takes the place of the live one"
-    assert [line.split(":")[0] for line in page if "validation" in line] == ["step 6", "step 12"]
+    assert [re.split(r":| \d+\.", line)[0] for line in page if "validation" in line] == [
+        "step 6",
+        "step 12",
+        "result     reached validation loss",
+    ]
     log = (Path(config.out) / "log.txt").read_text()
     assert log.count("tok/s") == 12, "the log has a line a step"
 

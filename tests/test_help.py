@@ -2,6 +2,8 @@
 
 import argparse
 import shlex
+import sys
+import types
 
 import pytest
 
@@ -98,6 +100,16 @@ def test_defaults_are_shown(command: str, capsys: pytest.CaptureFixture) -> None
         if action.option_strings and type(default) in (int, float, str) and default not in ("", argparse.SUPPRESS):
             entry = text.split(f" {action.option_strings[-1]} ")[-1].split(" --")[0]
             assert "default" in entry, (command, action.option_strings)
+
+
+def test_completion_prints_a_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Of the whole command line, by shtab; without it, the command that installs it."""
+    written = types.SimpleNamespace(complete=lambda parser, shell: f"{shell} of {parser.prog}")
+    monkeypatch.setitem(sys.modules, "shtab", written)
+    assert main(["completion", "zsh"]) == 0 and capsys.readouterr().out == "zsh of handgrad\n"
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 64 and "`pip install 'handgrad[completion]'`" in capsys.readouterr().err
+    assert main(["completion", "fish"]) == 64 and "SHELL must be one of bash, zsh, tcsh" in capsys.readouterr().err
 
 
 def test_completions_know_every_word() -> None:

@@ -12,7 +12,21 @@ from handgrad.parsing import parse_record
 from handgrad.storage.run_files import METRICS_FILE
 
 POLL_SECONDS = 0.2
-KINDS = (*("run", "step", "gpu", "fp8", "ranks", "validation", "evaluation", "sample", "save", "event"), *("stop", "end"))
+KINDS = (
+    "run",
+    "step",
+    "gpu",
+    "fp8",
+    "ranks",
+    "validation",
+    "evaluation",
+    "sample",
+    "save",
+    "event",
+    "result",
+    "stop",
+    "end",
+)
 
 
 def metrics(run: str | os.PathLike[str], kind: str = "", *, follow: bool = False) -> Iterator[dict[str, Any]]:

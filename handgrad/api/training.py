@@ -45,6 +45,7 @@ class Settings(TypedDict, total=False):
     freeze: str
     lora: str
     steps: int
+    epochs: float
     tokens_per_step: int
     batch_schedule: str
     micro_batch: int

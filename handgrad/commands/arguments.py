@@ -1,17 +1,11 @@
 """Parses every command's arguments before the command and its libraries load, so help and usage errors answer at once."""
 
 import argparse
-import contextlib
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from handgrad.commands import flags
 from handgrad.commands.parser import Formatter, Parser
-from handgrad.errors import HandgradError
-from handgrad.names import STEPS_OF_AN_EPOCH, is_epochs
 from handgrad.run import settings
 from handgrad.settings import presets
 from handgrad.settings.config import FIELDS, RunConfig
@@ -24,7 +18,6 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(f"handgrad {command}", formatter_class=Formatter, **texts)
     parser.example = EXAMPLES[command]
     add_arguments(parser)
-    parser.in_steps = epochs_in_steps if parser.left_out else None
     namespace = parser.parse(arguments)
     namespace.arguments = list(arguments)
     if "preset" in namespace:
@@ -39,47 +32,8 @@ def run_config(parsed: argparse.Namespace, command: str = "train") -> RunConfig:
 
 def given(namespace: argparse.Namespace) -> dict[str, Any]:
     """The settings given as flags on the command line."""
-    return {name: value for name in (*FIELDS, *flags.TECHNIQUE_CHANGES) if (value := getattr(namespace, name)) is not None}
-
-
-def epochs_in_steps(namespace: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """The answer to --epochs, a flag of other trainers: '3 epochs of shards/mine are --steps 120', for a run with the other
-    `arguments`; if no data are prepared, the rule."""
-    asked = value_of(arguments)
-    if namespace.preset not in presets.PRESETS:
-        namespace.preset = None  # argparse put the number of epochs here
-    found = None
-    with contextlib.suppress(HandgradError):  # other arguments may be wrong too; the answer to this one comes first
-        found = steps_of_an_epoch(run_config(namespace))
-    if found is None:
-        return STEPS_OF_AN_EPOCH
-    folder, steps = found
-    count = f"{asked:g} epochs of {folder} are" if asked not in (0, 1) else f"an epoch of {folder} is"
-    return f"{count} --steps {math.ceil((asked or 1) * steps)}"
-
-
-def value_of(arguments: Sequence[str]) -> float:
-    """The number of epochs asked for; 0 if the value is not a number."""
-    for word, after in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, _, value = word.partition("=")
-        if name.startswith("-") and is_epochs(name):
-            with contextlib.suppress(ValueError):
-                return min(max(0.0, float(value or after)), 1e6)
-    return 0.0
-
-
-def steps_of_an_epoch(config: RunConfig) -> tuple[str, float] | None:
-    """(the data of a run, the steps in one epoch of it); None without data, or with a batch schedule. Raises
-    `HandgradError` for data that cannot be read."""
-    from handgrad.data.shards import MANIFEST_FILE, open_dataset  # imports numpy, which `--help` does not need
-
-    if config.batch_schedule or not (Path(config.data) / MANIFEST_FILE).is_file():
-        return None
-    from handgrad.run.packing import resolve_packing, training_batches  # imports torch
-
-    dataset = open_dataset(config.data)
-    batches = training_batches(replace(config, packing=resolve_packing(config.packing, dataset)), dataset)
-    return config.data, batches.samples_per_epoch * config.sequence_length / config.tokens_per_step
+    names = (*FIELDS, *flags.TECHNIQUE_CHANGES, settings.EPOCHS)
+    return {name: value for name in names if (value := getattr(namespace, name)) is not None}
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
@@ -95,6 +49,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "export": ("writes a checkpoint for transformers, PEFT, llm.c or llama.cpp", flags.export),
     "import": ("turns a model of transformers, PEFT or llm.c into a checkpoint", flags.import_),
     "report": ("writes a self-contained HTML page about one or more runs", flags.report),
+    "plot": ("draws the loss of one or more runs in the terminal, or as a PNG", flags.plot),
     "watch": ("serves the report of one or more runs, live in a browser", flags.watch),
     "runs": ("lists the runs below a folder: steps, loss, size, state", flags.runs),
     "checkpoints": ("lists a run's checkpoints, verifies their hashes, or prunes them", flags.checkpoints),
@@ -105,6 +60,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "doctor": ("checks what this machine has, uses and lacks; runs each part once", flags.doctor),
     "profile": ("times the kernels of a run's steps, beside this machine's limits", flags.profile),
     "bench": ("measures handgrad beside a PyTorch autograd twin", flags.bench),
+    "completion": ("prints the script by which a shell completes commands", flags.completion),
 }
 # The first command of each group, in order.
 COMMAND_GROUPS = {
@@ -123,9 +79,10 @@ EXAMPLES = {
     "sample": 'handgrad sample runs/a --prompt "Once upon a time" --samples 3',
     "chat": 'handgrad chat HuggingFaceTB/SmolLM2-135M-Instruct --system "You are a pirate."',
     "serve": "handgrad serve runs/talks --port 8000",
-    "export": "handgrad export runs/a exported --to hf",
+    "export": "handgrad export runs/a --out exported",
     "import": "handgrad import gpt2 --out imported",
     "report": "handgrad report runs/a runs/b --out compared.html",
+    "plot": "handgrad plot runs/a runs/b --out losses.png",
     "watch": "handgrad watch runs",
     "recipes": "handgrad recipes gpt2-124m",
     "runs": "handgrad runs runs",
@@ -138,6 +95,7 @@ EXAMPLES = {
     "doctor": "handgrad doctor",
     "gradcheck": "handgrad gradcheck",
     "demo": "handgrad demo --steps 500",
+    "completion": "handgrad completion bash",
 }
 
 # The whole command line as one parser, for shtab, which generates shell completions; handgrad itself never builds it.

@@ -1,4 +1,4 @@
-"""handgrad chat: a conversation in the terminal, streamed; through a pipe, one answer per line."""
+"""handgrad chat: a conversation in the terminal, streamed; through a pipe, one answer per line; one for --prompt."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from dataclasses import fields
 from types import FrameType
 from typing import Any
 
-from handgrad.errors import DataError, print_message
+from handgrad.errors import DataError, UsageError, print_message
 from handgrad.evaluation.load import LoadedModel, Weights, Writing, is_taught_to_talk, load_model, machine
 from handgrad.format import human_bytes
 from handgrad.generation.chat import Prompt, Talk
@@ -18,6 +18,7 @@ from handgrad.generation.generate import MAX_TOKENS, Continuation, Decoder, Samp
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
 from handgrad.memory.arena import make_plan
+from handgrad.run.console import output_wrap
 
 NEW, QUIT = "/new", "/quit"
 
@@ -44,6 +45,8 @@ class Interrupts:
 
 def run(parsed: Namespace) -> int:
     check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
+    if parsed.prompt is not None and not parsed.prompt.strip():
+        raise UsageError("--prompt is empty: expected a message")
     options = sampling_options(parsed)
     _, talk, writing = open_talking_model(parsed)
     interrupts = Interrupts()
@@ -55,14 +58,16 @@ def run(parsed: Namespace) -> int:
 def converse(parsed: Namespace, talk: Talk, writing: Writing, options: SamplingOptions, interrupts: Interrupts) -> None:
     context, described = context_of(writing, parsed.context)
     beginning: list[Any] = [{"role": "system", "content": parsed.system}] if parsed.system else []
-    messages, answers, terminal = list(beginning), 0, sys.stdin is not None and sys.stdin.isatty()
+    messages, answers = list(beginning), 0
+    terminal = parsed.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if terminal:
         template = "plain template" if talk.template.is_plain else "template of its own"
-        print(f"{template}, {described}; Ctrl-C stops an answer, {NEW} forgets, {QUIT} ends", file=sys.stderr)
-    for line in lines(terminal):
-        if line == QUIT:
+        print(f"{template}, {described}", file=sys.stderr)
+        print(f"Ctrl-C stops an answer, {NEW} forgets, {QUIT} ends", file=sys.stderr)
+    for line in lines(terminal) if parsed.prompt is None else [parsed.prompt]:
+        if line == QUIT and parsed.prompt is None:
             return
-        if line == NEW:
+        if line == NEW and parsed.prompt is None:
             messages = list(beginning)
             continue
         try:
@@ -106,15 +111,15 @@ def answer(
     prompt: Prompt, model: LoadedModel, decoder: Decoder, stops: list[str], seed: int, interrupts: Interrupts
 ) -> str:
     """Prints the answer while the model generates it, and returns it; after Ctrl-C, the part generated so far."""
-    text, said = Continuation(prompt.tokens, prompt.max_tokens, seed), ""
+    text, said, wrap = Continuation(prompt.tokens, prompt.max_tokens, seed), "", output_wrap()
     interrupts.answering = True
     for _, piece in stream_text(decoder, model.tokenizer, iter([text]), stops, reuse_cache=True):
         said += piece
-        print(piece, end="", flush=True)
+        print(wrap.feed(piece), end="", flush=True)
         if not interrupts.answering:
             break
     interrupts.answering = False
-    print(flush=True)
+    print(wrap.feed("", ends=True), flush=True)
     if text.stopped == MAX_TOKENS:
         print(f"the answer ends after {len(text.tokens)} tokens (--max-tokens)", file=sys.stderr)
     return said

@@ -1,6 +1,5 @@
 """handgrad demo: from the built-in stories to a trained model, a report and a story, in about two minutes."""
 
-import dataclasses
 from argparse import Namespace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from handgrad.files import check_above
 from handgrad.reports.page import write_report
 from handgrad.run.folder import check_place
 from handgrad.run.open import train
-from handgrad.settings import presets
+from handgrad.run.settings import run_config
 from handgrad.storage.run_files import REPORT_FILE
 
 DEMO_DOCUMENTS = 60_000
@@ -25,8 +24,7 @@ def run(parsed: Namespace) -> int:
     )
     show_prepared(prepare_with_progress(options))
     print()
-    config = dataclasses.replace(presets.demo(), data=parsed.data, out=parsed.out, steps=parsed.steps)
-    train(config)
+    train(run_config("demo", "", "", {"data": parsed.data, "out": parsed.out, "steps": parsed.steps}))
     page = write_report([Path(parsed.out)], Path(parsed.out) / REPORT_FILE)
     print(f"""
 The report is {page.absolute().as_uri()}

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
+from handgrad.errors import UsageError
 from handgrad.interop.adapters import read_config
 from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft
 from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
@@ -13,8 +14,11 @@ from handgrad.storage import checkpoint
 def run(parsed: Namespace) -> int:
     dtype = parsed.dtype or ("f16" if parsed.to == "gguf" else "fp32")
     check_choice(f"--dtype of --to {parsed.to}", dtype, GGUF_TYPES if parsed.to == "gguf" else EXPORT_DTYPES)
+    if bool(parsed.folder) == bool(parsed.out):
+        found = f"found both, {parsed.folder} and {parsed.out}" if parsed.out else "found neither"
+        raise UsageError(f"expected one of DIR and --out DIR, {found}; `handgrad export RUN --out DIR` writes to DIR")
     source = checkpoint.find(parsed.checkpoint, strict=parsed.strict)
-    path, read_back = Path(parsed.folder), "every number is the same bits"
+    path, read_back = Path(parsed.folder or parsed.out), "every number is the same bits"
     if parsed.to == "peft":
         done = export_peft(source, path, EXPORT_DTYPES[dtype])
         read_back += f"; the adapters of {read_config(path)[1]}"

@@ -53,8 +53,10 @@ GROUPS = {
     "device": "the machine",
 }
 
+EPOCHS_TEXT = "passes over the training split, instead of --steps; the run keeps the steps (default: --steps decides)"
 WATCH_PORT, SERVE_PORT = 8360, 8361
 FP8_NOTE = "; fp8: as a run in fp8 validates"
+SHELLS = ("bash", "zsh", "tcsh")
 BENCHMARK_TEXTS = {
     "step": "whole optimizer steps, alternating with the twin: speed, memory; on a GPU power and time to step 1",
     "loss": "the same training run by handgrad and by the twin: the distance of their losses",
@@ -89,6 +91,8 @@ def add_run_arguments(parser: Parser) -> None:
             options |= {"nargs": "?", "const": "true"}
         if name in FIRST_SETTINGS:
             first.add_argument(flag(name), help=text, **options)
+            if name == "steps":
+                first.add_argument(flag(settings.EPOCHS), help=EPOCHS_TEXT, type=float, metavar=METAVARS[float])
         else:
             parser.left_out[group.add_argument(flag(name), help=argparse.SUPPRESS, **options)] = text
         if name == "techniques":
@@ -123,14 +127,6 @@ def add_sampling_arguments(parser: Parser, text: str) -> None:
     parser.number("--repetition-penalty", "divides logits of tokens in the text so far (1: none)", kind=float, default=1.0)
     ends = f"ends {text} before this text; may be repeated"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=ends)
-
-
-def takes_messages(parser: Parser, way: str) -> None:
-    """For a command that answers messages but takes none as arguments. `way`: how to send it one, for its errors."""
-    parser.takes_one = way
-    parser.elsewhere |= dict.fromkeys(
-        ("prompt", "prompt_file", "in"), f"{way}; `handgrad sample MODEL --prompt TEXT` continues a text"
-    )
 
 
 def add_address(parser: Parser, port: int) -> None:
@@ -210,13 +206,15 @@ def evaluate(parser: Parser) -> None:
 
 def export(parser: Parser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or checkpoint folder")
-    parser.add_argument("folder", metavar="DIR", help="a new folder; for gguf a new file")
+    parser.intermixed = True
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="a new folder; for gguf a new file")
+    parser.text("--out", "DIR", "the same as a flag")
     formats = (
-        "hf: a folder for Hugging Face's transformers: weights, config, tokenizer, model card;"
+        "hf, the default: a folder for Hugging Face's transformers: weights, config, tokenizer, model card;"
         " peft: the adapters of train --lora for PEFT; llmc: a folder for llm.c: model.bin, the tokenizer file;"
         " gguf: one file for llama.cpp (needs `pip install gguf`)"
     )
-    parser.add_argument("--to", required=True, choices=("hf", "peft", "llmc", "gguf"), help=formats)
+    parser.add_argument("--to", default="hf", choices=("hf", "peft", "llmc", "gguf"), help=formats)
     types = "of the weights: fp32 or bf16 (default: fp32); for gguf f16, bf16 or q8_0 (default: f16)"
     parser.add_argument("--dtype", choices=("fp32", "bf16", "f16", "q8_0"), metavar="NAME", help=types)
     parser.elsewhere["push"] = "`hf upload OWNER/NAME DIR --private` uploads the folder to the Hub"
@@ -263,6 +261,15 @@ def profile(parser: Parser) -> None:
     parser.number("--vocab-size", "words of synthetic tokens (default: GPT-2's)", rule=AT_LEAST_1)
     parser.number("--profile-steps", "optimizer steps to record (default: 3)", rule=AT_LEAST_1, default=3)
     parser.text("--trace", "FILE", "also write a trace for Perfetto (.json or .json.gz)")
+
+
+def plot(parser: Parser) -> None:
+    add_runs(parser)
+    parser.text("--out", "FILE.png", "write a PNG instead of drawing in the terminal")
+
+
+def completion(parser: Parser) -> None:
+    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=f"{', '.join(SHELLS)}; its script goes to stdout")
 
 
 def doctor(parser: Parser) -> None:
@@ -323,8 +330,17 @@ def sample(parser: Parser) -> None:
 
 
 def chat(parser: Parser) -> None:
+    add_conversation(parser)
+    parser.text("--prompt", "TEXT", "one message: prints the answer alone and ends", default=None)
+    parser.takes_one = "give a message as --prompt TEXT"
+    parser.elsewhere |= dict.fromkeys(
+        ("prompt_file", "in"), "a message a line through a pipe: handgrad chat MODEL < FILE; or --prompt TEXT"
+    )
+
+
+def add_conversation(parser: Parser) -> None:
+    """Adds the flags of `chat` that `serve` has as well."""
     add_model_arguments(parser)
-    takes_messages(parser, "type the message at the prompt, or pipe it: echo TEXT | handgrad chat MODEL")
     parser.text("--system", "TEXT", "the system message, before the conversation")
     parser.number("--max-tokens", "longest answer (default: 512)", default=512)
     add_sampling_arguments(parser, "an answer")
@@ -334,8 +350,9 @@ def chat(parser: Parser) -> None:
 
 
 def serve(parser: Parser) -> None:
-    chat(parser)
-    takes_messages(parser, "its page and its API take the messages; for one: echo TEXT | handgrad chat MODEL")
+    add_conversation(parser)
+    parser.takes_one = "its page and its API take the messages; for one: handgrad chat MODEL --prompt TEXT"
+    parser.elsewhere |= dict.fromkeys(("prompt", "prompt_file", "in"), parser.takes_one)
     add_address(parser, SERVE_PORT)
 
 

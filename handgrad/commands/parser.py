@@ -1,11 +1,11 @@
 """The parser of every command: argparse with one-line errors, checked numbers, and a short and a long help."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from handgrad.errors import UsageError
-from handgrad.names import check_choice, is_epochs, meanings, nearest_name
+from handgrad.names import check_choice, meanings, nearest_name
 from handgrad.settings.config import KINDS, Rule
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
@@ -36,9 +36,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.rules: dict[str, Rule] = {}
+        self.intermixed = False  # flags may stand between positional arguments of which one may be missing
         self.example = ""  # a command line that works, for an error
         self.takes_one = ""  # the remedy for one positional argument too many
-        self.in_steps: Callable[[argparse.Namespace, Sequence[str]], str] | None = None  # the answer to --epochs
         self.elsewhere: dict[str, str] = {}  # a flag of another command, or a removed one: what to do
         self.left_out: dict[argparse.Action, str] = {}  # options that `--help` leaves out, with their help
 
@@ -92,7 +92,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Like `parse_args`; checks the numbers, and answers unknown flags with the nearest known ones."""
-        namespace, unknown = self.parse_known_args([self.dashed(word) for word in arguments])
+        parse = self.parse_known_intermixed_args if self.intermixed else self.parse_known_args
+        namespace, unknown = parse([self.dashed(word) for word in arguments])
         if unknown:
             if "--" in arguments:
                 raise UsageError(f"-- ends the flags, and {unknown[-1]!r} came after it; leave it out")
@@ -102,8 +103,7 @@ class Parser(argparse.ArgumentParser):
             full = "--help-all" if self.left_out else "--help"
             known = [option for action in self._actions for option in action.option_strings]
             listed = ", ".join(f"{name!r}{self.hint(name, known)}" for name in names or unknown[:1])
-            note = f"; {self.in_steps(namespace, arguments)}" if self.in_steps and any(map(is_epochs, names)) else ""
-            raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {listed}{note}; `{self.prog} {full}` lists all")
+            raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {listed}; `{self.prog} {full}` lists all")
         for name, rule in self.rules.items():
             if getattr(namespace, name) is not None:
                 rule.check(flag(name), getattr(namespace, name))

@@ -32,6 +32,7 @@ from handgrad.generation.generate import (
 from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
+from handgrad.run.console import output_wrap
 
 PROGRESS_SECONDS = 5  # between two lines of progress
 
@@ -131,16 +132,16 @@ def write_terminal(
     waiting = {
         id(text): f"--- sample {n}, seed {text.seed}\n" * (len(texts) > 1) + prompt for n, text in enumerate(texts, 1)
     }
-    left = list(texts)
+    left, wrap = list(texts), output_wrap()
     for text, piece in stream_text(decoder, model.tokenizer, iter(texts), stops):
         waiting[id(text)] += piece
         while left:
-            sys.stdout.write(waiting[id(left[0])])
+            sys.stdout.write(wrap.feed(waiting[id(left[0])]))
             waiting[id(left[0])] = ""
             if not left[0].stopped:
                 break
-            sys.stdout.write("\n")
-            left.pop(0)
+            sys.stdout.write(wrap.feed("", ends=True) + "\n")
+            left, wrap = left[1:], output_wrap()
         sys.stdout.flush()
 
 

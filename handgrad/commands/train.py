@@ -1,5 +1,6 @@
 """handgrad train: trains the run in --out, or resumes it; --gpus and --ranks start processes, --restarts restarts them."""
 
+import itertools
 import os
 import shlex
 from argparse import Namespace
@@ -8,9 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from handgrad.errors import UsageError
+from handgrad.evaluation.outcome import FALLING, OVERFITTED, Outcome
 from handgrad.joins.parallel.launchers import find_rank_info
 from handgrad.joins.parallel.local import command_line, end_with_launcher, is_launched, run_ranks, supervise
 from handgrad.machine import devices, threads
+from handgrad.run.console import LABEL_WIDTH, output_wrap
 from handgrad.run.open import open_run
 from handgrad.settings.config import check
 from handgrad.storage import checkpoint
@@ -23,16 +26,31 @@ def run(parsed: Namespace) -> int:
         check(config)  # else `open_run` does
         return supervise(partial(launch, parsed, ranks), partial(saved_step, Path(config.out)), parsed.restarts or 0)
     end_with_launcher()
+    if parsed.epochs and not find_rank_info(os.environ).rank:
+        print(f"epochs     {parsed.epochs:g} epochs = {config.steps:,} steps", flush=True)
     with open_run(config, allow_changes=parsed.allow_changes, strict=parsed.strict) as run:
         run.begin()
         run.advance(config.steps)
-        next_command = "chat" if run.dataset.is_chat else "sample"
+        uses = "chat" if run.dataset.is_chat else "sample"
     if find_rank_info(os.environ).rank:
         return 0  # rank 0 logs
     print(f"report     {write_report([Path(config.out)], Path(config.out) / REPORT_FILE)}")
-    run_folder = shlex.quote(config.out)
-    print(f"next       handgrad {next_command} {run_folder}   or   handgrad evaluate {run_folder}")
+    print(output_wrap(LABEL_WIDTH).feed(f"next       {next_step(parsed, run.outcome, uses)}", ends=True))
     return 0
+
+
+def next_step(parsed: Namespace, outcome: Outcome | None, uses: str) -> str:
+    """The commands for a finished run, of which `uses` is "sample" or "chat", or the flags that its outcome advises."""
+    out, advice, kind = parsed.run_config.out, [*outcome.advice] if outcome else [], outcome.kind if outcome else ""
+    model = shlex.quote(f"{out}/best" if kind == OVERFITTED and not advice else out)
+    if not advice:
+        return f"handgrad {uses} {model}   or   handgrad evaluate {model}"
+    if parsed.epochs and advice[0] == "--steps":
+        advice[:2] = "--epochs", f"{parsed.epochs * int(advice[1]) / parsed.run_config.steps:g}"
+    if "--allow-changes" not in advice:  # a new run
+        advice += "--out", next(name for number in itertools.count(2) if not Path(name := f"{out}-{number}").exists())
+    again = f"the same command with {shlex.join(advice)}"
+    return f"handgrad {uses} {model}   or   {again}" if kind in (FALLING, OVERFITTED) else again
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:

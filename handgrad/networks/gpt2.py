@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 # The GPT-2 report, and Table 2.1 of the GPT-3 paper (Brown et al. 2020): layers, heads, channels.
 MODELS = {
     "tiny": (2, 4, 64),
+    "d4": (4, 4, 256),  # 16M; the widths of m4 and m6, heads of 64 as in d12
+    "d6": (6, 6, 384),  # 30M
     "d12": (12, 12, 768),  # 124M
     "d24": (24, 16, 1024),  # 350M
     "d36": (36, 20, 1280),  # 774M

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
+from handgrad.format import round_number
 from handgrad.joins.parallel.launchers import find_rank_info
 from handgrad.machine import devices
 from handgrad.run.packing import document_lengths, resolve_packing, row_that_holds
@@ -73,16 +74,17 @@ GPU_SIZES = (
 )
 
 
-def suited_settings(dataset: Dataset, device: torch.device) -> dict[str, Any]:
-    """Settings for a run on `dataset`: the largest model that its tokens can teach and the device can hold."""
+def suited_settings(dataset: Dataset, device: torch.device, steps: int = 0) -> dict[str, Any]:
+    """Settings for a run on `dataset`: the largest model that its tokens can teach and the device can hold. `steps`: as in
+    `paced`."""
     training = dataset.tokens("train")
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for size in reversed([size for size in sizes if training >= size.tokens]):
         for config in smaller_batches(fitted(size, dataset)):
             if fits(config, dataset.tokenizer.vocab_size, device):
-                return settings_of(config, size, dataset, device)
+                return settings_of(config, size, dataset, device, steps)
     smallest = replace(fitted(sizes[0], dataset), micro_batch=1)
-    return settings_of(smallest, sizes[0], dataset, device)  # if it does not fit, the run refuses it with advice
+    return settings_of(smallest, sizes[0], dataset, device, steps)  # if it does not fit, the run refuses it with advice
 
 
 def fitted(size: Size, dataset: Dataset) -> RunConfig:
@@ -121,15 +123,16 @@ def fits(config: RunConfig, vocab_size: int, device: torch.device) -> bool:
     return resolve(config, vocab_size, device=device).plan.total_bytes <= most
 
 
-def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.device) -> dict[str, Any]:
-    pace = paced(config, dataset, device, size.epochs, size.warmup_share)
+def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.device, steps: int) -> dict[str, Any]:
+    pace = paced(config, dataset, device, size.epochs, size.warmup_share, steps)
     return {**{name: getattr(config, name) for name in CHOSEN_SIZES}, **pace}
 
 
 def paced(
     config: RunConfig, dataset: Dataset, device: torch.device, epochs: float, warmup_share: float, steps: float = 0
 ) -> dict[str, Any]:
-    """Chooses the number of steps, unless given, and the intervals of validations, samples, saves and log lines."""
+    """Chooses the number of steps, unless given, the warm-up, and the intervals of validations, samples, saves and log
+    lines."""
     training, validation = dataset.tokens("train"), dataset.tokens("validation")
     if not steps:
         steps = epochs * training / config.tokens_per_step
@@ -141,11 +144,11 @@ def paced(
     return {
         "steps": steps,
         "warmup_steps": max(1, min(int(steps * warmup_share), MOST_WARM_UP_STEPS)),
-        "eval_every": min(max(1, steps // 10), 250),
+        "eval_every": min(round_number(steps // 10), 250),
         "eval_tokens": min(max(config.sequence_length, validation), 10 << 20),
-        "sample_every": max(1, steps // 4),
-        "save_every": min(max(1, steps // 5), 1000),
-        "log_every": min(max(1, steps // 50), 10 if device.type == "cuda" else 50),
+        "sample_every": round_number(steps // 4),
+        "save_every": min(round_number(steps // 5), 1000),
+        "log_every": min(round_number(steps // 50), 10 if device.type == "cuda" else 50),
     }
 
 
@@ -164,7 +167,8 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None:
         return {name: begun[name] for name in CHOSEN}
-    return suited_settings(open_dataset(settings["data"]), devices.resolve_device(settings.get("device", RunConfig.device)))
+    device = devices.resolve_device(settings.get("device", RunConfig.device))
+    return suited_settings(open_dataset(settings["data"]), device, settings.get("steps", 0))
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
@@ -227,6 +231,16 @@ def fitted_to_weights(
             return fitted_to_weights(settings | {"sequence_length": usual}, sizes, dataset, device)
         config = smaller[0] if smaller else config  # if none fits, the run refuses it with advice
     return config
+
+
+def usual_rate(config: RunConfig) -> float:
+    """A peak learning rate that suits the model of a run, to replace one that does not. GPT-2's falls with the width, as in
+    the GPT-3 paper."""
+    if config.init_from:
+        return suited_rate(config.init_from, adapters=bool(config.lora))
+    if config.optimizer == "muon":
+        return presets.MODERN_RATE * (768 / config.channels) ** 0.5
+    return min(0.4 / config.channels, 3e-3)
 
 
 def suited_rate(source: str, *, adapters: bool) -> float:

@@ -1,6 +1,8 @@
 """The console of a run: a live progress line on a terminal, a single redrawn line in a notebook, plain lines everywhere
 else. Formats a step's figures for people."""
 
+import re
+import shutil
 import sys
 import time
 from collections import deque
@@ -8,18 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from handgrad import errors
-from handgrad.format import human_count, human_seconds
+from handgrad.format import human_count, human_seconds, round_number
 from handgrad.training.step import StepResult
 
 ConsoleMode = Literal["live", "lines", "nothing"]  # "live": a live line if there is a terminal
 NOTEBOOK_WIDTH = 100  # characters; a notebook cell shows a few more
 SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
 FIRST_STEPS = 2  # steps of a process that always print: the first waits for libraries, the second shows the speed
-QUIET_SECONDS = 10  # after this long without a line, the next step prints one
+QUIET_SECONDS = 10  # after this long without a line, the next round step prints one
+LABEL = re.compile(r"(?:[a-z0-9-]+| ) +")  # of a header's line, like "model      4 layers"
+LABEL_WIDTH = 11
 
 
 def in_notebook() -> bool:
@@ -68,6 +73,9 @@ class Display:
             return
         if self.redraws or self.console.is_terminal:
             text = errors.shown(text)
+            label = LABEL.match(text)
+            indent = LABEL_WIDTH if label and label.end() == LABEL_WIDTH else 0
+            text = text if self.redraws else WordWrap(self.console.width, indent).feed(text, ends=True)
         if self.redraws:  # bypass rich, which turns each line into a block of HTML
             print("\r" * bool(self.drawn) + text.ljust(self.drawn))
             self.drawn = 0
@@ -96,6 +104,41 @@ class Display:
             sys.stdout.flush()
         except OSError:  # the terminal is gone
             self.stop_printing()
+
+
+class WordWrap:
+    """Breaks a text between words, as it comes, for a terminal of `width` characters; 0: no terminal, no breaks. Later
+    lines begin with `indent` spaces. A longer word is cut, here or by the terminal."""
+
+    def __init__(self, width: int, indent: int = 0):
+        self.width, self.indent, self.column, self.word = width, indent, 0, ""
+
+    def feed(self, piece: str, *, ends: bool = False) -> str:
+        """The text that can be printed after this piece: all but the word in progress, unless the text `ends`."""
+        if not self.width:
+            return piece
+        piece = errors.shown(piece)
+        *words, self.word = re.findall(r"\n|[^\S\n]*\S+|[^\S\n]+", self.word + piece) or [""]
+        if ends or self.word == "\n" or cell_len(self.word) >= self.width:
+            words, self.word = [*words, self.word], ""
+        return "".join(map(self.placed, words))
+
+    def placed(self, word: str) -> str:
+        """A word with the spaces before it, or with a new line instead of these."""
+        size = cell_len(word)
+        if word == "\n":
+            self.column = 0
+        elif self.column and self.column + size > self.width:
+            word = "\n" + " " * self.indent + word.lstrip()
+            self.column = self.indent + cell_len(word.lstrip())
+        else:
+            self.column += size
+        return word
+
+
+def output_wrap(indent: int = 0) -> WordWrap:
+    """For a text on standard output."""
+    return WordWrap(shutil.get_terminal_size().columns if sys.stdout.isatty() else 0, indent)
 
 
 @dataclass(frozen=True)
@@ -169,18 +212,21 @@ class Pace:
 
 
 class Cadence:
-    """Chooses the steps that print a plain line: the first of a process, every n-th, and so many slow ones that the run
-    never looks hung."""
+    """Chooses the steps that print a plain line: the first of a process, every n-th, and so many round ones between that a
+    slow run never looks hung."""
 
     def __init__(self, every: int, clock: Callable[[], float] = time.monotonic):
         """`clock`: returns seconds."""
         self.every, self.clock = every, clock
-        self.lines, self.last = 0, clock()
+        self.lines, self.last, self.last_step = 0, clock(), 0
 
     def due(self, step: int, *, always: bool = False) -> bool:
         """True if `step`, counted from 1, prints a line now; `always`: regardless of time."""
         now = self.clock()
-        if not (always or self.lines < FIRST_STEPS or step % self.every == 0 or now - self.last >= QUIET_SECONDS):
+        regular = always or self.lines < FIRST_STEPS or step % self.every == 0
+        # The next multiple of half the quiet steps is at most half as long again away.
+        quiet = now - self.last >= QUIET_SECONDS and step % round_number((step - self.last_step) / 2) == 0
+        if not (regular or quiet):
             return False
-        self.lines, self.last = self.lines + 1, now
+        self.lines, self.last, self.last_step = self.lines + 1, now, step
         return True

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.errors import INTERRUPTED, RESUMABLE, DataError, HandgradError, NumericsError, StorageError, storage_errors
+from handgrad.evaluation.outcome import DIVERGED
 from handgrad.format import human_age, human_bytes, human_count, human_seconds, table
 from handgrad.parsing import parse_record
 from handgrad.settings.batch_schedule import parse_schedule
@@ -24,7 +25,7 @@ WAITING = "waiting"  # can resume: preempted, ended by a lost rank, or closed by
 CRASHED = "crashed"  # the process is gone and recorded no end
 FAILED = "failed"  # ended by an error
 
-KINDS = re.compile(rb'\{"kind": "(run|step|validation|save|end|stop)"')
+KINDS = re.compile(rb'\{"kind": "(run|step|validation|save|result|end|stop)"')
 MARKERS = ("run", "end", "stop")  # the last of these records determines the state
 Records = dict[str, dict[str, Any]]
 HEADINGS = ("run", "model", "step", "loss", "size", "state", "written")
@@ -39,7 +40,8 @@ class RunSummary:
     state: str
     size_bytes: int
     written: float  # newest file's time, seconds since 1970
-    reason: str = ""  # why the run failed, or why its folder cannot be read
+    reason: str = ""  # why the run failed or what became of it, or why its folder cannot be read
+    outcome: str = ""  # of a finished run: `evaluation.outcome`
     exit_code: int | None = None  # of a stopped or failed run
     parameters: float | None = None
     step: int = 0
@@ -116,10 +118,12 @@ def figures(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder / METRICS_FILE} has no 'run' line; `handgrad train` did not get to its first step")
     marker = found["marker"]
     loss = found.get("validation", {}).get("loss")
+    result = found.get("result", {})
     state, code = RUNNING if is_held(folder) else state_of(marker), marker.get("code")
     return {
         "state": state,
-        "reason": str(marker.get("reason", "")) if state == FAILED else "",
+        "reason": str({FAILED: marker.get("reason", ""), FINISHED: result.get("text", "")}.get(state, "")),
+        "outcome": str(result.get("outcome", "")) if state == FINISHED else "",
         "exit_code": code if isinstance(code, int) and state not in (FINISHED, RUNNING) else None,
         "parameters": found["run"].get("parameters"),
         "step": found.get("step", {}).get("step", 0),
@@ -209,7 +213,7 @@ def listed(runs: list[RunSummary], width: int) -> list[str]:
     for run in runs:
         if run.seconds_left is not None:
             lines.append(f"{run.state:<8} {run.name}: {human_seconds(run.seconds_left)} left at the pace of this start")
-        if run.reason:
+        if run.reason and run.outcome in ("", DIVERGED):
             code = "" if run.exit_code is None else f" (exit code {run.exit_code})"
             lines.append(f"{run.state:<8} {run.name}: {run.reason}{code}")
     return lines

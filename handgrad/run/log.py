@@ -103,7 +103,7 @@ class RunLog:
         return ("end", step) in self.recorded
 
     def record(self, kind: str, **values: Any) -> None:
-        """Writes a JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, save, event, end."""
+        """Writes a JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, save, event, result, end."""
         self._write(METRICS_FILE, json.dumps({"kind": kind, **values}))
         self.sinks.record({"kind": kind, **values})
 
@@ -248,6 +248,17 @@ def metrics_line(line: bytes) -> Line | None:
     if type(step) is not int or not isinstance(kind, str):
         return None
     return Line(step, kind == "step", record)
+
+
+def read_curves(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """(training losses, validation losses) of all steps of a run, each with its number of completed steps, in order."""
+    path, curves = folder / METRICS_FILE, {True: dict[int, float](), False: dict[int, float]()}
+    with storage_errors(f"reading {path}"), path.open("rb") as lines:
+        for line in lines:
+            known = metrics_line(line) if line.startswith((b'{"kind": "step"', b'{"kind": "validation"')) else None
+            if known is not None and isinstance(loss := known.record.get("loss"), int | float):
+                curves[known.is_step][known.step] = float(loss)
+    return sorted(curves[True].items()), sorted(curves[False].items())
 
 
 def main_log_line(line: bytes) -> Line | None:

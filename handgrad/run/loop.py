@@ -11,6 +11,8 @@ from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import STOPPING, NumericsError, Preempted, end_interrupted, end_stopped, forget_signals, is_repeat
 from handgrad.evaluation.load import Weights
+from handgrad.evaluation.loss import floor_of
+from handgrad.evaluation.outcome import Outcome, outcome_of
 from handgrad.joins.fp8.bind import REPORT
 from handgrad.joins.fp8.scaling import Scaling, findings, saturation_line, summary
 from handgrad.joins.parallel.ranks import Ranks
@@ -19,6 +21,7 @@ from handgrad.joins.parallel.stragglers import Stragglers
 from handgrad.machine import power
 from handgrad.run import audit
 from handgrad.run.assemble import assemble
+from handgrad.run.autosize import usual_rate
 from handgrad.run.checkpointing import (
     begin_state,
     changed_versions,
@@ -32,12 +35,13 @@ from handgrad.run.console import ConsoleMode
 from handgrad.run.evaluating import Evaluations, TaskEvaluation
 from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, origin_text, run_record
-from handgrad.run.log import RunLog, StepLines
+from handgrad.run.log import RunLog, StepLines, read_curves
 from handgrad.run.packing import identity_of, trained_tokens, training_batches
 from handgrad.run.resolve import memory_bytes
 from handgrad.run.saves import SaveCheck, Saves
 from handgrad.run.step_check import checked_result, is_overflow
 from handgrad.settings.config import RunConfig, to_dict
+from handgrad.storage import checkpoint
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
 
@@ -90,6 +94,7 @@ class Run:
         self.callback_error: BaseException | None = None  # raised when the run pauses: the next step may be running
         self.stop_signal: int | None = None  # a signal that some rank received and all ranks know
         self.step_seconds = 0.0  # of the last step
+        self.outcome: Outcome | None = None  # of the finished run, on rank 0
 
     def begin(self) -> None:
         """Logs the header, then runs the validation and the sample that the last process left due."""
@@ -152,9 +157,20 @@ class Run:
                 f"the last step's numbers were not finite and were not saved; the newest checkpoint is of step"
                 f" {max(0, self.saves.last_saved)}: lower --learning-rate and start from it"
             )
+        self.outcome = outcome = self.judged() if self.ranks.is_rank_0 else None
+        if outcome is not None:
+            self.log.line(f"result     {outcome.text}")
         if not self.log.has_end(self.completed):
+            if outcome is not None:
+                self.log.record("result", step=self.completed, outcome=outcome.kind, text=outcome.text)
             self.log.record("end", step=self.completed)
             self.log.sync()
+
+    def judged(self) -> Outcome | None:
+        """The outcome of the whole run, by its record."""
+        best = checkpoint.best_validated(self.folder.path)
+        known = math.log(self.design.shape.vocab_size), floor_of(self.dataset, self.config.packing), usual_rate(self.config)
+        return outcome_of(self.config, *read_curves(self.folder.path), *known, best)
 
     def pauses_after(self, step: int) -> bool:
         """True if the run pauses after `step`: because something is due, a signal has come, or the device is a CPU, which

@@ -1,16 +1,19 @@
 """A run's packing of documents into samples, and its batches."""
 
+import bisect
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 
 from handgrad.data.batches import Batches, documents_of
-from handgrad.data.shards import SPLITS, Dataset
+from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.evaluation.loss import scores_all
 from handgrad.run.assemble import TrainedTokens
 from handgrad.settings.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
 
+MOST_STEPS = 1 << 48
 DOCUMENTS = "documents"  # an identity entry that older checkpoints and chains lack
 PACKING_TEXT = {
     STREAM: "a row is cut from the stream of documents",
@@ -41,6 +44,15 @@ def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, str]:
 def training_batches(config: RunConfig, dataset: Dataset) -> Batches:
     """Batches of the training split, in the run's order."""
     return Batches(dataset.splits["train"], config.sequence_length, config.seed, packing=config.packing)
+
+
+def steps_of(config: RunConfig, epochs: float) -> int:
+    """The steps in which a run reads the training samples of its data `epochs` times, rounded up. Raises the errors of
+    `open_dataset`."""
+    dataset = open_dataset(config.data, config.init_from)
+    batches = training_batches(replace(config, packing=resolve_packing(config.packing, dataset)), dataset)
+    tokens = epochs * batches.samples_per_epoch * config.sequence_length
+    return 1 + bisect.bisect_left(range(1, MOST_STEPS), tokens, key=config.batch.tokens_before)
 
 
 def trained_tokens(batches: Batches) -> TrainedTokens | None:

@@ -1,5 +1,6 @@
 """Builds a run's configuration from a preset, a recipe, a model's name and single settings."""
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from handgrad.names import nearest_name
 from handgrad.networks import NETWORKS
 from handgrad.networks.modern import MODERN, changed, resolve_techniques
 from handgrad.settings import presets, recipes
-from handgrad.settings.config import RunConfig, check_value, convert, read_toml, to_dict
+from handgrad.settings.config import EPOCHS as EPOCHS, RunConfig, check_value, convert, read_toml, to_dict
 from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE
 
 # Values for `--init-from` that other trainers use for the start of a run.
@@ -32,6 +33,19 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     conflicting values later, once no setting is open.
     """
     recipe = read_toml(recipes.find(recipe_file)) if recipe_file else {}
+    for one in (recipe, settings):
+        if {EPOCHS, "steps"} <= one.keys():
+            both = f"found steps {one['steps']} and epochs {one[EPOCHS]}"
+            raise UsageError(f"steps and epochs both set the length of a run, {both}; leave one of them out")
+    if "steps" not in settings and (epochs := settings.get(EPOCHS, recipe.get(EPOCHS))) is not None:
+        if type(epochs) not in (int, float) or not 0 < epochs < math.inf:
+            raise UsageError(f"epochs must be a number above 0, found {epochs!r}")
+        rest = {name: value for name, value in settings.items() if name != EPOCHS}
+        sized = run_config(preset, recipe_file, model, {**rest, "steps": 1}, command)  # no size depends on the steps
+        from handgrad.run.packing import steps_of  # imports torch, which `--help` avoids
+
+        return run_config(preset, recipe_file, model, {**rest, "steps": steps_of(sized, epochs)}, command)
+    recipe.pop(EPOCHS, None)
     recipe_preset = recipe.pop("preset", None)
     name = preset or recipe_preset
     if name and name not in presets.PRESETS:
@@ -50,6 +64,8 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         merged |= presets.model(model)
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
+    if "warmup_steps" in merged and "warmup_steps" not in (settings if "steps" in settings else {**recipe, **settings}):
+        merged["warmup_steps"] = warmup_of(merged)
     bare = not name and not recipe_file  # then `run.autosize` chooses the rest
     if weights := merged.get("init_from"):
         if weights in BEGINNINGS and not Path(weights).exists():
@@ -70,6 +86,17 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     for name, value in merged.items():
         check_value(name, value)
     return RunConfig(**merged)
+
+
+def warmup_of(settings: dict[str, Any]) -> int:
+    """A preset's or recipe's warm-up, at most a quarter of the steps of this run; a run begun in `out` keeps its own."""
+    run, begun = Path(settings.get("out", RunConfig.out)), None
+    if (run / CHECKPOINTS).is_dir():
+        from handgrad.storage import checkpoint  # imports torch, which `--help` avoids
+
+        begun = checkpoint.peek_config(run)
+    usual = min(settings["warmup_steps"], max(1, int(settings.get("steps", RunConfig.steps) * presets.WARMUP_SHARE)))
+    return usual if begun is None else begun.get("warmup_steps", usual)
 
 
 def check_data(settings: dict[str, Any], command: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from handgrad.errors import DataError, UsageError
-from handgrad.names import STEPS_OF_AN_EPOCH, check_choice, is_epochs, nearest_name
+from handgrad.names import check_choice, nearest_name
 from handgrad.networks import NETWORKS, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape, check_network
 from handgrad.networks.fp8 import HEAD_GEMMS, check_fp8
 from handgrad.networks.lora import check_lora
@@ -22,6 +22,7 @@ from handgrad.parsing import parse_toml
 from handgrad.settings.batch_schedule import BatchSchedule, parse_schedule
 
 GPT2_VOCABULARY = 50257
+EPOCHS = "epochs"  # no field: another way to set `steps`
 
 KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text without NUL"}
 
@@ -332,9 +333,8 @@ def check_stride(eval_stride: int, length: int, setting: str = "sequence_length"
 def convert(name: str, value: Any) -> Any:
     """`value` (a command-line string or a TOML value) as the type of field `name`; `UsageError` if it does not convert."""
     if name not in FIELDS:
-        note = f"; {STEPS_OF_AN_EPOCH}" if is_epochs(name) else ""
         near = nearest_name(name, FIELDS)
-        raise UsageError(f"unknown setting {name!r}{near}{note}; `handgrad train --help-all` lists all")
+        raise UsageError(f"unknown setting {name!r}{near}; `handgrad train --help-all` lists all")
     kind = FIELDS[name].type
     try:
         if kind is bool:
@@ -358,7 +358,8 @@ def convert(name: str, value: Any) -> Any:
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """The settings in a TOML recipe, checked and converted by name; `preset` and `model` are passed through as text."""
+    """The settings in a TOML recipe, checked and converted by name; `preset` and `model` are passed through as text,
+    `epochs` as it is."""
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
@@ -374,7 +375,7 @@ def read_toml(path: str) -> dict[str, Any]:
         if not isinstance(loaded.get(key, ""), str):
             raise UsageError(f"{key} in {path} must be text, found {loaded[key]!r}")
     loaded = of_stored(loaded)
-    return {key: value if key in ("preset", "model") else convert(key, value) for key, value in loaded.items()}
+    return {key: value if key in ("preset", "model", EPOCHS) else convert(key, value) for key, value in loaded.items()}
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

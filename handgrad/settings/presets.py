@@ -19,6 +19,7 @@ from handgrad.settings.config import GPT2_VOCABULARY, RunConfig
 TOKENS_PER_PARAMETER = 20  # of a GEMM (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556)
 M12_TOKENS_PER_STEP, M12_MICRO_BATCH = 1 << 19, 64  # at GPT-2's width
 MODERN_RATE = 3e-3  # at 768 channels
+WARMUP_SHARE = 0.25  # most of a run's steps that a preset's warm-up may take: as much as in tiny
 
 # name: (num_layers, num_heads, channels)
 MODELS = {name: sizes for network in NETWORKS.values() for name, sizes in network.models.items()}
@@ -140,9 +141,18 @@ def modern(depth: int) -> RunConfig:
     )
 
 
+def small(depth: int) -> RunConfig:
+    """GPT-2 at the sizes, tokens and batch of the modern network of this depth."""
+    like = modern(depth)
+    sizes = {name: getattr(like, name) for name in ("steps", "tokens_per_step", "micro_batch")}
+    return gpt2(f"d{depth}", **sizes, learning_rate=1e-3, warmup_steps=like.steps // 20, save_every=1000)
+
+
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     "tiny": tiny,
     "demo": demo,
+    "d4": partial(small, 4),
+    "d6": partial(small, 6),
     "d12": lambda: gpt2("d12", micro_batch=64, learning_rate=6e-4),
     "d24": lambda: gpt2("d24", micro_batch=32, learning_rate=3e-4),
     "d36": lambda: gpt2("d36", micro_batch=32, learning_rate=2.5e-4),
