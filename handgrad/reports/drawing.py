@@ -12,7 +12,18 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from handgrad.reports.plots import PALETTE, RUN_LINE, Plot, light, tick_sparsely
+from handgrad.reports.plots import (
+    FEW_RUNS,
+    LEADER,
+    NAME,
+    PALETTE,
+    RUN_LINE,
+    Plot,
+    light,
+    shortened,
+    spread_names,
+    tick_sparsely,
+)
 from handgrad.reports.results import Run
 
 # Inches at 72 points. The page shows a figure at about 1.4 times its points, so 8 points become 11 pixels.
@@ -39,9 +50,6 @@ SETTINGS = {
     **dict.fromkeys(("grid.color", "xtick.color", "ytick.color"), light("line")),
     **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), light("faint")),
     **dict.fromkeys(("ytick.major.size", "ytick.minor.size"), 0.0),
-    "legend.frameon": False,
-    "legend.labelcolor": light("ink"),
-    "legend.handlelength": 1.6,
     "lines.solid_capstyle": "round",
 }
 
@@ -55,6 +63,14 @@ def figure(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> Figure
         axes.set_xlabel("step")
     axes.xaxis.label.set_gid("xlabel")
     tick_sparsely(axes, 8 if size is LARGE else 5)
+    for name in [text for text in axes.texts if str(text.get_gid()).startswith(NAME)] if size is SMALL else []:
+        if len(runs) > FEW_RUNS:
+            name.remove()
+        name.set_text(shortened(name.get_text(), 18))
+    engine = drawn.get_layout_engine()
+    assert engine is not None
+    engine.execute(drawn)
+    spread_names(axes)
     return drawn
 
 
@@ -80,7 +96,7 @@ def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_form
 
 
 def png(plot: Plot, runs: Sequence[Run]) -> bytes:
-    return render(plot, runs, LARGE if plot.wide else SMALL, "png")[1]
+    return render(plot, runs, LARGE if plot.wide or len(runs) > FEW_RUNS else SMALL, "png")[1]
 
 
 def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tuple[str, str]:
@@ -95,6 +111,7 @@ def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tu
     svg = re.sub(r"""\sxmlns(:xlink)?="[^"]*\"""", "", svg).replace("xlink:href", "href")
     # Groups are named figure_1, axes_1, ... in every figure and a page must not repeat an id. The script needs some.
     svg = re.sub(rf'<g id="{RUN_LINE}(\d+)"', r'<g class="run" data-run="\1"', svg)
+    svg = re.sub(rf'<g id="({NAME}|{LEADER})(\d*)"', lambda found: f'<g class="{found[1][:-1]}" data-run="{found[2]}"', svg)
     svg = re.sub(r'<g id="(xtick|xlabel)[_\d]*"', r'<g class="\1"', svg)
     svg = re.sub(r"""<g id="[^"]*\"""", "<g", svg)
     view_box = re.search(r'viewBox="[^"]*"', svg)
