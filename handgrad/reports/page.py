@@ -73,7 +73,7 @@ def page(runs: Sequence[Run], plots: Sequence[Plot], live: Live | None = None, n
         f"<h1>{text(title)}</h1>",
         *map(sections.faint, notes),
         "" if several else sections.description(runs[0]),
-        per_run(runs, sections.warnings),
+        per_run(runs, sections.warnings, fold=False),
         comparing.comparison(runs) if several else sections.tiles(runs[0]),
         section("Curves", axis_choice(runs), sections.faint(MANY) if len(runs) > FEW_RUNS else "", figures("Curves")),
         section("Tasks", sections.tasks(runs), figures("Tasks")),

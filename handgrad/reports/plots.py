@@ -47,6 +47,7 @@ NAMED_CLASSES = 6  # of fp8 tensors in a plot's legend
 CLOSE_UP_STEPS = 50  # shorter runs need no close-up
 
 Style = dict[str, Any]
+Values = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,7 @@ def shortened(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[: most // 2 - 2]}…{name[most // 2 - most - 1 :]}"
 
 
-def name_end(
-    axes: Axes, name: str, x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray, color: str, index: int | str
-) -> None:
+def name_end(axes: Axes, name: str, x: Values, y: Values, color: str, index: int | str) -> None:
     """Writes a curve's name beside its last finite point, right of the plot; `spread_names` finds its height."""
     known = np.flatnonzero(np.isfinite(y))
     if len(known):
@@ -148,25 +147,21 @@ def spread_names(axes: Axes) -> None:
     names = [text for text in axes.texts if isinstance(text, Annotation) and str(text.get_gid()).startswith(NAME)]
     if not names:
         return
-    height = axes.get_position().height * axes.figure.get_size_inches()[1] * 72
+    height = axes.get_window_extent().height / axes.figure.dpi * 72
     size = min(NAME_POINTS, height / NAME_GAP / len(names))
     ends = np.clip((axes.transData - axes.transAxes).transform([text.xy for text in names]), 0, 1)
     order = np.argsort(ends[:, 1], kind="stable")
     for place, index in zip(apart(ends[order, 1], NAME_GAP * size / height), order, strict=True):
         names[index].set(y=place, fontsize=size)
         mark = str(names[index].get_gid()).replace(NAME, LEADER)
-        style: Style = {
-            "color": names[index].get_color(),
-            "linewidth": 0.5,
-            "clip_on": False,
-            "gid": mark,
-            "in_layout": False,
-        }
-        axes.add_line(Line2D([ends[index, 0], 1.012], [ends[index, 1], place], transform=axes.transAxes, **style))
+        style: Style = {"color": names[index].get_color(), "linewidth": 0.5, "clip_on": False, "gid": mark}
+        leader = Line2D([ends[index, 0], 1.012], [ends[index, 1], place], transform=axes.transAxes, **style)
+        leader.set_in_layout(False)
+        axes.add_line(leader)
 
 
 def apart(wanted: np.ndarray, gap: float) -> np.ndarray:
-    """Places from 0 to 1, `gap` apart, near the ascending ones that are `wanted`: the mean of pushing up and pushing down."""
+    """Places from 0 to 1, `gap` apart, near the ascending ones `wanted`: halfway between pushing up and pushing down."""
     steps = gap * np.arange(len(wanted))
     up = np.maximum.accumulate(wanted - steps)
     down = np.minimum.accumulate((wanted - steps)[::-1])[::-1]
@@ -244,13 +239,9 @@ def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> No
             points[~np.isfinite(points)] = np.nan
             # One run: the second colour tells validation from training. Several: the colour tells the runs apart.
             color = light("run1") if len(runs) == 1 else run_style(index)["color"]
-            dots: Style = {
-                "color": color,
-                "marker": "o",
-                "markersize": 4.6 if len(runs) <= FEW_RUNS else 3.2,
-                "linewidth": 0.9,
-            }
-            dots |= {"markeredgecolor": light("page"), "markeredgewidth": 0.7, "zorder": 4}
+            size = 4.6 if len(runs) <= FEW_RUNS else 3.2
+            dots: Style = {"color": color, "marker": "o", "markersize": size, "linewidth": 0.9, "zorder": 4}
+            dots |= {"markeredgecolor": light("page"), "markeredgewidth": 0.7}
             name = "validation" if len(runs) == 1 else f"{run.name}, validation"
             x = place(points[:, 0])
             axes.plot(x, points[:, 1], label=label(name), **run_mark(index), **dots)

@@ -81,13 +81,13 @@ def dash_array(index: int) -> str:
     return " ".join(f"{2 * length:g}" for length in dash_of(index)) or "none"
 
 
-def per_run(runs: Sequence[Run], make: Callable[[Run], str]) -> str:
-    """`make(run)` for each run, under its name if there are several, which opens it if there are many; leaves out runs with
-    nothing to show."""
+def per_run(runs: Sequence[Run], make: Callable[[Run], str], *, fold: bool = True) -> str:
+    """`make(run)` for each run, under its name if there are several; leaves out runs with nothing to show. With `fold`, a
+    click on the name shows it if there are many."""
     if len(runs) == 1:
         return make(runs[0])
     named = [(f"{swatch(index)}{text(run.name)}", make(run)) for index, run in enumerate(runs)]
-    form = "<h3>{}</h3>\n{}" if len(runs) <= FEW_RUNS else "<details><summary>{}</summary>\n{}\n</details>"
+    form = "<h3>{}</h3>\n{}" if len(runs) <= FEW_RUNS or not fold else "<details><summary>{}</summary>\n{}\n</details>"
     return "\n".join(form.format(*part) for part in named if part[1])
 
 
