@@ -33,12 +33,12 @@ pre {{ margin: 0; font: 14px/{row}px "DejaVu Sans Mono", monospace; }}"""
 COLORS = {"default": "#ddd", "brown": "#d7b65b", "blue": "#6ea3e8", "green": "#7cc47c", "red": "#e06c6c", "cyan": "#62c1c9"}
 
 
-def seen(command: Sequence[str], columns: int, seconds: float) -> pyte.Screen:
+def seen(command: Sequence[str], columns: int, seconds: float, rows: int = ROWS) -> pyte.Screen:
     """The screen after `seconds`, or at the command's end."""
-    screen = pyte.HistoryScreen(columns, ROWS)
+    screen = pyte.HistoryScreen(columns, rows)
     stream = pyte.ByteStream(screen)
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environment.pop(name, None)
@@ -90,11 +90,12 @@ def picture(screen: pyte.Screen, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--columns", type=int, default=80)
+    parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("command", nargs="+")
     parsed = parser.parse_args()
-    picture(seen(parsed.command, parsed.columns, parsed.seconds), parsed.out)
+    picture(seen(parsed.command, parsed.columns, parsed.seconds, parsed.rows), parsed.out)
     print(f"written    {parsed.out}")
 
 

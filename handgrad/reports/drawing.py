@@ -66,7 +66,7 @@ def figure(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> Figure
     for name in [text for text in axes.texts if str(text.get_gid()).startswith(NAME)] if size is SMALL else []:
         if len(runs) > FEW_RUNS:
             name.remove()
-        name.set_text(shortened(name.get_text(), 18))
+        name.set_text(shortened(name.get_text(), 21))
     engine = drawn.get_layout_engine()
     assert engine is not None
     engine.execute(drawn)

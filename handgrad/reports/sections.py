@@ -231,7 +231,7 @@ def tasks(runs: Sequence[Run]) -> str:
                 rows.append([task, metric, run.name, loss_text(figure.value), stderr, f"{figure.examples:,}", f"{step:,}"])
     if len(runs) == 1:
         head, rows = head[:2] + head[3:], [row[:2] + row[3:] for row in rows]
-    return table(head, rows) if rows else ""
+    return table(head, rows, kind="tasks") if rows else ""
 
 
 def memory(run: Run) -> str:
