@@ -5,7 +5,7 @@
 # make soak    those of random moments with 200 others each, into soak.log   (half an hour; SEED=1234 COUNT=20 repeats a group)
 # make test-gpu  the kernels' tests on this machine's GPU, into benchmarks/results/gpu-tests.json (PYTHON: one that has torch)
 # make docs    the documentation as a site, into site/
-# make pictures  the README's pictures of the terminal and the report, from a new run of the demo (it needs Chromium)
+# make pictures  the README's pictures of the terminal and, after `make train`, of the report (with Chromium)
 # make check   lint, formatting, types
 # make ready   installs what test, docs and check need at once, which is quicker than one by one
 
@@ -51,10 +51,8 @@ docs: $(VENV)/.installed-docs
 	@echo "site/index.html is the documentation; its search needs a server: $(BIN)/python -m http.server --directory site"
 
 pictures: $(VENV)/.installed-test
-	@rm -rf runs/pictures
-	@$(BIN)/python -m tests.terminal_pictures --columns 118 --rows 30 --seconds 1500 --out docs/terminal.png -- \
-	  $(BIN)/handgrad demo --out runs/pictures
-	@$(BIN)/python -m tests.screenshots runs/pictures/report.html --part 215,920,1030 --out docs/report.png
+	@$(BIN)/python -m tests.terminal_pictures --columns 118 --out docs/terminal.png --demo
+	@$(BIN)/python -m tests.screenshots runs/demo/report.html --part 350,920,890 --out docs/report.png
 
 check: $(VENV)/.installed-check
 	@$(BIN)/ruff check .

@@ -11,9 +11,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from handgrad.reports import page as pages
-from handgrad.reports.drawing import LARGE, SMALL, figure, inline_svg, own_settings
+from handgrad.reports.drawing import LARGE, SMALL, apart, figure, inline_svg, own_settings
 from handgrad.reports.page import write_report
-from handgrad.reports.plots import PALETTE, Plot, apart, choose_plots, draw_loss, run_style
+from handgrad.reports.plots import PALETTE, Plot, choose_plots, draw_loss, run_style
 from handgrad.reports.reading import read_runs
 from handgrad.reports.results import Run
 from tests.screenshots import ask, chromium

@@ -10,25 +10,18 @@ from html import escape
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 
-from handgrad.reports.plots import (
-    FEW_RUNS,
-    LEADER,
-    NAME,
-    PALETTE,
-    RUN_LINE,
-    Plot,
-    light,
-    shortened,
-    spread_names,
-    tick_sparsely,
-)
+from handgrad.reports.plots import FEW_RUNS, LEADER, NAME, PALETTE, RUN_LINE, Plot, Style, light, shortened, tick_sparsely
 from handgrad.reports.results import Run
 
 # Inches at 72 points. The page shows a figure at about 1.4 times its points, so 8 points become 11 pixels.
 LARGE, SMALL = (8.6, 3.5), (4.3, 2.6)
 PNG_DOTS_PER_INCH = 200
+NAME_POINTS, NAME_GAP = 7.5, 1.2  # the size of a curve's name, and the distance of two in sizes
 
 SETTINGS = {
     "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
@@ -72,6 +65,32 @@ def figure(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> Figure
     engine.execute(drawn)
     spread_names(axes)
     return drawn
+
+
+def spread_names(axes: Axes) -> None:
+    """Moves the names of curves apart, as little as it takes, and joins each to its curve's end by a thin line."""
+    names = [text for text in axes.texts if isinstance(text, Annotation) and str(text.get_gid()).startswith(NAME)]
+    if not names:
+        return
+    height = axes.get_window_extent().height / axes.figure.dpi * 72
+    size = min(NAME_POINTS, height / NAME_GAP / len(names))
+    ends = np.clip((axes.transData - axes.transAxes).transform([text.xy for text in names]), 0, 1)
+    order = np.argsort(ends[:, 1], kind="stable")
+    for place, index in zip(apart(ends[order, 1], NAME_GAP * size / height), order, strict=True):
+        names[index].set(y=place, fontsize=size)
+        mark = str(names[index].get_gid()).replace(NAME, LEADER)
+        style: Style = {"color": names[index].get_color(), "linewidth": 0.5, "clip_on": False, "gid": mark}
+        leader = Line2D([ends[index, 0], 1.012], [ends[index, 1], place], transform=axes.transAxes, **style)
+        leader.set_in_layout(False)
+        axes.add_line(leader)
+
+
+def apart(wanted: np.ndarray, gap: float) -> np.ndarray:
+    """Places from 0 to 1, `gap` apart, near the ascending ones `wanted`: halfway between pushing up and pushing down."""
+    steps = gap * np.arange(len(wanted))
+    up = np.maximum.accumulate(wanted - steps)
+    down = np.minimum.accumulate((wanted - steps)[::-1])[::-1]
+    return np.clip((up + down) / 2, 0, max(0, 1 - steps[-1])) + steps
 
 
 @contextmanager

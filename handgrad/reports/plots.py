@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from handgrad.reports.results import Run, TaskFigure, envelope, short_text, smooth, thin, tokens_at
@@ -37,7 +35,6 @@ RUN_COLORS = 8
 # Four runs share a dash: readers who see few hues tell four colours apart, not eight. So 16 runs differ.
 DASHES = ((), (5, 2), (1.3, 1.5), (6, 1.6, 1.3, 1.6))
 FEW_RUNS = 6  # more names than these do not fit beside a small plot
-NAME_POINTS, NAME_GAP = 7.5, 1.2  # the size of a curve's name, and the distance of two in sizes
 RAW_BINS = 500  # of a raw curve in a plot of one run: finer than the screen shows
 LLMC_FINEWEB = 3.272  # validation loss, nats per token, of llm.c's published GPT-2 124M on 10B tokens of FineWeb
 RUN_LINE, NAME, LEADER = "run-", "name-", "leader-"  # marks on a run's line, its name, the line between; its index follows
@@ -135,37 +132,11 @@ def shortened(name: str, most: int) -> str:
 
 
 def name_end(axes: Axes, name: str, x: Values, y: Values, color: str, index: int | str) -> None:
-    """Writes a curve's name beside its last finite point, right of the plot; `spread_names` finds its height."""
+    """Writes a curve's name beside its last finite point, right of the plot; `drawing` finds its height."""
     known = np.flatnonzero(np.isfinite(y))
     if len(known):
         where: Style = {"xytext": (1.018, 0.5), "textcoords": "axes fraction", "va": "center", "annotation_clip": False}
         axes.annotate(label(name), (x[known[-1]], y[known[-1]]), color=color, gid=f"{NAME}{index}", **where)
-
-
-def spread_names(axes: Axes) -> None:
-    """Moves the names of curves apart, as little as it takes, and joins each to its curve's end by a thin line."""
-    names = [text for text in axes.texts if isinstance(text, Annotation) and str(text.get_gid()).startswith(NAME)]
-    if not names:
-        return
-    height = axes.get_window_extent().height / axes.figure.dpi * 72
-    size = min(NAME_POINTS, height / NAME_GAP / len(names))
-    ends = np.clip((axes.transData - axes.transAxes).transform([text.xy for text in names]), 0, 1)
-    order = np.argsort(ends[:, 1], kind="stable")
-    for place, index in zip(apart(ends[order, 1], NAME_GAP * size / height), order, strict=True):
-        names[index].set(y=place, fontsize=size)
-        mark = str(names[index].get_gid()).replace(NAME, LEADER)
-        style: Style = {"color": names[index].get_color(), "linewidth": 0.5, "clip_on": False, "gid": mark}
-        leader = Line2D([ends[index, 0], 1.012], [ends[index, 1], place], transform=axes.transAxes, **style)
-        leader.set_in_layout(False)
-        axes.add_line(leader)
-
-
-def apart(wanted: np.ndarray, gap: float) -> np.ndarray:
-    """Places from 0 to 1, `gap` apart, near the ascending ones `wanted`: halfway between pushing up and pushing down."""
-    steps = gap * np.arange(len(wanted))
-    up = np.maximum.accumulate(wanted - steps)
-    down = np.minimum.accumulate((wanted - steps)[::-1])[::-1]
-    return np.clip((up + down) / 2, 0, max(0, 1 - steps[-1])) + steps
 
 
 def show_steps_to(axes: Axes, end: float) -> None:

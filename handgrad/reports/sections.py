@@ -221,7 +221,7 @@ def validations(run: Run) -> str:
 
 
 def tasks(runs: Sequence[Run]) -> str:
-    """The newest figure of every task and metric, those of all runs below each other."""
+    """The newest figure of every task and metric, of all runs in one table."""
     head, rows = ["task", "metric", "run", "value", "standard error", "examples", "step"], []
     for task, metric in dict.fromkeys(key for run in runs for key in run.tasks):
         for run in runs:
