@@ -5,6 +5,7 @@
 # make soak    those of random moments with 200 others each, into soak.log   (half an hour; SEED=1234 COUNT=20 repeats a group)
 # make test-gpu  the kernels' tests on this machine's GPU, into benchmarks/results/gpu-tests.json (PYTHON: one that has torch)
 # make docs    the documentation as a site, into site/
+# make pictures  the README's pictures of the terminal and, after `make train`, of the report (with Chromium)
 # make check   lint, formatting, types
 # make ready   installs what test, docs and check need at once, which is quicker than one by one
 
@@ -21,7 +22,7 @@ LIST    = $(VENV)/$(notdir $@).txt
 extras  = $(BIN)/python -c '$(NAMES)' $(1) < pyproject.toml > $(LIST) && $(PIP) --requirement $(LIST)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test collect nightly faults soak test-gpu docs check ready format clean
+.PHONY: train test collect nightly faults soak test-gpu docs pictures check ready format clean
 
 train: $(VENV)/.installed
 	@$(BIN)/handgrad demo
@@ -48,6 +49,10 @@ test-gpu:
 docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html is the documentation; its search needs a server: $(BIN)/python -m http.server --directory site"
+
+pictures: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.terminal_pictures --columns 118 --out docs/terminal.png --demo
+	@$(BIN)/python -m tests.screenshots runs/demo/report.html --part 350,920,890 --out docs/report.png
 
 check: $(VENV)/.installed-check
 	@$(BIN)/ruff check .

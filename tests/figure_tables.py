@@ -23,13 +23,4 @@ def made() -> dict[str, list[str]]:
     pages["docs/first_ten_minutes.md"] = visible
     pages["docs/data.md"] = small_text.rows(RECORDS["cpu-small-text"])
     pages["docs/faults.md"] = [line for make in faults.BLOCKS.values() for line in make() if line]
-    tables = test_readme.quoted()
-    tables["README.md"] = [*tables["README.md"], *log_of_the_demo()]
-    return {**tables, **pages}
-
-
-def log_of_the_demo() -> list[str]:
-    """The end of `make train`, as the README quotes it."""
-    demo = RECORDS["cpu-demo"]
-    lines = [line for line in demo["log"] if re.match(r"step +(500|1000|2500)\b(?!: saved|, the model)", line)]
-    return [*lines, *f"step 2500, the model writes: {demo['last_sample'][0]}".split("\n")]
+    return {**test_readme.quoted(), **pages}

@@ -14,8 +14,12 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urljoin, urlsplit
+from urllib.request import Request, urlopen
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 PART_WIDTH = 1200
@@ -39,7 +43,34 @@ def browse(url: str, *options: str, seconds: float = 60) -> tuple[str, list[str]
     return done.stdout, CONSOLE.findall(done.stderr)
 
 
-class Quiet(SimpleHTTPRequestHandler):
+class Between(BaseHTTPRequestHandler):
+    """Serves the page with the frame, and passes all else on to the server, whose own answers forbid frames."""
+
+    def __init__(self, frame: bytes, server: str, *connection: Any):
+        self.frame, self.server_url = frame, server
+        super().__init__(*connection)
+
+    def do_GET(self) -> None:
+        if self.path == "/frame.html":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.frame)
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
+        kind = {"Content-Type": self.headers.get("Content-Type", "text/plain")}
+        try:
+            answer = urlopen(Request(urljoin(self.server_url, self.path), body, kind), timeout=60)
+        except HTTPError as error:
+            answer = error
+        with answer:
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.headers.get("Content-Type", "text/html"))
+            self.end_headers()
+            while piece := answer.read1(65536):
+                self.wfile.write(piece)
+
+    do_POST = do_GET
+
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -48,9 +79,10 @@ class Quiet(SimpleHTTPRequestHandler):
 def framed(url: str, width: int, height: int, script: str = "") -> Iterator[str]:
     """A page with `url` in a frame of `width`, beside `script`, which finds the frame as `page` once it has loaded."""
     load = f'const frame = document.querySelector("iframe");\nframe.onload = async () => {{\n{script}\n}};'
+    shown = url if url.startswith("file:") else urlsplit(url).path or "/"
     source = (
         f'<!DOCTYPE html><meta charset="utf-8"><style>body {{ margin: 0; }} iframe {{ border: 0; display: block; }}</style>'
-        f'<iframe src="{html.escape(url)}" width="{width}" height="{height}"></iframe><script>{load}</script>'
+        f'<iframe src="{html.escape(shown)}" width="{width}" height="{height}"></iframe><script>{load}</script>'
     )
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "frame.html"
@@ -59,7 +91,7 @@ def framed(url: str, width: int, height: int, script: str = "") -> Iterator[str]
             yield page.as_uri()
             return
         # A page of a server shares a process only with another page of that host.
-        handler = functools.partial(Quiet, directory=folder)
+        handler = functools.partial(Between, source.encode(), url)
         with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             try:

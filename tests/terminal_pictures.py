@@ -1,6 +1,7 @@
 """Pictures of a terminal while a command runs in it: what a user sees after so many seconds, at a width of so many columns.
 
 python -m tests.terminal_pictures --columns 80 --seconds 20 --out FILE.png -- handgrad train tiny --data shards
+python -m tests.terminal_pictures --columns 118 --out docs/terminal.png --demo       the recorded end of `make train`
 
 It needs Chromium, and pyte (`pip install pyte`) as the terminal. The command is interrupted afterwards, as Ctrl-C does.
 """
@@ -8,7 +9,9 @@ It needs Chromium, and pyte (`pip install pyte`) as the terminal. The command is
 import argparse
 import contextlib
 import fcntl
+import hashlib
 import html
+import json
 import os
 import pty
 import select
@@ -23,9 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import pyte
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from tests.screenshots import browse
 
+DEMO = Path(__file__).parents[1] / "benchmarks" / "results" / "cpu-demo.json"
 ROWS = 40
 COLUMN_PIXELS, ROW_PIXELS, MARGIN = 8.43, 18, 12  # of DejaVu Sans Mono at 14 pixels
 STYLE = """body {{ margin: {margin}px; background: #111; color: #ddd; }}
@@ -55,6 +61,25 @@ def seen(command: Sequence[str], columns: int, seconds: float) -> pyte.Screen:
         os.killpg(process.pid, signal.SIGINT)
     os.close(ours)
     process.wait()
+    return screen
+
+
+def demo_lines() -> list[str]:
+    """The end of `make train` in its record, from step 1400 on."""
+    log = json.loads(DEMO.read_text())["log"]
+    first = next(number for number, line in enumerate(log) if line.startswith("step 1400/"))
+    return ["$ make train", "…", *log[first:]]
+
+
+def digest(lines: Sequence[str]) -> str:
+    """Identifies the lines; the picture carries it, so that a test sees an outdated one."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def shown(lines: Sequence[str], columns: int) -> pyte.Screen:
+    """A screen with these lines."""
+    screen = pyte.Screen(columns, ROWS)
+    pyte.Stream(screen).feed("\r\n".join(lines))
     return screen
 
 
@@ -92,8 +117,18 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=80)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("command", nargs="+")
+    parser.add_argument("--demo", action="store_true")
+    parser.add_argument("command", nargs="*")
     parsed = parser.parse_args()
+    if parsed.demo:
+        picture(shown(demo_lines(), parsed.columns), parsed.out)
+        information = PngInfo()
+        information.add_text("Lines", digest(demo_lines()))
+        with Image.open(parsed.out) as drawn:
+            drawn.convert("P", palette=Image.Palette.ADAPTIVE, colors=32).save(
+                parsed.out, optimize=True, pnginfo=information
+            )
+        return
     picture(seen(parsed.command, parsed.columns, parsed.seconds), parsed.out)
     print(f"written    {parsed.out}")
 

@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import speed
+from tests import terminal_pictures
 from tests.conftest import write_text
 from tests.data.test_download import Server
 from tests.distributed.runs import Launcher
@@ -310,11 +311,9 @@ def test_the_picture_shows_the_results() -> None:
 
 
 def test_the_readmes_run_is_the_recorded_one() -> None:
-    """Line by line, in order: the numbers, the speed and the story of one run."""
-    shown = PAGES["README.md"].split("```text\n")[1].split("```")[0].splitlines()
-    log = iter(result("cpu-demo")["log"])
-    missing = [line for line in shown if line not in log]  # which continues where it stopped
-    assert len(shown) > 5 and not missing, missing
+    """`make pictures` draws the lines of the record: the numbers, the speed and the story of one run."""
+    with Image.open(ROOT / "docs" / "terminal.png") as picture:
+        assert picture.info["Lines"] == terminal_pictures.digest(terminal_pictures.demo_lines())
     seconds = next(c["seconds"] for c in result("cpu-first-minutes")["commands"] if c["command"] == "make train")
     assert "ends like this after two to three minutes on two CPU cores" in PAGES["README.md"] and 120 <= seconds <= 180
 

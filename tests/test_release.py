@@ -69,6 +69,21 @@ def test_the_readmes_links_work_on_a_package_index(wheel: Path) -> None:
     assert any("/raw/main/docs/speed.png" in link for link in links)
 
 
+def test_a_release_is_checked_before_it_is_uploaded() -> None:
+    """By a job that may write nothing; the job that uploads has no password and runs for a tag alone."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    commands = " ".join(step.get("run", "") for step in jobs["build"]["steps"])
+    order = [commands.index(word) for word in ("python -m build", "twine check --strict", "dist/*.whl", "handgrad demo")]
+    assert order == sorted(order) and "permissions" not in jobs["build"]
+    publish = jobs["publish"]
+    assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
+    assert publish["if"] == "github.event_name == 'push'" and "secrets" not in str(publish)
+    tag = next(step["run"] for step in jobs["build"]["steps"] if "GITHUB_REF_NAME" in step.get("run", ""))
+    for name, code in ((f"v{handgrad.__version__}", 0), ("v9.9.9", 1)):
+        done = subprocess.run(["bash", "-e", "-c", tag], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": name})
+        assert done.returncode == code
+
+
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment that has the wheel, and of this one the libraries alone, since a `.pth` file reads no other."""

@@ -41,11 +41,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(file), f"links to {target}#{anchor}, a heading that is not there"
 
 
-def test_the_picture_of_the_report_is_light() -> None:
-    """docs/report.md says how it is made."""
-    picture = ROOT / "docs" / "report.png"
-    with Image.open(picture) as opened:
-        assert opened.width == PART_WIDTH and picture.stat().st_size < 200_000
+def test_the_pictures_of_the_readme_are_light() -> None:
+    """One recipe of the Makefile makes both."""
+    recipe = (ROOT / "Makefile").read_text().split("\npictures:")[1].split("\n\n")[0]
+    for name, width in (("report", PART_WIDTH), ("terminal", 1019)):
+        picture = ROOT / "docs" / f"{name}.png"
+        assert f"--out docs/{name}.png" in recipe and f"(docs/{name}.png)" in (ROOT / "README.md").read_text()
+        with Image.open(picture) as opened:
+            assert opened.width == width and picture.stat().st_size < 200_000
 
 
 @pytest.fixture(scope="module")

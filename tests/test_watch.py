@@ -153,7 +153,7 @@ HOVER = """
     const svg = page.document.querySelector("figure svg.large"), box = svg.getBoundingClientRect();
     svg.scrollIntoView();
     const at = svg.getBoundingClientRect();
-    const where = { clientX: at.left + 0.5 * at.width, clientY: at.top + 0.5 * at.height };
+    const where = { clientX: at.left + 0.4 * at.width, clientY: at.top + 0.5 * at.height };
     const hover = () => {
         page.dispatchEvent(new page.PointerEvent("pointermove", where));
         return page.document.querySelector(".hover").innerText;

@@ -86,7 +86,7 @@ def comparison(runs: Sequence[Run]) -> str:
     if logs := [run.name for run in runs if run.is_log]:
         them = "A log" if len(logs) == 1 else "Logs"
         parts.append(faint(f"{them} in llm.c's format, with steps of unknown size and data: {', '.join(logs)}."))
-    settings = [named(key, lambda run, key=key: setting(run, key)) for key in differing_settings(ours)]
+    settings = [setting_column(key, ours) for key in differing_settings(ours)]
     difference = rows_of_runs(runs, settings, with_logs=False) if settings else faint("None but the folder.")
     return section("Results", *parts) + section("Settings that differ", difference if len(ours) > 1 else "")
 
@@ -94,12 +94,25 @@ def comparison(runs: Sequence[Run]) -> str:
 def differing_settings(runs: Sequence[Run]) -> list[str]:
     """Keys of config.toml that differ, except the folder, which names the run, and trackers, which change no result."""
     keys = sorted({key for run in runs for key in run.config} - {"out", "log_to"})
-    return [key for key in keys if len({setting(run, key) for run in runs}) > 1]
+    return [key for key in keys if len({plain(run, key) for run in runs}) > 1]
+
+
+def setting_column(key: str, runs: Sequence[Run]) -> Column:
+    """A setting of the runs, its numbers with three digits, or as many as tell them apart."""
+    numbers = {value for run in runs if isinstance(value := run.config.get(key), float)}
+    digits = next((d for d in range(3, 17) if len({f"{n:.{d}g}" for n in numbers}) == len(numbers)), 17)
+    return named(key, lambda run: plain(run, key, digits))
+
+
+def plain(run: Run, key: str, digits: int = 17) -> str:
+    """A setting as text without TOML's quotes; "" if it is empty or the run does not know it."""
+    value = run.config.get(key, "")
+    return value if isinstance(value, str) else f"{value:.{digits}g}" if isinstance(value, float) else setting(run, key)
 
 
 def rows_of_runs(runs: Sequence[Run], columns: Sequence[Column], *, with_logs: bool = True) -> str:
     """A sortable table with a row for each of `runs`, in the colours of their curves."""
-    head = "".join(f"<th{right(column, runs)}><button>{text(column.name)}</button></th>" for column in columns)
+    head = "".join(f"<th{right(column, runs)}><button>{breakable(column.name)}</button></th>" for column in columns)
     rows = []
     for index, run in enumerate(runs):
         if run.is_log and not with_logs:
@@ -113,6 +126,11 @@ def rows_of_runs(runs: Sequence[Run], columns: Sequence[Column], *, with_logs: b
     body = f"<thead><tr><th><button>run</button></th>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
     wide = " broad" if len(columns) > 6 else ""
     return f'<div class="scroll{wide}"><table class="sortable">{body}</table></div>'
+
+
+def breakable(name: str) -> str:
+    """The name of a column as HTML that may break after an underscore."""
+    return text(name).replace("_", "_<wbr>")
 
 
 def sort_key(column: Column, run: Run) -> float | str | None:

@@ -10,14 +10,18 @@ from html import escape
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 
-from handgrad.reports.plots import PALETTE, RUN_LINE, Plot, light, tick_sparsely
+from handgrad.reports.plots import FEW_RUNS, LEADER, NAME, PALETTE, RUN_LINE, Plot, Style, light, shortened, tick_sparsely
 from handgrad.reports.results import Run
 
 # Inches at 72 points. The page shows a figure at about 1.4 times its points, so 8 points become 11 pixels.
 LARGE, SMALL = (8.6, 3.5), (4.3, 2.6)
 PNG_DOTS_PER_INCH = 200
+NAME_POINTS, NAME_GAP = 7.5, 1.2  # the size of a curve's name, and the distance of two in sizes
 
 SETTINGS = {
     "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
@@ -39,9 +43,6 @@ SETTINGS = {
     **dict.fromkeys(("grid.color", "xtick.color", "ytick.color"), light("line")),
     **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), light("faint")),
     **dict.fromkeys(("ytick.major.size", "ytick.minor.size"), 0.0),
-    "legend.frameon": False,
-    "legend.labelcolor": light("ink"),
-    "legend.handlelength": 1.6,
     "lines.solid_capstyle": "round",
 }
 
@@ -55,7 +56,41 @@ def figure(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> Figure
         axes.set_xlabel("step")
     axes.xaxis.label.set_gid("xlabel")
     tick_sparsely(axes, 8 if size is LARGE else 5)
+    for name in [text for text in axes.texts if str(text.get_gid()).startswith(NAME)] if size is SMALL else []:
+        if len(runs) > FEW_RUNS:
+            name.remove()
+        name.set_text(shortened(name.get_text(), 21))
+    engine = drawn.get_layout_engine()
+    assert engine is not None
+    engine.execute(drawn)
+    spread_names(axes)
     return drawn
+
+
+def spread_names(axes: Axes) -> None:
+    """Moves the names of curves apart, as little as it takes, and joins each to its curve's end by a thin line."""
+    names = [text for text in axes.texts if isinstance(text, Annotation) and str(text.get_gid()).startswith(NAME)]
+    if not names:
+        return
+    height = axes.get_window_extent().height / axes.figure.dpi * 72
+    size = min(NAME_POINTS, height / NAME_GAP / len(names))
+    ends = np.clip((axes.transData - axes.transAxes).transform([text.xy for text in names]), 0, 1)
+    order = np.argsort(ends[:, 1], kind="stable")
+    for place, index in zip(apart(ends[order, 1], NAME_GAP * size / height), order, strict=True):
+        names[index].set(y=place, fontsize=size)
+        mark = str(names[index].get_gid()).replace(NAME, LEADER)
+        style: Style = {"color": names[index].get_color(), "linewidth": 0.5, "clip_on": False, "gid": mark}
+        leader = Line2D([ends[index, 0], 1.012], [ends[index, 1], place], transform=axes.transAxes, **style)
+        leader.set_in_layout(False)
+        axes.add_line(leader)
+
+
+def apart(wanted: np.ndarray, gap: float) -> np.ndarray:
+    """Places from 0 to 1, `gap` apart, near the ascending ones `wanted`: halfway between pushing up and pushing down."""
+    steps = gap * np.arange(len(wanted))
+    up = np.maximum.accumulate(wanted - steps)
+    down = np.minimum.accumulate((wanted - steps)[::-1])[::-1]
+    return np.clip((up + down) / 2, 0, max(0, 1 - steps[-1])) + steps
 
 
 @contextmanager
@@ -80,7 +115,7 @@ def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_form
 
 
 def png(plot: Plot, runs: Sequence[Run]) -> bytes:
-    return render(plot, runs, LARGE if plot.wide else SMALL, "png")[1]
+    return render(plot, runs, LARGE if plot.wide or len(runs) > FEW_RUNS else SMALL, "png")[1]
 
 
 def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tuple[str, str]:
@@ -95,6 +130,7 @@ def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tu
     svg = re.sub(r"""\sxmlns(:xlink)?="[^"]*\"""", "", svg).replace("xlink:href", "href")
     # Groups are named figure_1, axes_1, ... in every figure and a page must not repeat an id. The script needs some.
     svg = re.sub(rf'<g id="{RUN_LINE}(\d+)"', r'<g class="run" data-run="\1"', svg)
+    svg = re.sub(rf'<g id="({NAME}|{LEADER})(\d*)"', lambda found: f'<g class="{found[1][:-1]}" data-run="{found[2]}"', svg)
     svg = re.sub(r'<g id="(xtick|xlabel)[_\d]*"', r'<g class="\1"', svg)
     svg = re.sub(r"""<g id="[^"]*\"""", "<g", svg)
     view_box = re.search(r'viewBox="[^"]*"', svg)

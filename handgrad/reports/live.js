@@ -4,7 +4,8 @@ let served = null;
 const renew = (page) => {
   const main = document.querySelector("main"), fresh = new DOMParser().parseFromString(page, "text/html");
   const now = parts(fresh), same = served?.length === now.length, y = scrollY;
-  const open = new Set(all("details[open] > summary").map((summary) => summary.textContent));
+  const place = (summary) => `${summary.closest("section").querySelector("h2").textContent}: ${summary.textContent}`;
+  const open = new Set(all("details[open] > summary").map(place));
   const sideways = all(".scroll").map((area) => area.scrollLeft);
   [...fresh.querySelector("main").children].forEach((part, i) => {
     if (same && served[i] !== now[i]) main.children[i].replaceWith(part);
@@ -13,7 +14,7 @@ const renew = (page) => {
   served = now;
   document.title = fresh.title;
   document.body.dataset.version = fresh.body.dataset.version;
-  for (const summary of all("summary")) if (open.has(summary.textContent)) summary.parentNode.open = true;
+  for (const summary of all("summary")) if (open.has(place(summary))) summary.parentNode.open = true;
   all(".scroll").forEach((area, i) => { area.scrollLeft = sideways[i] || 0; });
   scrollTo(0, y);
   dress();

@@ -76,6 +76,12 @@ const redraw = (svg) => {
     }
     for (const use of all("use", group)) use.setAttribute("x", moved(use.getAttribute("x")));
   }
+  for (const group of all("g.name, g.leader", svg).filter((group) => group.dataset.run)) {
+    const to = mapping(known[group.dataset.run]), path = group.querySelector("path"); // a leader's begins at its curve's end
+    const begin = (x) => left + ((to(low + ((x - left) / (right - left)) * (high - low)) - now.low) / (now.high - now.low)) * (right - left);
+    if (!to) group.remove();
+    else if (path) path.setAttribute("d", path.getAttribute("d").replace(/M ?(-?[\d.]+)/, (_, x) => `M ${begin(x).toFixed(2)}`));
+  }
   for (const tick of all(".xtick", svg)) tick.style.display = "none";
   ticks(svg, now);
 };
@@ -104,18 +110,18 @@ const hover = () => {
     if (!to) return [];
     const far = (i) => (y[i] === null ? Infinity : Math.abs(to(x[i]) - at));
     const best = x.reduce((best, _, i) => (far(i) < far(best) ? i : best), 0);
-    return far(best) < 0.02 * (high - low) ? [{ name, color, step: x[best], value: y[best] }] : [];
+    return far(best) < 0.02 * (high - low) ? [{ name, color, dash: runs()[run].dash, step: x[best], value: y[best] }] : [];
   });
   if (!rows.length) return;
   const [size, name] = known && state.axis !== "steps" ? unit(end) : [1, svg.querySelector(".xlabel text").textContent];
-  const line = (text, color) => {
+  const line = (text, color, dash) => {
     const row = box.appendChild(document.createElement("div"));
-    if (color) row.innerHTML = `<span class="swatch" style="background:var(--${color})"></span>`;
+    if (color) row.innerHTML = `<svg class="swatch" viewBox="0 0 24 8"><path d="M0 4H24" stroke="var(--${color})" stroke-dasharray="${dash}"/></svg>`;
     row.append(text);
   };
   box.replaceChildren();
   line(`${name} ${state.axis === "steps" || !known ? Math.round(at).toLocaleString("en") : shown(at / size)}`);
-  for (const { name, color, step, value } of rows) line(`${name} ${shown(value)}${known ? ` (${step})` : ""}`, color);
+  for (const { name, color, dash, step, value } of rows) line(`${name} ${shown(value)}${known ? ` (${step})` : ""}`, color, dash);
   box.hidden = false;
   const [pageX, pageY] = state.pointer, { width, height } = box.getBoundingClientRect();
   box.style.left = `${Math.max(4, pageX + 14 + width > innerWidth ? pageX - 14 - width : pageX + 14)}px`;

@@ -14,13 +14,14 @@ from handgrad.errors import HandgradError, UsageError, storage_errors
 from handgrad.files import write_bytes_durably
 from handgrad.reports import comparing, sections
 from handgrad.reports.drawing import LARGE, SMALL, brief, inline_svg, png
-from handgrad.reports.plots import PALETTE, Plot, choose_plots
+from handgrad.reports.plots import FEW_RUNS, PALETTE, Plot, choose_plots
 from handgrad.reports.reading import read_runs
 from handgrad.reports.results import Run, thin, wall_clock
 from handgrad.reports.sections import folded, per_run, section, text
 from handgrad.storage.run_files import REPORT_FILE
 
 CLOCK_POINTS = 200  # per run: between them the script interpolates
+MANY = "Every run has the same line in each plot, the one beside its name in the tables."
 
 
 class Live(NamedTuple):
@@ -72,10 +73,10 @@ def page(runs: Sequence[Run], plots: Sequence[Plot], live: Live | None = None, n
         f"<h1>{text(title)}</h1>",
         *map(sections.faint, notes),
         "" if several else sections.description(runs[0]),
-        per_run(runs, sections.warnings),
+        per_run(runs, sections.warnings, fold=False),
         comparing.comparison(runs) if several else sections.tiles(runs[0]),
-        section("Curves", axis_choice(runs), figures("Curves")),
-        section("Tasks", per_run(runs, sections.tasks), figures("Tasks")),
+        section("Curves", axis_choice(runs), sections.faint(MANY) if len(runs) > FEW_RUNS else "", figures("Curves")),
+        section("Tasks", sections.tasks(runs), figures("Tasks")),
         section("fp8", per_run(runs, sections.fp8), figures("fp8")),
         section("Ranks", per_run(runs, sections.ranks)),
         section("Samples", per_run(runs, sections.samples)),
@@ -168,10 +169,11 @@ def tokens_axis(run: Run) -> int | list[list[int]]:
 def axis_choice(runs: Sequence[Run]) -> str:
     """Buttons for the x axis, with the tokens and seconds at the steps of each run; hidden unless the script runs."""
     known = []
-    for run in runs:
+    for index, run in enumerate(runs):
         seconds, picked = wall_clock(run), thin(len(run.steps.step), CLOCK_POINTS)
         clock = [[brief(float(value)) for value in values[picked]] for values in (run.steps.step, seconds)]
-        known.append({"tokens": tokens_axis(run), "clock": clock if seconds[-1] > 0 else None})
+        times = clock if seconds[-1] > 0 else None
+        known.append({"tokens": tokens_axis(run), "clock": times, "dash": sections.dash_array(index)})
     buttons = "".join(f'<button data-axis="{axis}">{axis}</button>' for axis in ("steps", "tokens", "time"))
     values = attribute(json.dumps(known, separators=(",", ":")))
     return f'<p class="axes" hidden data-runs={values}>Curves by {buttons}</p>'

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from handgrad.reports.results import Run, TaskFigure, envelope, short_text, smooth, thin, tokens_at
@@ -24,23 +23,28 @@ PALETTE = {
     "floor": ("#7d828a", "#8b9199"),
     "warning": ("#b3261e", "#ff8a80"),
     "run0": ("#2364aa", "#6fb1f5"),
-    "run1": ("#d1600a", "#ff9d52"),
-    "run2": ("#2b8a57", "#63cf95"),
-    "run3": ("#8a4fb0", "#c594ea"),
-    "run4": ("#b8336a", "#f284b0"),
-    "run5": ("#7a6a12", "#d3c25a"),
+    "run1": ("#bd5208", "#ff9d52"),
+    "run2": ("#034e21", "#acefd1"),
+    "run3": ("#612c77", "#62946c"),
+    "run4": ("#b8338a", "#f4a5ec"),
+    "run5": ("#687c02", "#73d41d"),
+    "run6": ("#75170e", "#fb4165"),
+    "run7": ("#1f19b1", "#aa64c7"),
 }
-RUN_COLORS = 6
-DASHES = ("solid", (0, (5, 2)), (0, (1.5, 1.5)))  # after RUN_COLORS runs the colours repeat with another dash
+RUN_COLORS = 8
+# Four runs share a dash: readers who see few hues tell four colours apart, not eight. So 16 runs differ.
+DASHES = ((), (5, 2), (1.3, 1.5), (6, 1.6, 1.3, 1.6))
+FEW_RUNS = 6  # more names than these do not fit beside a small plot
 RAW_BINS = 500  # of a raw curve in a plot of one run: finer than the screen shows
 LLMC_FINEWEB = 3.272  # validation loss, nats per token, of llm.c's published GPT-2 124M on 10B tokens of FineWeb
-RUN_LINE = "run-"  # prefix of the mark on a run's line; the run's index follows
+RUN_LINE, NAME, LEADER = "run-", "name-", "leader-"  # marks on a run's line, its name, the line between; its index follows
 MARKS = 150  # validation points or skip marks per run
 HEADLINES = ("acc_norm", "acc_norm_llmc", "acc")  # the plot shows the first of these that a task has
 NAMED_CLASSES = 6  # of fp8 tensors in a plot's legend
 CLOSE_UP_STEPS = 50  # shorter runs need no close-up
 
 Style = dict[str, Any]
+Values = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -107,25 +111,32 @@ def light(name: str) -> str:
 
 def run_style(index: int) -> Style:
     """Colour and dash of the run at `index`."""
-    return {"color": light(f"run{index % RUN_COLORS}"), "linestyle": DASHES[index // RUN_COLORS % len(DASHES)]}
+    dash = dash_of(index)
+    return {"color": light(f"run{index % RUN_COLORS}"), "linestyle": (0, dash) if dash else "solid"}
+
+
+def dash_of(index: int) -> tuple[float, ...]:
+    """The lengths of strokes and gaps of the run at `index`, in widths of its line; empty if solid."""
+    return DASHES[index // 4 % len(DASHES)]
 
 
 def label(name: str) -> str:
     """A run's name for a legend: short, without matplotlib's formulas ($) and its "do not show" mark (leading _)."""
-    name = name if len(name) <= 34 else f"{name[:15]}…{name[-18:]}"
-    name = "".join(c if c.isprintable() else "?" for c in name).replace("$", r"\$")
+    name = "".join(c if c.isprintable() else "?" for c in shortened(name, 34)).replace("$", r"\$")
     return f" {name}" if name.startswith("_") else name
 
 
-def legend_line(run: Run, index: int) -> Line2D:
-    return Line2D([], [], linewidth=1.5, label=label(run.name), **run_style(index))
+def shortened(name: str, most: int) -> str:
+    """At most so many characters of a name: it loses its middle, since the ends of runs' names tell them apart."""
+    return name if len(name) <= most else f"{name[: most // 2 - 2]}…{name[most // 2 - most - 1 :]}"
 
 
-def add_legend(axes: Axes, runs: Sequence[Run], corner: Literal["upper right", "lower center", "lower right"]) -> None:
-    """A legend of the runs' names, if there are several."""
-    if len(runs) > 1:
-        key = [legend_line(run, index) for index, run in enumerate(runs)]
-        axes.legend(handles=key, loc=corner, ncols=1 if len(runs) <= 4 else 2, fontsize=7)
+def name_end(axes: Axes, name: str, x: Values, y: Values, color: str, index: int | str) -> None:
+    """Writes a curve's name beside its last finite point, right of the plot; `drawing` finds its height."""
+    known = np.flatnonzero(np.isfinite(y))
+    if len(known):
+        where: Style = {"xytext": (1.018, 0.5), "textcoords": "axes fraction", "va": "center", "annotation_clip": False}
+        axes.annotate(label(name), (x[known[-1]], y[known[-1]]), color=color, gid=f"{NAME}{index}", **where)
 
 
 def show_steps_to(axes: Axes, end: float) -> None:
@@ -158,7 +169,10 @@ def draw_curve(
     style: Style = {**run_style(index), **run_mark(index), "label": label(name or runs[index].name)}
     axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6, **run_mark(index))
     picked = thin(len(y), bins)
-    axes.plot(x[picked], smooth(y, smoothing(len(y)), picked, average), linewidth=1.5, **style)
+    curve = smooth(y, smoothing(len(y)), picked, average)
+    axes.plot(x[picked], curve, linewidth=1.5, **style)
+    if name or len(runs) > 1:
+        name_end(axes, name or runs[index].name, x[picked], curve, style["color"], index)
     # All steps, even if their values are not finite: the axis shows how long a diverged run went on.
     show_steps_to(axes, max(float(x[-1]), axes.get_xlim()[1] / 1.015, 1.0))
 
@@ -184,39 +198,35 @@ def on_fineweb(run: Run) -> bool:
 
 def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> None:
     """Training and validation loss over the steps, or over the tokens."""
-    key: list[Line2D] = []
     for index, run in enumerate(runs):
         if by_tokens and run.is_log:
             continue
         place = partial(tokens_at, run) if by_tokens else np.asarray
         name = "training" if len(runs) == 1 else run.name
         draw_curve(axes, place(run.steps.step), run.steps.loss, index, runs, np.mean, name)
-        if len(runs) > 1:
-            key.append(legend_line(run, index))
         picked = thin(len(run.validations), MARKS)
         if len(picked):
             points = np.array(run.validations, dtype=float)[picked]
             points[~np.isfinite(points)] = np.nan
             # One run: the second colour tells validation from training. Several: the colour tells the runs apart.
             color = light("run1") if len(runs) == 1 else run_style(index)["color"]
-            dots: Style = {"color": color, "marker": "o", "markersize": 4.6, "linestyle": "none"}
-            dots |= {"markeredgecolor": light("page"), "markeredgewidth": 0.7, "zorder": 4}
+            size = 4.6 if len(runs) <= FEW_RUNS else 3.2
+            dots: Style = {"color": color, "marker": "o", "markersize": size, "linewidth": 0.9, "zorder": 4}
+            dots |= {"markeredgecolor": light("page"), "markeredgewidth": 0.7}
             name = "validation" if len(runs) == 1 else f"{run.name}, validation"
-            axes.plot(place(points[:, 0]), points[:, 1], label=label(name), **run_mark(index), **dots)
+            x = place(points[:, 0])
+            axes.plot(x, points[:, 1], label=label(name), **run_mark(index), **dots)
             if len(runs) == 1:
-                key.append(Line2D([], [], label="validation", **dots))
-    if len(runs) == 1:
-        key.insert(0, Line2D([], [], linewidth=1.5, label="training", **run_style(0)))
+                name_end(axes, name, x, points[:, 1], color, index)
     dashed: Style = {"color": light("floor"), "linewidth": 1.0, "linestyle": (0, (4, 3))}
     for floor in floors(runs):
         axes.axhline(floor, zorder=1.5, **dashed)
-        key.append(Line2D([], [], label=f"entropy of the source, {floor:.3f}", **dashed))
+        name_end(axes, f"source entropy, {floor:.3f}", [axes.get_xlim()[1]], [floor], light("faint"), "")
     if any(on_fineweb(run) for run in runs):
         dotted: Style = {**dashed, "linestyle": (0, (1, 2))}
         axes.axhline(LLMC_FINEWEB, zorder=1.5, **dotted)
-        key.append(Line2D([], [], label=f"llm.c's GPT-2 124M, {LLMC_FINEWEB}", **dotted))
+        name_end(axes, f"llm.c's GPT-2 124M, {LLMC_FINEWEB}", [axes.get_xlim()[1]], [LLMC_FINEWEB], light("faint"), "")
     limit_loss(axes, runs)
-    axes.legend(handles=key, loc="best", ncols=1 if len(key) <= 6 else 2)
     if by_tokens:
         axes.set_xlabel("tokens")
 
@@ -281,16 +291,17 @@ def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0)))
         show_values_as(axes)
         axes.yaxis.set_minor_formatter(NullFormatter())
-    add_legend(axes, runs, "upper right")
 
 
 def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
     for index, run in enumerate(runs):
         style: Style = {**run_style(index), **run_mark(index), "linewidth": 1.5, "label": label(run.name)}
-        axes.plot(*envelope(run.steps.step, run.steps.learning_rate, RAW_BINS // 2), **style)
+        curve = envelope(run.steps.step, run.steps.learning_rate, RAW_BINS // 2)
+        axes.plot(*curve, **style)
+        if len(runs) > 1:
+            name_end(axes, run.name, *curve, style["color"], index)
     axes.set_ylim(bottom=0)
     show_values_as(axes)
-    add_legend(axes, runs, "lower center")
 
 
 def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu"], quantity: str) -> None:
@@ -305,7 +316,6 @@ def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu"
             tops.append(np.quantile(finite, 0.99))
     axes.set_ylim(0, 1.15 * max(tops) or 1)
     show_values_as(axes, short_text)
-    add_legend(axes, runs, "lower right")
 
 
 # Tasks.
@@ -323,20 +333,20 @@ def headline_figures(run: Run) -> dict[str, list[tuple[int, TaskFigure]]]:
 
 def draw_tasks(axes: Axes, runs: Sequence[Run]) -> None:
     """Draws a line per run and task. Colours distinguish the tasks of one run, or several runs."""
-    end, lines = 1.0, 0
+    end = 1.0
     for index, run in enumerate(runs):
         for number, (task, figures) in enumerate(headline_figures(run).items()):
             steps = [float(step) for step, _ in figures]
             values, bars = [figure.value for _, figure in figures], [figure.stderr for _, figure in figures]
             name = task if len(runs) == 1 else f"{run.name}: {task}"
-            color, dash = run_style(number if len(runs) == 1 else index)["color"], DASHES[number % len(DASHES)]
+            color, dash = run_style(number if len(runs) == 1 else index)["color"], run_style(4 * number)["linestyle"]
             for bar in axes.errorbar(steps, values, bars, fmt="none", ecolor=color, elinewidth=0.6).lines[2]:
                 bar.set(**run_mark(index))
             axes.plot(steps, values, marker=".", color=color, linestyle=dash, label=label(name), **run_mark(index))
-            end, lines = max(end, steps[-1]), lines + 1
+            name_end(axes, name, steps, values, color, index)
+            end = max(end, steps[-1])
     show_steps_to(axes, end)
     show_values_as(axes)
-    axes.legend(loc="upper left", ncols=1 if lines <= 4 else 2, fontsize=7)
 
 
 # fp8.
@@ -361,14 +371,13 @@ def draw_fp8(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
             curve = envelope(steps, values, RAW_BINS // 2)
             shown = label(name or run.name) if named or not name else None
             axes.plot(*curve, marker=marker, label=shown, **run_mark(index), **style)
+            if shown:
+                name_end(axes, name or run.name, *curve, style["color"], index)
             top = max(top, largest)
         end = max(end, steps[-1])
     show_steps_to(axes, end)
-    axes.set_ylim(0, 1.45 * top or 1)  # with room for the legend
+    axes.set_ylim(0, 1.1 * top or 1)
     show_values_as(axes)
-    if len(runs) == 1 and top > 0:
-        axes.legend(loc="upper right", ncols=3, fontsize=7)
-    add_legend(axes, runs, "upper right")
 
 
 def percents(run: Run, quantity: str) -> dict[str, np.ndarray]:

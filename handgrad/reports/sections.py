@@ -12,14 +12,14 @@ from typing import Any
 from handgrad.errors import DataError, UsageError
 from handgrad.networks import NETWORKS
 from handgrad.reports import results
-from handgrad.reports.plots import RUN_COLORS
+from handgrad.reports.plots import FEW_RUNS, RUN_COLORS, dash_of
 from handgrad.reports.results import Run, loss_text, thin
 from handgrad.settings.config import FIELDS, TUNED, RunConfig, convert
 from handgrad.storage.run_files import CONFIG_FILE
 
 SAMPLES = 6  # per run, spread from the first to the last
 SAMPLE_CHARACTERS = 4000
-NUMBER = re.compile(r"[-+–∞]?[\d,.]*([kMGTPE]| [%a-zA-Z]+)?")
+NUMBER = re.compile(r"(± )?[-+–∞]?[\d,.]*([kMGTPE]| [%a-zA-Z]+)?")
 SATURATION = "clipped numbers in"  # identifies events about saturated fp8 tensors
 ROWS = 100  # of the long tables: events, skipped updates, validations
 SHAPE_WORDS = {"num_layers": "layers", "num_heads": "heads", "channels": "channels", "sequence_length": "positions"}
@@ -71,16 +71,24 @@ def folded(summary: str, content: str) -> str:
 
 
 def swatch(index: int) -> str:
-    """The colour of the run at `index`."""
-    return f'<span class="swatch" style="background:var(--run{index % RUN_COLORS})"></span>'
+    """The line of the run at `index` in the plots: its colour and its dash."""
+    stroke = f'stroke="var(--run{index % RUN_COLORS})" stroke-dasharray="{dash_array(index)}"'
+    return f'<svg class="swatch" viewBox="0 0 24 8" aria-hidden="true"><path d="M0 4H24" {stroke}/></svg>'
 
 
-def per_run(runs: Sequence[Run], make: Callable[[Run], str]) -> str:
-    """`make(run)` for each run, under its name if there are several; leaves out runs with nothing to show."""
+def dash_array(index: int) -> str:
+    """The dash of the run at `index`, for a line as wide as a swatch's."""
+    return " ".join(f"{2 * length:g}" for length in dash_of(index)) or "none"
+
+
+def per_run(runs: Sequence[Run], make: Callable[[Run], str], *, fold: bool = True) -> str:
+    """`make(run)` for each run, under its name if there are several; leaves out runs with nothing to show. With `fold`, a
+    click on the name shows it if there are many."""
     if len(runs) == 1:
         return make(runs[0])
-    named = [(f"<h3>{swatch(index)}{text(run.name)}</h3>", make(run)) for index, run in enumerate(runs)]
-    return "\n".join(f"{head}\n{content}" for head, content in named if content)
+    named = [(f"{swatch(index)}{text(run.name)}", make(run)) for index, run in enumerate(runs)]
+    form = "<h3>{}</h3>\n{}" if len(runs) <= FEW_RUNS or not fold else "<details><summary>{}</summary>\n{}\n</details>"
+    return "\n".join(form.format(*part) for part in named if part[1])
 
 
 def description(run: Run) -> str:
@@ -212,14 +220,18 @@ def validations(run: Run) -> str:
     return table(["step", "tokens", "nats per token", "perplexity", "bits per byte"], rows) if rows else ""
 
 
-def tasks(run: Run) -> str:
-    """The newest figure of every task and metric."""
-    rows = []
-    for (task, metric), figures in run.tasks.items():
-        step, figure = figures[-1]
-        stderr = results.shown(figure.stderr, "± {:.4f}".format)
-        rows.append([task, metric, loss_text(figure.value), stderr, f"{figure.examples:,}", f"{step:,}"])
-    return table(["task", "metric", "value", "standard error", "examples", "step"], rows) if rows else ""
+def tasks(runs: Sequence[Run]) -> str:
+    """The newest figure of every task and metric, of all runs in one table."""
+    head, rows = ["task", "metric", "run", "value", "standard error", "examples", "step"], []
+    for task, metric in dict.fromkeys(key for run in runs for key in run.tasks):
+        for run in runs:
+            if figures := run.tasks.get((task, metric)):
+                step, figure = figures[-1]
+                stderr = results.shown(figure.stderr, "± {:.4f}".format)
+                rows.append([task, metric, run.name, loss_text(figure.value), stderr, f"{figure.examples:,}", f"{step:,}"])
+    if len(runs) == 1:
+        head, rows = head[:2] + head[3:], [row[:2] + row[3:] for row in rows]
+    return table(head, rows, kind="tasks") if rows else ""
 
 
 def memory(run: Run) -> str:
