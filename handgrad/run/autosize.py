@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from handgrad.data.shards import SPLITS, Dataset, open_dataset
+from handgrad.data.mixture import apart, open_data
+from handgrad.data.shards import SPLITS, Dataset
 from handgrad.joins.parallel.launchers import find_rank_info
 from handgrad.machine import devices
 from handgrad.run.packing import document_lengths, resolve_packing, row_that_holds
@@ -97,8 +98,9 @@ def fitted(size: Size, dataset: Dataset) -> RunConfig:
 
 
 def longest_window(dataset: Dataset) -> int:
-    """The longest context for which every split has a window (one token longer)."""
-    return min(max(shard.token_count - 1 for shard in dataset.splits[split]) for split in SPLITS)
+    """The longest context for which every split of every set has a window (one token longer)."""
+    splits = (one.dataset.splits[split] for one in apart(dataset) for split in SPLITS)
+    return min(max(shard.token_count - 1 for shard in shards) for shards in splits)
 
 
 def power_of_two(number: int) -> int:
@@ -164,7 +166,7 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None:
         return {name: begun[name] for name in CHOSEN}
-    return suited_settings(open_dataset(settings["data"]), devices.resolve_device(settings.get("device", RunConfig.device)))
+    return suited_settings(open_data(settings["data"]), devices.resolve_device(settings.get("device", RunConfig.device)))
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
@@ -176,7 +178,7 @@ def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: di
     source, device = settings["init_from"], devices.resolve_device(settings.get("device", RunConfig.device))
     if begun is not None:
         return {name: begun[name] for name in (*CHOSEN, "sample_tokens") if name in begun}
-    dataset = open_dataset(settings["data"], source) if "data" in settings else None
+    dataset = open_data(settings["data"], source) if "data" in settings else None
     config = fitted_to_weights(settings, sizes, dataset, device)
     chosen = {name: getattr(config, name) for name in ("sequence_length", "tokens_per_step", "micro_batch", *ENDING)}
     chosen["learning_rate"] = settings.get("learning_rate", suited_rate(source, adapters=bool(config.lora)))

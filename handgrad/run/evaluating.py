@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.data.batches import validation_batches
+from handgrad.data.batches import Batches, validation_batches
+from handgrad.data.mixture import apart, weighted_mean
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.evaluation.likelihoods import KIND as OWN_KIND, Request, Workload
@@ -101,7 +102,8 @@ class Evaluations:
     ):
         self.config, self.training, self.dataset, self.ranks, self.log = config, training, dataset, ranks, log
         windows = config.sequence_length, config.eval_stride, config.packing
-        self.batches, self.tasks = validation_batches(dataset, *windows), tasks
+        self.sets, self.tasks = apart(dataset), tasks
+        self.batches = [each for one in self.sets if (each := validation_batches(one.dataset, *windows))]
         design = training.design
         self.decode = decode_tensors(design.shape, generation_plan(design).allocate(design.device))
         if tasks is not None:
@@ -113,18 +115,21 @@ class Evaluations:
         far; returns its result."""
         if not self.batches or ("validation", step) in self.log.recorded:
             return False
-        self.loss = loss = self.validation_loss()
+        losses = [self.validation_loss(batches) for batches in self.batches]
+        self.loss = loss = weighted_mean(self.sets, losses)
+        named = {one.name: loss for one, loss in zip(self.sets, losses, strict=True) if one.name}
+        of_sets = f" ({', '.join(f'{name} {each:.4f}' for name, each in named.items())})" if named else ""
         scored, best = (self.dataset, self.config.packing), is_best(loss)
-        note = f"{floor_note(loss, *scored)}{', the best so far' if best else ''}"
-        self.log.validation(step, loss, bits_per_byte(loss, *scored), f"step {step}: validation loss {loss:.4f}{note}")
+        note = f"{of_sets}{floor_note(loss, *scored)}{', the best so far' if best else ''}"
+        line = f"step {step}: validation loss {loss:.4f}{note}"
+        self.log.validation(step, loss, bits_per_byte(loss, *scored), line, named)
         return best
 
-    def validation_loss(self) -> float:
-        assert self.batches is not None
+    def validation_loss(self, batches: Batches) -> float:
         self.training.await_weights()
-        state, samples = self.training.state, self.batches.samples_of(self.config.eval_tokens)
+        state, samples = self.training.state, batches.samples_of(self.config.eval_tokens)
         model = state.design.shape, self.training.validation_ops, state.weights, state.activations
-        return mean_loss(*model, self.batches, samples=samples, ranks=self.ranks)
+        return mean_loss(*model, batches, samples=samples, ranks=self.ranks)
 
     def run_tasks(self, step: int) -> None:
         """Evaluates the tasks after `step`, unless the record has the results."""

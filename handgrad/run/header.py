@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 import handgrad
+from handgrad.data.mixture import apart
 from handgrad.data.shards import Dataset
 from handgrad.evaluation.loss import floor_of, scores_all
 from handgrad.format import human_bytes, human_count, memory_table
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine import devices
 from handgrad.memory.rows import count_parameters
-from handgrad.run.packing import packing_lines, training_batches
+from handgrad.run.packing import mixture_lines, packing_lines, training_batches
 from handgrad.settings.config import RunConfig
 from handgrad.training.design import Batch, Design
 
@@ -48,6 +49,7 @@ def header_lines(
         f" {human_count(dataset.tokens('validation'))} validation tokens, {dataset.tokenizer.kind} vocabulary of"
         f" {shape.vocab_size} (padded to {shape.padded_vocab_size})"
     )
+    lines += mixture_lines(config, dataset)
     if ranks.size > 1:
         shared = ("nothing", "master weights and moments", "master weights, moments and gradients")[config.zero]
         nodes = f" on {ranks.nodes} nodes" if ranks.nodes > 1 else ""
@@ -145,6 +147,7 @@ def run_record(
 ) -> dict[str, Any]:
     """The "run" line of metrics.jsonl."""
     manifest, all_scored = dataset.manifest, scores_all(dataset, config.packing)
+    sets = {name: {"folder": str(one.folder), "weight": float(weight)} for name, weight, one in apart(dataset) if name}
     return {
         "time": round(time.time(), 3),
         "host": platform.node(),
@@ -169,6 +172,7 @@ def run_record(
             "tokenizer": dataset.tokenizer.kind,
             "train_tokens": dataset.tokens("train"),
             "validation_tokens": dataset.tokens("validation"),
+            **({"sets": sets} if sets else {}),
             "validation_text_bytes": manifest["splits"]["validation"]["text_bytes"] if manifest and all_scored else None,
         },
         "floor_nats_per_token": floor_of(dataset, config.packing),

@@ -170,8 +170,10 @@ class RunLog:
         # llm.c counts steps from 0.
         self.main_log(f"s:{step - 1} trl:{result.loss:.4f} lr:{result.learning_rate:.6f} norm:{result.norm:.2f}")
 
-    def validation(self, step: int, loss: float, bits_per_byte: float | None, line: str) -> None:
-        self.record("validation", step=step, loss=loss, perplexity=perplexity(loss), bits_per_byte=bits_per_byte)
+    def validation(self, step: int, loss: float, bits_per_byte: float | None, line: str, sets: dict[str, float]) -> None:
+        """`sets`: the loss of each of several sets, by name."""
+        figures = {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
+        self.record("validation", step=step, **figures, **({"sets": sets} if sets else {}))
         self.main_log(f"s:{step} tel:{loss:.4f}")
         self.line(line)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from handgrad.data.mixture import continued
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import STOPPING, NumericsError, Preempted, end_interrupted, end_stopped, forget_signals, is_repeat
@@ -61,6 +62,8 @@ class Run:
         console: ConsoleMode,
     ):
         """`weights`: initial weights, unless the run resumes or draws them; with adapters, the base."""
+        if folder.resumed is not None:
+            dataset = continued(dataset, folder.resumed.manifest.get("identity") or {}, folder.resumed.step)
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.batch, batches = config.batch, training_batches(config, dataset)
         versions, identity = versions_of(design.device, design.plain_ops), identity_of(config, dataset)

@@ -6,8 +6,10 @@ import json
 import numpy as np
 
 from handgrad.data.batches import Batches, documents_of
+from handgrad.data.mixture import MIXTURE, MixedBatches, Mixture, phases_text
 from handgrad.data.shards import SPLITS, Dataset
 from handgrad.evaluation.loss import scores_all
+from handgrad.format import human_count
 from handgrad.run.assemble import TrainedTokens
 from handgrad.settings.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
 
@@ -32,20 +34,47 @@ def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
 
 
 def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, str]:
-    """The hashes of everything that a run reads: tokens, tokenizer and, if packing depends on them, document boundaries."""
+    """The hashes of everything that a run reads: tokens, tokenizer and, if packing depends on them, document boundaries;
+    with several sets, also the weights of each."""
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
+    hashes |= {MIXTURE: phases_text(dataset.phases)} if isinstance(dataset, Mixture) else {}
     boundaries = json.dumps([[shard.index_sha256 for shard in dataset.splits[name]] for name in SPLITS])
     return hashes | ({DOCUMENTS: hashlib.sha256(boundaries.encode()).hexdigest()} if config.packed else {})
 
 
-def training_batches(config: RunConfig, dataset: Dataset) -> Batches:
+def training_batches(config: RunConfig, dataset: Dataset) -> Batches | MixedBatches:
     """Batches of the training split, in the run's order."""
+    if isinstance(dataset, Mixture):
+        each = {one.dataset.identity: set_batches(config, one.dataset) for one in dataset.sets}
+        first = [config.batch.tokens_before(phase.first_step) // config.sequence_length for phase in dataset.phases]
+        return MixedBatches(each, dataset.phases, first, config.seed)
+    return set_batches(config, dataset)
+
+
+def set_batches(config: RunConfig, dataset: Dataset) -> Batches:
     return Batches(dataset.splits["train"], config.sequence_length, config.seed, packing=config.packing)
 
 
-def trained_tokens(batches: Batches) -> TrainedTokens | None:
+def trained_tokens(batches: Batches | MixedBatches) -> TrainedTokens | None:
     """Counts trained tokens, for a run that does not train all of them; else None."""
     return None if batches.trains_all else batches.trained_tokens
+
+
+def mixture_lines(config: RunConfig, dataset: Dataset) -> list[str]:
+    """A header line about each of several sets: its tokens, its weight, the epochs of it in the whole run."""
+    if not isinstance(dataset, Mixture):
+        return []
+    batches, lines, step = training_batches(config, dataset), list[str](), dataset.phases[-1].first_step
+    _, given = batches.given(config.batch.tokens_before(config.steps) // config.sequence_length)
+    after = f" after step {step}" if step else ""
+    for name, weight, each in dataset.sets:
+        epochs = given[each.identity] / batches.batches[each.identity].samples_per_epoch
+        lines.append(
+            f"           {name}: {human_count(each.tokens('train'))} training and"
+            f" {human_count(each.tokens('validation'))} validation tokens, {float(weight):.4g} of the samples{after},"
+            f" {epochs:{'.1f' if epochs >= 0.1 else '.1g'}} epochs of it in all"
+        )
+    return lines
 
 
 def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from handgrad.data.shards import open_dataset
+from handgrad.data.mixture import MIXTURE, as_begun, open_data
 from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import CONTEXT
@@ -160,10 +160,13 @@ def config_of(record: RunRecord, step: int, elsewhere: dict[str, str]) -> RunCon
     stored = record.folder / CONFIG_FILE
     told = read_toml(str(stored)) if stored.is_file() else {}
     free = {name: value for name, value in told.items() if name in FIELDS and FIELDS[name].metadata["free"]}
-    begun = record.begun(step)["config"]
+    begin = record.begun(step)
+    begun = begin["config"]
     if further := [name for name in begun if name not in FIELDS or FIELDS[name].metadata["free"]]:
         raise DataError(f"{record.path} has {further[0]!r:.40} among the settings that change the numbers; it was edited")
     settings: dict[str, Any] = {**free, **begun, **elsewhere}
+    if "data" in settings:
+        settings["data"] = as_begun(settings["data"], begin["identity"])
     return RunConfig(**{name: convert(name, value) for name, value in settings.items()})
 
 
@@ -185,11 +188,12 @@ def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
 
 def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> None:
     """Raises `DataError` unless the data at hand have the hashes that the run recorded."""
-    dataset = open_dataset(config.data)
+    dataset = open_data(config.data)
     identity = identity_of(config, dataset)
     for begin in begins:
         texts = text_facts(dataset) if begin["format"] == FORMAT else {}
         stored = {DOCUMENTS: identity.get(DOCUMENTS), **begin["identity"]}  # older chains lack it
+        stored[MIXTURE] = identity.get(MIXTURE)  # `config_of` takes the weights from the chain
         now, then = {**identity, **texts}, {**stored, **{name: begin.get(name) for name in texts}}
         for key in {**now, **then}:
             if then.get(key) != now.get(key):
