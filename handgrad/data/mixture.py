@@ -4,14 +4,12 @@ Samples come in blocks of `BLOCK`, in which a keyed permutation orders the sets.
 its share of the samples, off by at most K / 2 (`shares`); within a block, by at most a quarter of a block more. A set's
 j-th sample is the one that `Batches` gives to j, so each set keeps its own order and its own epochs.
 
-A run that resumes with other weights or sets has phases: from the first sample of a phase on its weights hold, and each
-set continues after the samples that it has given.
+A run that resumes with other weights or sets has phases: each set continues after the samples that it has given.
 """
 
 import functools
 import hashlib
 import json
-import math
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -24,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from handgrad.data.batches import Batches, mix, permute
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.errors import DataError, UsageError
+from handgrad.storage.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,39 +73,29 @@ def apart(dataset: Dataset) -> tuple[WeightedSet, ...]:
     return dataset.sets if isinstance(dataset, Mixture) else (WeightedSet("", Fraction(1), dataset),)
 
 
-def weighted_mean(sets: Iterable[WeightedSet], values: Iterable[float]) -> float:
-    """The mean of a number of each set by their weights; of a single set, its own number."""
-    return math.fsum(float(one.weight) * value for one, value in zip(sets, values, strict=True))
-
-
-def parse_weight(text: str) -> Fraction:
-    """Raises ValueError unless `text` is a number above 0, like 0.8, 4, 1e-3 or 1/3."""
-    if not WEIGHT.fullmatch(text) or not (weight := Fraction(text)):
-        raise ValueError(text)
-    return weight
+def normalised(weights: Mapping[str, str]) -> dict[str, Fraction]:
+    """Weights as shares of 1. Raises `UsageError` unless each is a number above 0, like 0.8, 4, 1e-3 or 1/3."""
+    for name, text in weights.items():
+        if not WEIGHT.fullmatch(text) or not Fraction(text):
+            raise UsageError(f"the weight of {name} must be a number above 0, like {EXAMPLE}, found {text!r}")
+    total = sum(map(Fraction, weights.values()))
+    return {name: Fraction(text) / total for name, text in weights.items()}
 
 
 def named_sets(data: str) -> dict[str, Fraction]:
-    """The folders in the setting `data`, with their weights as shares of 1. An existing folder is a single set, whatever
-    its name. Raises `UsageError`: a set without a weight, or twice, or a weight that is no number above 0."""
+    """The folders in the setting `data`, with their weights. An existing folder is a single set, whatever its name. Raises
+    `UsageError`: a set without a weight or twice, or the errors of `normalised`."""
     if Path(data).exists() or not re.search("[,=]", data):
         return {data: Fraction(1)}
-    weights = dict[str, Fraction]()
-    entries = [entry.strip() for entry in data.split(",")]
-    for entry in entries:
+    weights = dict[str, str]()
+    for entry in map(str.strip, data.split(",")):
         folder, _, weight = entry.rpartition("=")
         if not folder:
-            bare = all(entry and "=" not in entry for entry in entries)
-            remedy = f"; --data {'=1,'.join(entries)}=1 draws from all equally often" if bare else ""
-            raise UsageError(f"data must name each set with its weight, like {EXAMPLE}, found {entry!r}{remedy}")
+            raise UsageError(f"data must name each set with its weight, like {EXAMPLE}, found {entry!r}")
         if folder in weights:
             raise UsageError(f"data names {folder} twice; give it once, with the sum of its weights")
-        try:
-            weights[folder] = parse_weight(weight)
-        except ValueError:
-            raise UsageError(f"the weight of {folder} must be a number above 0, like {EXAMPLE}, found {weight!r}") from None
-    total = sum(weights.values())
-    return {folder: weight / total for folder, weight in weights.items()}
+        weights[folder] = weight
+    return normalised(weights)
 
 
 def open_data(data: str, model: str = "", *, chat: bool = False) -> Dataset:
@@ -129,10 +118,7 @@ def open_data(data: str, model: str = "", *, chat: bool = False) -> Dataset:
             raise UsageError(f"{same} and {other} in data hold the same tokens; give one, with the sum of their weights")
         if bool(dataset.splits["validation"]) != bool(first.splits["validation"]):
             without = folder if dataset.splits["validation"] else other
-            raise DataError(
-                f"expected a validation split in all sets of data or in none, found none in {without}; prepare it with"
-                " --validation-fraction above 0"
-            )
+            raise DataError(f"expected a validation split in every set of data, found none in {without}; prepare it again")
     names = [Path(folder).name for folder in opened]
     names = names if len({*names, ""}) > len(names) else [*opened]
     sets = [WeightedSet(*one) for one in zip(names, weights.values(), opened.values(), strict=True)]
@@ -151,37 +137,31 @@ def mixture(data: str, sets: Sequence[WeightedSet], earlier: Sequence[Phase], st
 # Phases, as the identity of a run records them.
 
 
-def phases_text(phases: Iterable[Phase]) -> str:
-    """Phases as text: "0: 4/5 of SHA, 1/5 of SHA; 120: ..."."""
-    texts = (", ".join(f"{weight} of {name}" for name, weight in phase.weights.items()) for phase in phases)
-    return "; ".join(f"{phase.first_step}: {text}" for phase, text in zip(phases, texts, strict=True))
+def phases_record(phases: Iterable[Phase]) -> list[Any]:
+    """Phases as JSON: (first step, the weight of each set by its identity)."""
+    return [[step, {name: str(weight) for name, weight in weights.items()}] for step, weights in phases]
 
 
-def phases_of(identity: Mapping[str, Any]) -> tuple[Phase, ...]:
-    """The phases in the identity of a run; of a run on a single set, one. Raises `DataError` for a damaged text."""
-    text, phases = str(identity.get(MIXTURE, f"0: 1 of {identity.get('data')}")), list[Phase]()
+def phases_of(identity: Mapping[str, Any]) -> list[Phase]:
+    """The phases in the identity of a run; of a run on a single set, one. Raises `DataError` for damaged ones."""
+    record = identity.get(MIXTURE, [[0, {str(identity.get("data")): "1"}]])
     try:
-        for step, sets in (phase.split(": ") for phase in text.split("; ")):
-            weights = {name: parse_weight(weight) for weight, name in (one.split(" of ") for one in sets.split(", "))}
-            if sum(weights.values()) != 1:
-                raise ValueError(text)
-            phases.append(Phase(int(step), weights))
-    except ValueError:
-        raise DataError(f"expected the weights of a run's sets, found {text!r:.80}; it was edited or damaged") from None
-    return tuple(phases)
+        return [Phase(int(step), normalised(weights)) for step, weights in record]
+    except (UsageError, ValueError, TypeError, AttributeError):
+        raise DataError(f"expected the weights of a run's sets, found {record!r:.80}; it was edited or damaged") from None
 
 
-def continued(dataset: Dataset, identity: Mapping[str, Any], step: int) -> Dataset:
-    """`dataset` for a run that resumes after `step` from a checkpoint with this `identity`: with the phases so far."""
-    if not isinstance(dataset, Mixture) and MIXTURE not in identity:
+def continued(dataset: Dataset, resumed: Checkpoint | None) -> Dataset:
+    """`dataset` for a run that resumes from a checkpoint, with the phases so far."""
+    identity = (resumed.manifest.get("identity") or {}) if resumed else {}
+    if resumed is None or not (isinstance(dataset, Mixture) or MIXTURE in identity):
         return dataset
     sets = [one._replace(name=one.name or dataset.folder.name) for one in apart(dataset)]
-    return mixture(str(dataset.folder), sets, phases_of(identity), step)
+    return mixture(str(dataset.folder), sets, phases_of(identity), resumed.step)
 
 
 def as_begun(data: str, identity: Mapping[str, Any]) -> str:
-    """The setting `data` for a replay: with the sets and weights of a recorded run's last phase. Raises `DataError` if a
-    set is missing."""
+    """The setting `data` for a replay of a recorded run's last phase. Raises `DataError` if a set is missing."""
     folders = named_sets(data)
     if MIXTURE not in identity and len(folders) == 1:
         return data
@@ -215,11 +195,11 @@ def order_of(weights: tuple[Fraction, ...], block: int, key: int) -> list[int]:
 class MixedBatches:
     """The samples of a run on several sets, with the methods of `Batches` that a run calls."""
 
-    def __init__(self, batches: Mapping[str, Batches], phases: Sequence[Phase], first_samples: Sequence[int], seed: int):
-        """`batches`: by the identity of their set; `first_samples`: of the phases."""
-        self.batches, self.weights, self.seed = batches, [phase.weights for phase in phases], seed
-        self.samples_per_epoch = sum(one.samples_per_epoch for one in batches.values())
-        self.trains_all = all(one.trains_all for one in batches.values())
+    def __init__(self, sets: Mapping[str, Batches], phases: Sequence[Phase], first_samples: Sequence[int], seed: int):
+        """`sets`: by identity; `first_samples`: of the phases."""
+        self.sets, self.weights, self.seed = sets, [phase.weights for phase in phases], seed
+        self.samples_per_epoch = sum(one.samples_per_epoch for one in sets.values())
+        self.trains_all = all(one.trains_all for one in sets.values())
         self.first_samples = [0]
         self.before = [Counter[str]()]  # by phase: the samples that each set has given before it
         for first in first_samples[1:]:
@@ -227,7 +207,7 @@ class MixedBatches:
             self.first_samples.append(first)
 
     def given(self, sample: int) -> tuple[str, Counter[str]]:
-        """(the identity of a sample's set, how many of the samples before it come from each set)."""
+        """(the identity of a sample's set, how many of the samples before it each set has given)."""
         phase = bisect_right(self.first_samples, sample) - 1
         block, index = divmod(sample - self.first_samples[phase], BLOCK)
         names, weights = zip(*self.weights[phase].items(), strict=True)
@@ -235,19 +215,14 @@ class MixedBatches:
         order = [names[which] for which in order_of(weights, block, mix(self.seed, SET_ORDER, phase, block))]
         return order[index], self.before[phase] + whole + Counter(order[:index])
 
-    def locate(self, sample: int) -> tuple[str, int]:
-        """(the identity of a sample's set, the number of the sample in that set)."""
-        name, given = self.given(sample)
-        return name, given[name]
-
     def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int, document_starts: "Tensor | None" = None) -> None:
         """As `Batches.fill`."""
         for row in range(len(inputs)):
-            (name, number), at = self.locate(first_sample + row), slice(row, row + 1)
+            (name, given), at = self.given(first_sample + row), slice(row, row + 1)
             starts = None if document_starts is None else document_starts[at]
-            self.batches[name].fill(inputs[at], targets[at], number, starts)
+            self.sets[name].fill(inputs[at], targets[at], given[name], starts)
 
     def trained_tokens(self, first_sample: int, samples: int) -> int:
         """As `Batches.trained_tokens`."""
-        places = map(self.locate, range(first_sample, first_sample + samples))
-        return sum(self.batches[name].trained_tokens(number, 1) for name, number in places)
+        places = map(self.given, range(first_sample, first_sample + samples))
+        return sum(self.sets[name].trained_tokens(given[name], 1) for name, given in places)

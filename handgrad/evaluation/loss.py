@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from handgrad.data.batches import Batches
-from handgrad.data.mixture import apart, open_data, weighted_mean
+from handgrad.data.mixture import apart, open_data
 from handgrad.data.recommended import tokenizer_of
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import Tokenizer
@@ -143,14 +143,11 @@ def held_out_loss(
     `UsageError` for a stride above the context."""
     length = act.tokens.shape[1]
     check_stride(eval_stride, length, "context")
-    sets = dict[str, HeldOut]()
-    for name, _, each in apart(dataset):
+    sets, total = dict[str, HeldOut](), 0.0
+    for name, weight, each in apart(dataset):
         batches = Batches(each.splits["validation"], length, 0, shuffle=False, stride=eval_stride, packing=packing)
         samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
         loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks, progress=progress)
         units = perplexity(loss), bits_per_byte(loss, each, packing)
-        sets[name] = HeldOut(loss, *units, batches.scored_tokens(samples))
-    if "" in sets:
-        return sets[""]
-    loss = weighted_mean(apart(dataset), (one.loss for one in sets.values()))
-    return HeldOut(loss, perplexity(loss), None, sum(one.tokens for one in sets.values()), sets)
+        sets[name], total = HeldOut(loss, *units, batches.scored_tokens(samples)), total + float(weight) * loss
+    return sets.get("") or HeldOut(total, perplexity(total), None, sum(one.tokens for one in sets.values()), sets)

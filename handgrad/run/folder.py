@@ -104,9 +104,9 @@ class RunFolder:
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = {DOCUMENTS: identity.get(DOCUMENTS), **old} if isinstance(old, dict) else {}
         trained_on, here = self.resumed.manifest["config"].get("data") if self.resumed else None, self.config.data
-        changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]
-        if self.resumed and old.get(MIXTURE) != identity.get(MIXTURE):  # a line for people: the entry has exact weights
-            changed = [line for line in changed if not line.startswith(MIXTURE)]
+        hashes = [key for key in identity if key != MIXTURE]
+        changed = [f"{key}: {old.get(key)} -> {identity[key]}" for key in hashes if old.get(key) != identity[key]]
+        if self.resumed and old.get(MIXTURE) != identity.get(MIXTURE):
             changed.append(f"data: {trained_on} -> {here}, after step {self.resumed.step}")
         if changed and not allow_changes:
             old = f": {trained_on}; give that --data," if trained_on else "; use the old data,"

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import handgrad
-from handgrad.data.mixture import apart
 from handgrad.data.shards import Dataset
 from handgrad.evaluation.loss import floor_of, scores_all
 from handgrad.format import human_bytes, human_count, memory_table
@@ -147,7 +146,6 @@ def run_record(
 ) -> dict[str, Any]:
     """The "run" line of metrics.jsonl."""
     manifest, all_scored = dataset.manifest, scores_all(dataset, config.packing)
-    sets = {name: {"folder": str(one.folder), "weight": float(weight)} for name, weight, one in apart(dataset) if name}
     return {
         "time": round(time.time(), 3),
         "host": platform.node(),
@@ -172,7 +170,6 @@ def run_record(
             "tokenizer": dataset.tokenizer.kind,
             "train_tokens": dataset.tokens("train"),
             "validation_tokens": dataset.tokens("validation"),
-            **({"sets": sets} if sets else {}),
             "validation_text_bytes": manifest["splits"]["validation"]["text_bytes"] if manifest and all_scored else None,
         },
         "floor_nats_per_token": floor_of(dataset, config.packing),

@@ -62,8 +62,7 @@ class Run:
         console: ConsoleMode,
     ):
         """`weights`: initial weights, unless the run resumes or draws them; with adapters, the base."""
-        if folder.resumed is not None:
-            dataset = continued(dataset, folder.resumed.manifest.get("identity") or {}, folder.resumed.step)
+        dataset = continued(dataset, folder.resumed)
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.batch, batches = config.batch, training_batches(config, dataset)
         versions, identity = versions_of(design.device, design.plain_ops), identity_of(config, dataset)

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+from typing import Any
 
 import numpy as np
 
 from handgrad.data.batches import Batches, documents_of
-from handgrad.data.mixture import MIXTURE, MixedBatches, Mixture, phases_text
+from handgrad.data.mixture import MIXTURE, MixedBatches, Mixture, apart, phases_record
 from handgrad.data.shards import SPLITS, Dataset
 from handgrad.evaluation.loss import scores_all
 from handgrad.format import human_count
@@ -33,26 +34,22 @@ def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
     return resolve_packing(AUTO if other_data and own == STREAM else own, dataset)
 
 
-def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, str]:
-    """The hashes of everything that a run reads: tokens, tokenizer and, if packing depends on them, document boundaries;
-    with several sets, also the weights of each."""
+def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
+    """The hashes of all that a run reads: tokens, tokenizer, document boundaries if packing needs them; weights of sets."""
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
-    hashes |= {MIXTURE: phases_text(dataset.phases)} if isinstance(dataset, Mixture) else {}
+    hashes |= {MIXTURE: phases_record(dataset.phases)} if isinstance(dataset, Mixture) else {}
     boundaries = json.dumps([[shard.index_sha256 for shard in dataset.splits[name]] for name in SPLITS])
     return hashes | ({DOCUMENTS: hashlib.sha256(boundaries.encode()).hexdigest()} if config.packed else {})
 
 
 def training_batches(config: RunConfig, dataset: Dataset) -> Batches | MixedBatches:
     """Batches of the training split, in the run's order."""
-    if isinstance(dataset, Mixture):
-        each = {one.dataset.identity: set_batches(config, one.dataset) for one in dataset.sets}
-        first = [config.batch.tokens_before(phase.first_step) // config.sequence_length for phase in dataset.phases]
-        return MixedBatches(each, dataset.phases, first, config.seed)
-    return set_batches(config, dataset)
-
-
-def set_batches(config: RunConfig, dataset: Dataset) -> Batches:
-    return Batches(dataset.splits["train"], config.sequence_length, config.seed, packing=config.packing)
+    settings = config.sequence_length, config.seed
+    if not isinstance(dataset, Mixture):
+        return Batches(dataset.splits["train"], *settings, packing=config.packing)
+    sets = {one.identity: Batches(one.splits["train"], *settings, packing=config.packing) for *_, one in apart(dataset)}
+    first = [config.batch.tokens_before(phase.first_step) // config.sequence_length for phase in dataset.phases]
+    return MixedBatches(sets, dataset.phases, first, config.seed)
 
 
 def trained_tokens(batches: Batches | MixedBatches) -> TrainedTokens | None:
@@ -62,18 +59,14 @@ def trained_tokens(batches: Batches | MixedBatches) -> TrainedTokens | None:
 
 def mixture_lines(config: RunConfig, dataset: Dataset) -> list[str]:
     """A header line about each of several sets: its tokens, its weight, the epochs of it in the whole run."""
-    if not isinstance(dataset, Mixture):
-        return []
-    batches, lines, step = training_batches(config, dataset), list[str](), dataset.phases[-1].first_step
+    batches, lines = training_batches(config, dataset), list[str]()
+    if not isinstance(batches, MixedBatches):
+        return lines
     _, given = batches.given(config.batch.tokens_before(config.steps) // config.sequence_length)
-    after = f" after step {step}" if step else ""
-    for name, weight, each in dataset.sets:
-        epochs = given[each.identity] / batches.batches[each.identity].samples_per_epoch
-        lines.append(
-            f"           {name}: {human_count(each.tokens('train'))} training and"
-            f" {human_count(each.tokens('validation'))} validation tokens, {float(weight):.4g} of the samples{after},"
-            f" {epochs:{'.1f' if epochs >= 0.1 else '.1g'}} epochs of it in all"
-        )
+    for name, weight, one in apart(dataset):
+        epochs, tokens = given[one.identity] / batches.sets[one.identity].samples_per_epoch, one.tokens("train")
+        share = f"{name}: {human_count(tokens)} training tokens, {float(weight):.3g} of the samples"
+        lines.append(f"           {share}, {epochs:{'.1f' if epochs >= 0.1 else '.1g'}} epochs of it in all")
     return lines
 
 

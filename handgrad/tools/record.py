@@ -1,7 +1,7 @@
 """A run's record, as a verifier opens it: chain, checkpoints, configuration. Replays nothing."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +160,12 @@ def config_of(record: RunRecord, step: int, elsewhere: dict[str, str]) -> RunCon
     stored = record.folder / CONFIG_FILE
     told = read_toml(str(stored)) if stored.is_file() else {}
     free = {name: value for name, value in told.items() if name in FIELDS and FIELDS[name].metadata["free"]}
-    begin = record.begun(step)
-    begun = begin["config"]
+    begun = record.begun(step)["config"]
     if further := [name for name in begun if name not in FIELDS or FIELDS[name].metadata["free"]]:
         raise DataError(f"{record.path} has {further[0]!r:.40} among the settings that change the numbers; it was edited")
     settings: dict[str, Any] = {**free, **begun, **elsewhere}
-    if "data" in settings:
-        settings["data"] = as_begun(settings["data"], begin["identity"])
-    return RunConfig(**{name: convert(name, value) for name, value in settings.items()})
+    config = RunConfig(**{name: convert(name, value) for name, value in settings.items()})
+    return replace(config, data=as_begun(config.data, record.begun(step)["identity"]))
 
 
 def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
