@@ -1,7 +1,7 @@
 """Several data sets in one run, each with a weight: which set a sample comes from is a pure function of (seed, i).
 
 Samples come in blocks of `BLOCK`, in which a keyed permutation orders the sets. After whole blocks each of K sets has given
-its share of the samples, off by at most K / 2 (`shares`); within a block, by at most a quarter of a block more. A set's
+its share of the samples, off by at most K / 2 (`shares`); within a block, by at most `BLOCK` / 4 more. A set's
 j-th sample is the one that `Batches` gives to j, so each set keeps its own order and its own epochs.
 
 A run that resumes with other weights or sets has phases: each set continues after the samples that it has given.
@@ -106,7 +106,6 @@ def open_data(data: str, model: str = "", *, chat: bool = False) -> Dataset:
     folder, first = next(iter(opened.items()))
     if len(opened) == 1:
         return first
-    known = dict[str, str]()
     for other, dataset in opened.items():
         one, two = first.tokenizer, dataset.tokenizer
         if (one.sha256, one.vocab_size) != (two.sha256, two.vocab_size):
@@ -114,7 +113,7 @@ def open_data(data: str, model: str = "", *, chat: bool = False) -> Dataset:
                 f"expected one tokenizer in all sets of data, found {one.kind} ({one.vocab_size} words) in {folder} and"
                 f" {two.kind} ({two.vocab_size} words) in {other}; prepare one of them again with the other's --tokenizer"
             )
-        if (same := known.setdefault(dataset.identity, other)) != other:
+        if (same := next(name for name, one in opened.items() if one.identity == dataset.identity)) != other:
             raise UsageError(f"{same} and {other} in data hold the same tokens; give one, with the sum of their weights")
         if bool(dataset.splits["validation"]) != bool(first.splits["validation"]):
             without = folder if dataset.splits["validation"] else other
@@ -175,7 +174,7 @@ def as_begun(data: str, identity: Mapping[str, Any]) -> str:
 
 
 def shares(weights: Iterable[Fraction], samples: int) -> list[int]:
-    """How many of the first `samples` samples each set gives. They add up, and none falls as `samples` grows."""
+    """The number of the first `samples` samples that each set gives. They add up, and none falls as `samples` grows."""
     counts, left, rest = list[int](), samples, Fraction(1)
     for weight in weights:
         part = weight / rest  # of the samples that the sets before leave; the last set takes all
@@ -207,7 +206,7 @@ class MixedBatches:
             self.first_samples.append(first)
 
     def given(self, sample: int) -> tuple[str, Counter[str]]:
-        """(the identity of a sample's set, how many of the samples before it each set has given)."""
+        """(the identity of a sample's set, the number of samples before it by set)."""
         phase = bisect_right(self.first_samples, sample) - 1
         block, index = divmod(sample - self.first_samples[phase], BLOCK)
         names, weights = zip(*self.weights[phase].items(), strict=True)

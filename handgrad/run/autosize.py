@@ -99,8 +99,8 @@ def fitted(size: Size, dataset: Dataset) -> RunConfig:
 
 def longest_window(dataset: Dataset) -> int:
     """The longest context for which every split of every set has a window (one token longer)."""
-    splits = (one.dataset.splits[split] for one in apart(dataset) for split in SPLITS)
-    return min(max(shard.token_count - 1 for shard in shards) for shards in splits)
+    sets = [one.dataset.splits for one in apart(dataset)]
+    return min(max(shard.token_count - 1 for shard in splits[name]) for splits in sets for name in SPLITS)
 
 
 def power_of_two(number: int) -> int:

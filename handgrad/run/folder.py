@@ -104,8 +104,8 @@ class RunFolder:
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = {DOCUMENTS: identity.get(DOCUMENTS), **old} if isinstance(old, dict) else {}
         trained_on, here = self.resumed.manifest["config"].get("data") if self.resumed else None, self.config.data
-        hashes = [key for key in identity if key != MIXTURE]
-        changed = [f"{key}: {old.get(key)} -> {identity[key]}" for key in hashes if old.get(key) != identity[key]]
+        hashes = {**identity, MIXTURE: old.get(MIXTURE)}
+        changed = [f"{key}: {old.get(key)} -> {value}" for key, value in hashes.items() if old.get(key) != value]
         if self.resumed and old.get(MIXTURE) != identity.get(MIXTURE):
             changed.append(f"data: {trained_on} -> {here}, after step {self.resumed.step}")
         if changed and not allow_changes:

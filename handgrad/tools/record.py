@@ -190,8 +190,8 @@ def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> 
     identity = identity_of(config, dataset)
     for begin in begins:
         texts = text_facts(dataset) if begin["format"] == FORMAT else {}
-        stored = {DOCUMENTS: identity.get(DOCUMENTS), **begin["identity"]}  # older chains lack it
-        stored[MIXTURE] = identity.get(MIXTURE)  # `config_of` takes the weights from the chain
+        # Older chains lack documents; `config_of` takes the weights from the chain.
+        stored = {DOCUMENTS: identity.get(DOCUMENTS), **begin["identity"], MIXTURE: identity.get(MIXTURE)}
         now, then = {**identity, **texts}, {**stored, **{name: begin.get(name) for name in texts}}
         for key in {**now, **then}:
             if then.get(key) != now.get(key):
