@@ -10,6 +10,8 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.errors import DataError
+from handgrad.evaluation.loss import HeldOut, perplexity
+from handgrad.run import evaluating
 from handgrad.run.checks import most_checkpoints
 from handgrad.run.evaluating import Evaluations
 from handgrad.run.log import RunLog
@@ -28,7 +30,8 @@ def scripted(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
 
     def validate_as_scripted(run: Evaluations, step: int, is_best: Callable[[float], bool]) -> bool:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(run, "validation_loss", lambda: losses[step])
+            found = HeldOut(losses[step], perplexity(losses[step]), None, 1)
+            inner.setattr(evaluating, "held_out_loss", lambda *_, **__: found)
             return validate(run, step, is_best)
 
     patch.setattr(Evaluations, "validate", validate_as_scripted)

@@ -16,6 +16,7 @@ from handgrad.commands import evaluate
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
+from handgrad.evaluation import loss
 from handgrad.evaluation.loss import HeldOut, bits_per_byte, floor_note, held_out_loss, mean_loss
 from handgrad.models import compute_losses
 from handgrad.ops import reference as ops
@@ -191,7 +192,7 @@ def test_a_validation_takes_whole_contexts_of_complete_weights(
         events.append(f"{samples} samples")
         return 1.0
 
-    monkeypatch.setattr(evaluating, "mean_loss", validated)
+    monkeypatch.setattr(loss, "mean_loss", validated)
     monkeypatch.setattr(evaluating, "write_document", lambda *given, **more: events.append("text") or "")
     monkeypatch.setattr(loop.Run, "save", lambda run: setattr(run.saves, "last_saved", run.completed))
     train(dataclasses.replace(config, steps=2, eval_every=1, sample_every=1, eval_tokens=eval_tokens))

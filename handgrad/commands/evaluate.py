@@ -180,6 +180,9 @@ class LossPart:
         ]
         if found.bits_per_byte is not None:
             lines.append(f"bits per byte     {found.bits_per_byte:.4f}")
+        for name, one in found.sets.items():
+            bits = "" if one.bits_per_byte is None else f", {one.bits_per_byte:.4f} bits per byte"
+            lines.append(f"loss of {name:<9} {one.loss:.4f} nats per token{bits}, {one.tokens} tokens")
         if floor := floor_of(dataset, self.packing):
             lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
         return lines

@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from handgrad.data.shards import open_dataset
+from handgrad.data.mixture import open_data
 from handgrad.errors import UsageError
 from handgrad.files import check_replaceable
 from handgrad.machine import devices
@@ -34,7 +34,7 @@ def tokens_of(config: RunConfig, vocab_size: int | None, *, wanted: bool) -> tup
     """(`config` with the packing of the samples, samples, vocabulary size, description). Reads the data folder if no
     vocabulary is given and the folder is `wanted`, or a recipe names it and it exists; else makes synthetic samples."""
     if vocab_size is None and (wanted or (config.data != RunConfig.data and Path(config.data).exists())):
-        dataset = open_dataset(config.data, model_of(config))
+        dataset = open_data(config.data, model_of(config))
         config = replace(config, packing=resolve_packing(config.packing, dataset))
         size = dataset.tokenizer.vocab_size
         return config, training_batches(config, dataset), size, f"of {config.data}, a vocabulary of {size}"

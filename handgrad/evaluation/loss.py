@@ -3,15 +3,16 @@
 import math
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from handgrad.data.batches import Batches
+from handgrad.data.mixture import apart, open_data
 from handgrad.data.recommended import tokenizer_of
-from handgrad.data.shards import Dataset, open_dataset
+from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
 from handgrad.joins import documents
@@ -106,12 +107,13 @@ class HeldOut:
     perplexity: float
     bits_per_byte: float | None  # of text; None if its number of bytes is unknown, or only a part of it is scored
     tokens: int  # scored
+    sets: dict[str, "HeldOut"] = field(default_factory=dict)  # of several sets, each apart; `loss` is their weighted mean
 
 
 def open_held_out(folder: str, tokenizer: Tokenizer, model: str, *, chat: bool) -> Dataset:
     """Opens prepared data; raises `DataError` unless it has a validation split in the tokens of `model`. `chat`: the model
     was trained on conversations."""
-    dataset = open_dataset(folder, model, chat=chat)
+    dataset = open_data(folder, model, chat=chat)
     if dataset.tokenizer.sha256 != tokenizer.sha256:
         option, first = tokenizer_of(model)
         raise DataError(
@@ -141,7 +143,11 @@ def held_out_loss(
     `UsageError` for a stride above the context."""
     length = act.tokens.shape[1]
     check_stride(eval_stride, length, "context")
-    batches = Batches(dataset.splits["validation"], length, 0, shuffle=False, stride=eval_stride, packing=packing)
-    samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
-    loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks, progress=progress)
-    return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset, packing), batches.scored_tokens(samples))
+    sets, total = dict[str, HeldOut](), 0.0
+    for name, weight, each in apart(dataset):
+        batches = Batches(each.splits["validation"], length, 0, shuffle=False, stride=eval_stride, packing=packing)
+        samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
+        loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks, progress=progress)
+        units = perplexity(loss), bits_per_byte(loss, each, packing)
+        sets[name], total = HeldOut(loss, *units, batches.scored_tokens(samples)), total + float(weight) * loss
+    return sets.get("") or HeldOut(total, perplexity(total), None, sum(one.tokens for one in sets.values()), sets)

@@ -181,6 +181,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
     first_steps: list[int | None] = []
     found: dict[str, dict[int, Any]] = {kind: {} for kind in OF_A_STEP}
     skipped: dict[int, str] = {}
+    sets: dict[int, dict[str, float]] = {}
     tasks: dict[tuple[str, str], dict[int, TaskFigure]] = {}
     events: list[tuple[int, str]] = []
     for line in lines:
@@ -191,6 +192,8 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
         elif kind in OF_A_STEP:
             step = line.count("step")
             found[kind][step] = OF_A_STEP[kind](line)
+            if kind == "validation" and "sets" in line.fields:
+                sets[step] = {name: line.inner("sets").number(name) for name in line.inner("sets").fields}
             if kind == "step":
                 if first_steps and first_steps[-1] is None:
                     first_steps[-1] = step
@@ -219,6 +222,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
         gpu=columns(GpuReadings, ordered["gpu"]),
         paces=[pace for _, pace in ordered["ranks"]],
         fp8=ordered["fp8"],
+        sets=sets,
         **run,
     )
 

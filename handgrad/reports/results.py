@@ -3,7 +3,7 @@ as a dash."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,7 @@ class Run:
     paces: list[Pace]  # of a run on several ranks
     fp8: list[tuple[int, dict[str, Quantized]]]  # step, classes of tensors by name
     last_line_cut: bool
+    sets: dict[int, dict[str, float]] = field(default_factory=dict)  # step: nats per token of each of several data sets
     is_log: bool = False  # a main.log in llm.c's format: curves only
 
     @property

@@ -212,12 +212,13 @@ def history(run: Run) -> str:
 
 
 def validations(run: Run) -> str:
-    rows = []
+    rows, sets = [], list(dict.fromkeys(name for losses in run.sets.values() for name in losses))
     for index in thin(len(run.validations), ROWS):
         step, loss = run.validations[index]
         tokens, bits = results.short_text(run.start.batch.tokens_before(step)), results.bits_per_byte(run, loss)
-        rows.append([f"{step:,}", tokens, loss_text(loss), results.perplexity_text(loss), loss_text(bits)])
-    return table(["step", "tokens", "nats per token", "perplexity", "bits per byte"], rows) if rows else ""
+        each = [loss_text(run.sets.get(step, {}).get(name, math.nan)) for name in sets]
+        rows.append([f"{step:,}", tokens, loss_text(loss), results.perplexity_text(loss), loss_text(bits), *each])
+    return table(["step", "tokens", "nats per token", "perplexity", "bits per byte", *sets], rows) if rows else ""
 
 
 def tasks(runs: Sequence[Run]) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from handgrad.data.shards import SPLITS, Dataset, open_dataset
+from handgrad.data.mixture import apart, open_data
+from handgrad.data.shards import SPLITS, Dataset
 from handgrad.format import round_number
 from handgrad.joins.parallel.launchers import find_rank_info
 from handgrad.machine import devices
@@ -99,8 +100,9 @@ def fitted(size: Size, dataset: Dataset) -> RunConfig:
 
 
 def longest_window(dataset: Dataset) -> int:
-    """The longest context for which every split has a window (one token longer)."""
-    return min(max(shard.token_count - 1 for shard in dataset.splits[split]) for split in SPLITS)
+    """The longest context for which every split of every set has a window (one token longer)."""
+    sets = [one.dataset.splits for one in apart(dataset)]
+    return min(max(shard.token_count - 1 for shard in splits[name]) for splits in sets for name in SPLITS)
 
 
 def power_of_two(number: int) -> int:
@@ -162,25 +164,25 @@ CHOSEN = (*CHOSEN_SIZES, "steps", "warmup_steps", "eval_every", "eval_tokens", "
 def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """`suited_settings` for the data and device in `settings`. A run that has already begun in `out` keeps its own.
 
-    Raises the errors of `open_dataset` and `resolve_device`.
+    Raises the errors of `open_data` and `resolve_device`.
     """
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None:
         return {name: begun[name] for name in CHOSEN}
     device = devices.resolve_device(settings.get("device", RunConfig.device))
-    return suited_settings(open_dataset(settings["data"]), device, settings.get("steps", 0))
+    return suited_settings(open_data(settings["data"]), device, settings.get("steps", 0))
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
     """Chooses the settings not given, for weights of these `sizes`. A run that has `begun` in `out` from the same weights
     keeps its own. Without data, for `plan`, the weights alone decide.
 
-    Raises the errors of `open_dataset` and `resolve_device`.
+    Raises the errors of `open_data` and `resolve_device`.
     """
     source, device = settings["init_from"], devices.resolve_device(settings.get("device", RunConfig.device))
     if begun is not None:
         return {name: begun[name] for name in (*CHOSEN, "sample_tokens") if name in begun}
-    dataset = open_dataset(settings["data"], source) if "data" in settings else None
+    dataset = open_data(settings["data"], source) if "data" in settings else None
     config = fitted_to_weights(settings, sizes, dataset, device)
     chosen = {name: getattr(config, name) for name in ("sequence_length", "tokens_per_step", "micro_batch", *ENDING)}
     chosen["learning_rate"] = settings.get("learning_rate", suited_rate(source, adapters=bool(config.lora)))

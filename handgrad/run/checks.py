@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from handgrad.data.batches import validation_batches
+from handgrad.data.mixture import apart
 from handgrad.data.recommended import tokenizer_of
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
@@ -38,7 +39,8 @@ def check_names(config: RunConfig) -> None:
 def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:
     """Refuses a step larger than an epoch, and a plan that does not fit in memory together with `more_bytes`."""
     samples = training_batches(config, dataset).samples_per_epoch
-    validation_batches(dataset, config.sequence_length, packing=config.packing)  # refuses a split without a sample
+    for one in apart(dataset):  # refuses a split without a sample
+        validation_batches(one.dataset, config.sequence_length, packing=config.packing)
     largest = config.batch.largest // config.sequence_length
     if samples < largest:
         lanes = config.lanes if config.lanes <= samples else 1

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.data.batches import validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.evaluation.likelihoods import KIND as OWN_KIND, Request, Workload
-from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
+from handgrad.evaluation.loss import floor_note, held_out_loss
 from handgrad.evaluation.scoring import IN_TRAINING, TaskResult, make_requests, results_of, task_record
 from handgrad.evaluation.tasks import LLMC, TaskData, load_tasks, parse_tasks
 from handgrad.generation.decode import decode_tensors
@@ -100,9 +99,7 @@ class Evaluations:
         tasks: TaskEvaluation | None,
     ):
         self.config, self.training, self.dataset, self.ranks, self.log = config, training, dataset, ranks, log
-        windows = config.sequence_length, config.eval_stride, config.packing
-        self.batches, self.tasks = validation_batches(dataset, *windows), tasks
-        design = training.design
+        self.tasks, design = tasks, training.design
         self.decode = decode_tensors(design.shape, generation_plan(design).allocate(design.device))
         if tasks is not None:
             tasks.allocate(training.plain_ops)
@@ -111,20 +108,18 @@ class Evaluations:
     def validate(self, step: int, is_best: Callable[[float], bool]) -> bool:
         """Validates after `step`, unless the record has it. `is_best(loss)` saves the state if the loss is the lowest so
         far; returns its result."""
-        if not self.batches or ("validation", step) in self.log.recorded:
+        if not self.dataset.splits["validation"] or ("validation", step) in self.log.recorded:
             return False
-        self.loss = loss = self.validation_loss()
-        scored, best = (self.dataset, self.config.packing), is_best(loss)
-        note = f"{floor_note(loss, *scored)}{', the best so far' if best else ''}"
-        self.log.validation(step, loss, bits_per_byte(loss, *scored), f"step {step}: validation loss {loss:.4f}{note}")
-        return best
-
-    def validation_loss(self) -> float:
-        assert self.batches is not None
         self.training.await_weights()
-        state, samples = self.training.state, self.batches.samples_of(self.config.eval_tokens)
+        state, config = self.training.state, self.config
         model = state.design.shape, self.training.validation_ops, state.weights, state.activations
-        return mean_loss(*model, self.batches, samples=samples, ranks=self.ranks)
+        settings = {"eval_tokens": config.eval_tokens, "eval_stride": config.eval_stride, "packing": config.packing}
+        found = held_out_loss(*model, self.dataset, ranks=self.ranks, **settings)
+        self.loss, best = found.loss, is_best(found.loss)
+        sets = f" ({', '.join(f'{name} {one.loss:.4f}' for name, one in found.sets.items())})" if found.sets else ""
+        note = f"{sets}{floor_note(found.loss, self.dataset, config.packing)}{', the best so far' if best else ''}"
+        self.log.validation(step, found, f"step {step}: validation loss {found.loss:.4f}{note}")
+        return best
 
     def run_tasks(self, step: int) -> None:
         """Evaluates the tasks after `step`, unless the record has the results."""

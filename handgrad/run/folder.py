@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from handgrad.data.mixture import MIXTURE
 from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.joins.parallel.ranks import Ranks
@@ -102,10 +103,12 @@ class RunFolder:
         other data."""
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = {DOCUMENTS: identity.get(DOCUMENTS), **old} if isinstance(old, dict) else {}
-        changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]
+        trained_on, here = self.resumed.manifest["config"].get("data") if self.resumed else None, self.config.data
+        hashes = {**identity, MIXTURE: old.get(MIXTURE)}
+        changed = [f"{key}: {old.get(key)} -> {value}" for key, value in hashes.items() if old.get(key) != value]
+        if self.resumed and old.get(MIXTURE) != identity.get(MIXTURE):
+            changed.append(f"data: {trained_on} -> {here}, after step {self.resumed.step}")
         if changed and not allow_changes:
-            trained_on = self.resumed.manifest["config"].get("data") if self.resumed else None
-            here = self.config.data
             old = f": {trained_on}; give that --data," if trained_on else "; use the old data,"
             if trained_on == here:
                 old = " holds now; restore it,"

@@ -18,7 +18,7 @@ from handgrad.format import human_bytes, human_count, memory_table
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine import devices
 from handgrad.memory.rows import count_parameters
-from handgrad.run.packing import packing_lines, training_batches
+from handgrad.run.packing import mixture_lines, packing_lines, training_batches
 from handgrad.settings.config import RunConfig
 from handgrad.training.design import Batch, Design
 
@@ -48,6 +48,7 @@ def header_lines(
         f" {human_count(dataset.tokens('validation'))} validation tokens, {dataset.tokenizer.kind} vocabulary of"
         f" {shape.vocab_size} (padded to {shape.padded_vocab_size})"
     )
+    lines += mixture_lines(config, dataset)
     if ranks.size > 1:
         shared = ("nothing", "master weights and moments", "master weights, moments and gradients")[config.zero]
         nodes = f" on {ranks.nodes} nodes" if ranks.nodes > 1 else ""

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class RunSummary:
     step: int = 0
     steps: int | None = None
     validation_loss: float | None = None  # last validation, nats per token
+    set_losses: dict[str, float] = field(default_factory=dict)  # the same of each of several data sets
     seconds_left: float | None = None  # of a running one
 
     def row(self, now: float) -> tuple[str, ...]:
@@ -117,7 +118,7 @@ def figures(folder: Path) -> dict[str, Any]:
     if "run" not in found:
         raise DataError(f"{folder / METRICS_FILE} has no 'run' line; `handgrad train` did not get to its first step")
     marker = found["marker"]
-    loss = found.get("validation", {}).get("loss")
+    loss, sets = (found.get("validation", {}).get(name) for name in ("loss", "sets"))
     result = found.get("result", {})
     state, code = RUNNING if is_held(folder) else state_of(marker), marker.get("code")
     return {
@@ -129,6 +130,7 @@ def figures(folder: Path) -> dict[str, Any]:
         "step": found.get("step", {}).get("step", 0),
         "steps": config.get("steps", found["run"].get("steps")),
         "validation_loss": loss if isinstance(loss, float) and math.isfinite(loss) else None,
+        "set_losses": {name: x for name, x in sets.items() if isinstance(x, float)} if isinstance(sets, dict) else {},
         "seconds_left": seconds_left(config, found) if state == RUNNING else None,
     }
 
@@ -213,6 +215,8 @@ def listed(runs: list[RunSummary], width: int) -> list[str]:
     for run in runs:
         if run.seconds_left is not None:
             lines.append(f"{run.state:<8} {run.name}: {human_seconds(run.seconds_left)} left at the pace of this start")
+        if run.set_losses:
+            lines.append(f"loss     {run.name}: {', '.join(f'{name} {x:.4f}' for name, x in run.set_losses.items())}")
         if run.reason and run.outcome in ("", DIVERGED):
             code = "" if run.exit_code is None else f" (exit code {run.exit_code})"
             lines.append(f"{run.state:<8} {run.name}: {run.reason}{code}")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 from handgrad.errors import DataError, StorageError, storage_error, storage_errors
-from handgrad.evaluation.loss import perplexity
+from handgrad.evaluation.loss import HeldOut
 from handgrad.evaluation.scoring import IN_TRAINING
 from handgrad.files import write_bytes_durably, write_durably
 from handgrad.format import speed
@@ -170,9 +170,11 @@ class RunLog:
         # llm.c counts steps from 0.
         self.main_log(f"s:{step - 1} trl:{result.loss:.4f} lr:{result.learning_rate:.6f} norm:{result.norm:.2f}")
 
-    def validation(self, step: int, loss: float, bits_per_byte: float | None, line: str) -> None:
-        self.record("validation", step=step, loss=loss, perplexity=perplexity(loss), bits_per_byte=bits_per_byte)
-        self.main_log(f"s:{step} tel:{loss:.4f}")
+    def validation(self, step: int, found: HeldOut, line: str) -> None:
+        figures = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+        sets = {name: one.loss for name, one in found.sets.items()}
+        self.record("validation", step=step, **figures, **({"sets": sets} if sets else {}))
+        self.main_log(f"s:{step} tel:{found.loss:.4f}")
         self.line(line)
 
     def sample(self, step: int, text: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from handgrad.data.mixture import continued
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import STOPPING, NumericsError, Preempted, end_interrupted, end_stopped, forget_signals, is_repeat
@@ -65,6 +66,7 @@ class Run:
         console: ConsoleMode,
     ):
         """`weights`: initial weights, unless the run resumes or draws them; with adapters, the base."""
+        dataset = continued(dataset, folder.resumed)
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.batch, batches = config.batch, training_batches(config, dataset)
         versions, identity = versions_of(design.device, design.plain_ops), identity_of(config, dataset)

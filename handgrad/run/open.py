@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from handgrad.data.shards import Dataset, open_dataset
+from handgrad.data.mixture import open_data
+from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import INTERRUPTED, DataError, StorageError, UsageError
 from handgrad.evaluation.load import CONTEXT, Weights
@@ -87,7 +88,7 @@ def complete(asked: RunConfig, device: torch.device, ranks: Ranks) -> tuple[RunC
     ranks.check_equal("configuration", to_dict(tuned))
     config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")))
     devices.dtype_of(device, config.precision)  # refuses a precision that the device lacks, before reading data
-    data = open_dataset(asked.data, model_of(asked))
+    data = open_data(asked.data, model_of(asked))
     return check_packing(replace(config, packing=resolve_packing(config.packing, data))), data
 
 

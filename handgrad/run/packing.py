@@ -4,12 +4,15 @@ import bisect
 import hashlib
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from handgrad.data.batches import Batches, documents_of
-from handgrad.data.shards import SPLITS, Dataset, open_dataset
+from handgrad.data.mixture import MIXTURE, MixedBatches, Mixture, apart, open_data, phases_record
+from handgrad.data.shards import SPLITS, Dataset
 from handgrad.evaluation.loss import scores_all
+from handgrad.format import human_count
 from handgrad.run.assemble import TrainedTokens
 from handgrad.settings.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
 
@@ -34,30 +37,49 @@ def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
     return resolve_packing(AUTO if other_data and own == STREAM else own, dataset)
 
 
-def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, str]:
-    """The hashes of everything that a run reads: tokens, tokenizer and, if packing depends on them, document boundaries."""
+def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
+    """The hashes of all that a run reads: tokens, tokenizer, document boundaries if packing needs them; weights of sets."""
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
+    hashes |= {MIXTURE: phases_record(dataset.phases)} if isinstance(dataset, Mixture) else {}
     boundaries = json.dumps([[shard.index_sha256 for shard in dataset.splits[name]] for name in SPLITS])
     return hashes | ({DOCUMENTS: hashlib.sha256(boundaries.encode()).hexdigest()} if config.packed else {})
 
 
-def training_batches(config: RunConfig, dataset: Dataset) -> Batches:
+def training_batches(config: RunConfig, dataset: Dataset) -> Batches | MixedBatches:
     """Batches of the training split, in the run's order."""
-    return Batches(dataset.splits["train"], config.sequence_length, config.seed, packing=config.packing)
+    settings = config.sequence_length, config.seed
+    if not isinstance(dataset, Mixture):
+        return Batches(dataset.splits["train"], *settings, packing=config.packing)
+    sets = {one.identity: Batches(one.splits["train"], *settings, packing=config.packing) for *_, one in apart(dataset)}
+    first = [config.batch.tokens_before(phase.first_step) // config.sequence_length for phase in dataset.phases]
+    return MixedBatches(sets, dataset.phases, first, config.seed)
 
 
 def steps_of(config: RunConfig, epochs: float) -> int:
     """The steps in which a run reads the training samples of its data `epochs` times, rounded up. Raises the errors of
-    `open_dataset`."""
-    dataset = open_dataset(config.data, config.init_from)
+    `open_data`."""
+    dataset = open_data(config.data, config.init_from)
     batches = training_batches(replace(config, packing=resolve_packing(config.packing, dataset)), dataset)
     tokens = epochs * batches.samples_per_epoch * config.sequence_length
     return 1 + bisect.bisect_left(range(1, MOST_STEPS), tokens, key=config.batch.tokens_before)
 
 
-def trained_tokens(batches: Batches) -> TrainedTokens | None:
+def trained_tokens(batches: Batches | MixedBatches) -> TrainedTokens | None:
     """Counts trained tokens, for a run that does not train all of them; else None."""
     return None if batches.trains_all else batches.trained_tokens
+
+
+def mixture_lines(config: RunConfig, dataset: Dataset) -> list[str]:
+    """A header line about each of several sets: its tokens, its weight, the epochs of it in the whole run."""
+    batches, lines = training_batches(config, dataset), list[str]()
+    if not isinstance(batches, MixedBatches):
+        return lines
+    _, given = batches.given(config.batch.tokens_before(config.steps) // config.sequence_length)
+    for name, weight, one in apart(dataset):
+        epochs, tokens = given[one.identity] / batches.sets[one.identity].samples_per_epoch, one.tokens("train")
+        share = f"{name}: {human_count(tokens)} training tokens, {float(weight):.3g} of the samples"
+        lines.append(f"           {share}, {epochs:{'.1f' if epochs >= 0.1 else '.1g'}} epochs of it in all")
+    return lines
 
 
 def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:

@@ -84,7 +84,7 @@ class RunConfig:
     """All settings of a training run. Equal configs on equal machines give equal bits."""
 
     # where
-    data: str = option("shards", "folder of prepared shards (made by `handgrad prepare`)", free=True)
+    data: str = option("shards", "folder of prepared shards, or several by weight: a=0.8,b=0.2 (docs/data.md)", free=True)
     out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", free=True)
 
     # the model

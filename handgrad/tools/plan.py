@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from handgrad.data.shards import open_dataset
+from handgrad.data.mixture import named_sets, open_data
 from handgrad.errors import DataError, HandgradError
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.machine import devices
@@ -101,9 +101,9 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
     without shards raises `DataError`, unless `vocab_size` is given as well.
     """
     (config, begun), dataset, lines = as_begun(config), None, list[str]()
-    if Path(config.data).exists():
+    if any(Path(folder).exists() for folder in named_sets(config.data)):
         try:
-            dataset = open_dataset(config.data, model_of(config))
+            dataset = open_data(config.data, model_of(config))
             config = check(replace(config, packing=resolve_packing(config.packing, dataset)))
         except DataError:
             if given and not vocab_size:

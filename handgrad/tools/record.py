@@ -1,11 +1,11 @@
 """A run's record, as a verifier opens it: chain, checkpoints, configuration. Replays nothing."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from handgrad.data.shards import open_dataset
+from handgrad.data.mixture import MIXTURE, as_begun, open_data
 from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import CONTEXT
@@ -164,7 +164,8 @@ def config_of(record: RunRecord, step: int, elsewhere: dict[str, str]) -> RunCon
     if further := [name for name in begun if name not in FIELDS or FIELDS[name].metadata["free"]]:
         raise DataError(f"{record.path} has {further[0]!r:.40} among the settings that change the numbers; it was edited")
     settings: dict[str, Any] = {**free, **begun, **elsewhere}
-    return RunConfig(**{name: convert(name, value) for name, value in settings.items()})
+    config = RunConfig(**{name: convert(name, value) for name, value in settings.items()})
+    return replace(config, data=as_begun(config.data, record.begun(step)["identity"]))
 
 
 def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
@@ -185,11 +186,12 @@ def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
 
 def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> None:
     """Raises `DataError` unless the data at hand have the hashes that the run recorded."""
-    dataset = open_dataset(config.data)
+    dataset = open_data(config.data)
     identity = identity_of(config, dataset)
     for begin in begins:
         texts = text_facts(dataset) if begin["format"] == FORMAT else {}
-        stored = {DOCUMENTS: identity.get(DOCUMENTS), **begin["identity"]}  # older chains lack it
+        # Older chains lack documents; `config_of` takes the weights from the chain.
+        stored = {DOCUMENTS: identity.get(DOCUMENTS), **begin["identity"], MIXTURE: identity.get(MIXTURE)}
         now, then = {**identity, **texts}, {**stored, **{name: begin.get(name) for name in texts}}
         for key in {**now, **then}:
             if then.get(key) != now.get(key):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.data.mixture import MIXTURE
 from handgrad.errors import AuditError, ConfigError, UsageError
 from handgrad.evaluation.load import CHAT
 from handgrad.joins.audit.chain import Line, differing, meaning, numbers_text
@@ -52,7 +53,7 @@ def spans_of(record: RunRecord, first: int | None, last: int | None, segments: i
         raise UsageError(f"expected --to after {first}, up to the record's last step {record.last_step}, found {last}")
     cuts = [step for step in starts if first < step < last]
     for before, begin in zip([record.begun(first), *record.begins], record.begins, strict=False):
-        if first < begin["step"] < last and begin["config"] != before["config"] and begin["step"] not in cuts:
+        if first < begin["step"] < last and rules_of(begin) != rules_of(before) and begin["step"] not in cuts:
             raise ConfigError(
                 f"{record.path} goes on with another configuration after step {begin['step']}, of which no checkpoint is at"
                 f" hand; verify up to there: --to {begin['step']}"
@@ -61,9 +62,14 @@ def spans_of(record: RunRecord, first: int | None, last: int | None, segments: i
     pieces = [Span(a, b) for a, b in itertools.pairwise(edges)]
     if segments:
         return sorted(random.Random(seed).sample(pieces, min(segments, len(pieces))), key=lambda span: span.first)
-    changed = [begin["step"] for begin in record.begins if begin["config"] != record.begun(first)["config"]]
+    changed = [begin["step"] for begin in record.begins if rules_of(begin) != rules_of(record.begun(first))]
     edges = [first, *(step for step in cuts if step in changed), last]
     return [Span(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def rules_of(begin: Line) -> tuple[Line, str | None]:
+    """The configuration and the weights of the data from a `begin` on."""
+    return begin["config"], begin["identity"].get(MIXTURE)
 
 
 def begins_of(record: RunRecord, span: Span) -> list[Line]:
