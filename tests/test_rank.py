@@ -38,6 +38,7 @@ from tests.figure_values import RECORDS
 from tests.figures import has_history
 from tests.forging import lines_of, redo, write_lines
 
+SOURCES_AT = rank.sources_at  # the small arena replaces it
 INSTRUCTIONS = torch.backends.cpu.get_cpu_capability()
 WORDS = (
     f'author = "a test"\ncommit = "{"0" * 40}"\ninstructions = "{INSTRUCTIONS}"\nchanged = "nothing"\nlearnt = "little"\n'
@@ -206,8 +207,7 @@ def test_training_stories_never_score(ground: Ground) -> None:
 
 def test_the_table_of_the_page_is_drawn_from_the_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a clone with all commits also: each entry's code is its commit's."""
-    if not has_history():
-        monkeypatch.setattr(rank, "sources_at", lambda commit: mock.ANY)
+    monkeypatch.setattr(rank, "sources_at", SOURCES_AT if has_history() else lambda commit: mock.ANY)
     entries = ranked(RULES, ENTRIES)
     assert len(entries) >= 5 and all(entry.score and entry.score["links"] in (EQUAL, NOT_REPLAYED) for entry in entries)
     page = PAGE.read_text()
