@@ -1,6 +1,6 @@
 """Which card holds which finetuning: the tables of docs/finetuning.md, from the plan of a run on a GPU that is not there.
 
-    python -m benchmarks.finetune_cards     writes them anew
+python -m benchmarks.finetune_cards     writes them anew
 """
 
 from collections.abc import Iterator

@@ -29,8 +29,13 @@ def facts(text: str) -> dict[str, str]:
     return {q.format(found[q][1], found[q].groups()[-1]): f"{a[0].upper()}{a[1:]}." for q, a in answers.items()}
 
 
-# %% A conversation: a greeting now and then, a wish, a story, two or three questions, perhaps thanks.
-WISHES = ("Tell me a story.", "Tell me a story about {hero}.", "I want a story about {hero}.", "A story with a {thing}, please.")
+# %% A conversation: a greeting now and then, a wish, a story, two questions, perhaps thanks.
+WISHES = (
+    "Tell me a story.",
+    "Tell me a story about {hero}.",
+    "I want a story about {hero}.",
+    "A story with a {thing}, please.",
+)
 
 
 def conversation(number: int) -> list[dict[str, str]]:
@@ -39,7 +44,7 @@ def conversation(number: int) -> list[dict[str, str]]:
     known = facts(text)
     said = [("Hello!", "Hello! Shall I tell you a story?")] if draw.random() < 0.2 else []
     said += [(draw.choice(WISHES).format(hero=hero[1], thing=thing[0]), text)]
-    said += [(question, known[question]) for question in draw.sample(sorted(known), draw.choice((2, 3)))]
+    said += [(question, known[question]) for question in draw.sample(sorted(known), 2)]
     said += [("Thank you!", "You are welcome.")] if draw.random() < 0.2 else []
     return [message for q, a in said for message in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
 
