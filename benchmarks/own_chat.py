@@ -29,19 +29,26 @@ from benchmarks.record import ROOT, keep_commit, run_main, write_record
 from benchmarks.run_record import lines_of, losses
 from handgrad.data.stories import BOYS, GIRLS
 from handgrad.errors import DataError
+from handgrad.format import human_count
 from handgrad.machine import devices
+from handgrad.machine.gpus import GPUS
+from handgrad.memory.rows import count_parameters
+from handgrad.settings.config import GPT2_VOCABULARY
+from handgrad.settings.presets import preset
+from handgrad.tools.forecast import forecast, resolve_for, resolved_on
+from handgrad.tools.plan import duration
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "own_chat_model.md"
 RECORDS = {"laptop": RESULTS / "cpu-own-chat.json", "gpu": RESULTS / "h100-own-chat.json"}
 EXAMPLE = ROOT / "examples" / "6_story_talks.py"
-STORIES_OF_EACH = 5  # of the twenty heroes, whose stories and answers are checked
+STORIES_OF_EACH = 2  # of the twenty heroes, whose stories and answers are checked
 SHOWN = 40  # lines of a command's output in the record, first and last
 
 LAPTOP = (
     "handgrad demo --data shards/stories --out runs/demo",
     "python examples/6_story_talks.py",
     "handgrad prepare --chat talks.jsonl --tokenizer runs/demo --out shards/talks",
-    "handgrad train --init-from runs/demo --data shards/talks --out runs/talks",
+    "handgrad train --init-from runs/demo --data shards/talks --out runs/talks --tokens-per-step 1024 --steps 5000",
     "handgrad chat runs/talks --temperature 0.5 --seed 1",
 )
 # m12 for as many steps as take some minutes. Its batch is a quarter of the preset's, for more steps.
@@ -72,6 +79,7 @@ LINES = {  # that the user types, by size
         *("I want to watch a movie tonight.", "/new", "Can you find me a one way flight to New York?", "/quit"),
     ),
 }
+PLANNED, PRICE = "m32", 2.50  # dollars per GPU and hour
 TRIAL = re.compile(r" --(steps|warmup-steps|tokens-per-step|sequence-length|eval-tokens) [0-9]+")
 TRIAL_SIZE = "m4 --sequence-length 128 --tokens-per-step 1024 --micro-batch 8 --eval-tokens 4096"
 
@@ -123,7 +131,7 @@ def told(folder: Path) -> dict[str, list[int]]:
         for question, answer in known.items():
             said = "".join(model.chat([*messages, {"role": "user", "content": question}], temperature=0, max_tokens=30))
             answers = [answers[0] + (said.strip() == answer), answers[1] + 1]
-    return {"heroes": heroes, "answers": answers}
+    return {"stories about the hero asked for": heroes, "answers about these stories": answers}
 
 
 def dialogues(folder: Path) -> Iterator[str]:
@@ -157,7 +165,7 @@ def record(size: str, folder: Path, steps: int, out: str) -> None:
     commands = [*(play(command, folder) for command in before), play(last, folder, LINES[size])]
     figures: dict[str, Any] = {"total_seconds": round(sum(entry["seconds"] for entry in commands), 1), "commands": commands}
     if size == "laptop":
-        figures |= told(folder)
+        figures["told"] = told(folder)
     figures["losses"] = {run.name: losses(lines_of(run)["validation"]) for run in sorted((folder / "runs").iterdir())}
     write_record(out or RECORDS[size], devices.resolve_device("auto"), figures=figures)
 
@@ -171,15 +179,35 @@ def transcript(size: str) -> list[str]:
     for entry in played:
         seconds = f"   # {entry['seconds']:.0f} s" if "seconds" in entry else ""
         lines.append(f"$ {entry['command']}{seconds}")
-    return [*lines, *(played[-1]["output"] if record else []), "```", f"<!-- {size}: end -->"]
+    counted = [
+        f"{name}: {right} of {asked} right"
+        for name, (right, asked) in (record or {}).get("figures", {}).get("told", {}).items()
+    ]
+    lines += [*(played[-1]["output"] if record else []), "```"]
+    return [*lines, *(["", "; ".join(counted) + "."] if counted else []), f"<!-- {size}: end -->"]
+
+
+def planned() -> list[str]:
+    """The lines of the page about the plan of a day."""
+    config = preset(PLANNED)
+    run = forecast(config, GPT2_VOCABULARY, "h100", ranks=8, price=PRICE)
+    design = resolve_for(GPUS["h100"], resolved_on(config, GPUS["h100"], 8), GPT2_VOCABULARY, 8)
+    parameters, tokens = human_count(count_parameters(design.all_parameters)), config.batch.tokens_before(config.steps)
+    return [
+        "<!-- planned: begin -->",
+        "| parameters | tokens | GiB of each GPU | tokens/s | time | dollars, at 2.50 per GPU and hour |",
+        "|---|---|---|---|---|---|",
+        f"| {parameters} | {human_count(tokens)} | {run.memory_bytes / 2**30:.1f} | {human_count(run.tokens_per_second)} |"
+        f" {duration(run.seconds)} | {run.dollars:.0f} |",
+        "<!-- planned: end -->",
+    ]
 
 
 def write_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for size in COMMANDS:
-        begin, *_, end = transcript(size)
+    for begin, *lines, end in (*map(transcript, COMMANDS), planned()):
         before, rest = page.split(begin)
-        page = before + "\n".join(transcript(size)) + rest.split(end)[1]
+        page = before + "\n".join([begin, *lines, end]) + rest.split(end)[1]
     PAGE.write_text(page, encoding="utf-8")
 
 
