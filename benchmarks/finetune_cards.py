@@ -121,7 +121,7 @@ def largest(card: int, method: Method) -> str:
 
 def by_card() -> Iterator[str]:
     """The largest model of each card."""
-    yield "| GB | " + " | ".join(LARGEST) + " |"
+    yield "| card | " + " | ".join(LARGEST) + " |"
     yield "|---" * (1 + len(LARGEST)) + "|"
     for card in CARDS:
         yield f"| {card} | " + " | ".join(largest(card, method) for method in LARGEST.values()) + " |"

@@ -1,6 +1,6 @@
 """A chat model of your own: the commands of docs/own_chat_model.md, with their seconds and output.
 
-    python -m benchmarks.own_chat laptop --work EMPTY_FOLDER     on a CPU, offline: about ten minutes on two cores
+    python -m benchmarks.own_chat laptop --work EMPTY_FOLDER     on a CPU, offline, in minutes
     python -m benchmarks.own_chat gpu --work EMPTY_FOLDER --books FOLDER --dialogues FOLDER
     python -m benchmarks.own_chat page                           writes the page from the records
     python -m benchmarks.own_chat talks FOLDER > talks.jsonl     Schema-Guided Dialogue as rows of messages
@@ -51,7 +51,7 @@ LAPTOP = (
     "handgrad train --init-from runs/demo --data shards/talks --out runs/talks --tokens-per-step 1024 --steps 5000",
     "handgrad chat runs/talks --temperature 0.5 --seed 1",
 )
-# m12 for as many steps as take some minutes. Its batch is a quarter of the preset's, for more steps.
+# m12 for as many steps as take some minutes. Its batch is smaller than the preset's, for more steps.
 GPU = (
     "handgrad prepare books --tokenizer bpe:16384 --out shards/books",
     "handgrad train m12 --data shards/books --out runs/books --tokens-per-step 131072 --steps 1000 --warmup-steps 20"
