@@ -26,7 +26,7 @@ def facts(text: str) -> dict[str, str]:
     """The questions that a story answers, and their answers."""
     found = {question: match for question, pattern in FACTS.items() if (match := re.search(pattern, text))}
     answers = {question: match[2 if "{0}" in question else 1].strip() for question, match in found.items()}
-    return {q.format(found[q][1], found[q].groups()[-1]): f"{a[0].upper()}{a[1:]}." for q, a in answers.items()}
+    return {q.format(found[q][1], found[q].groups()[-1]): f"{a[0].upper()}{a[1:]}." for q, a in answers.items() if a}
 
 
 # %% A conversation: a greeting now and then, a wish, a story, two questions, perhaps thanks.

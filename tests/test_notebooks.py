@@ -62,4 +62,4 @@ def test_the_climb_reaches_the_summit(tmp_path: Path, launcher: Launcher) -> Non
     stages = ("linear", "gelu", "cross-entropy", "layer norm", "attention")
     for stage in stages:
         assert re.search(rf"^{stage}: not written yet\n{stage}: right, ", output, re.MULTILINE)
-    assert len(re.findall(r"^ok    \de-", output, re.MULTILINE)) > 20 and "wrong" not in output
+    assert len(re.findall(r"^ok    \de-", output, re.MULTILINE)) >= 18 and "wrong" not in output
