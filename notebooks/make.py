@@ -24,7 +24,7 @@ def cell(number: int, kind: str, text: str, title: str) -> dict[str, Any]:
     if title == "solution":
         return every | {
             "metadata": FOLDED,
-            "source": ["#@title A solution\n", *lines],
+            "source": ["# @title A solution\n", *lines],
             "execution_count": None,
             "outputs": [],
         }
