@@ -112,7 +112,11 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/README.md": {"first ten minutes": "a title"},
     "docs/chat.md": {"An eighth of all": "a default", "most a quarter of it": "a default"},
     "docs/coming_from.md": {"a twentieth of the": "a default"},
-    "docs/finetuning.md": {"most a quarter of the": "a default", "a twentieth of its": "a setting"},
+    "docs/finetuning.md": {
+        "48, 80 and 141 GB": "the cards, as they are sold",
+        "most a quarter of the": "a default",
+        "a twentieth of its": "a setting",
+    },
     "docs/first_ten_minutes.md": {"first ten minutes": "a title"},
     "docs/lora.md": {"nine times as much": "arithmetic of the formula above"},
     "docs/modern.md": {

@@ -3,7 +3,7 @@
 import functools
 import re
 
-from benchmarks import faults, small_text
+from benchmarks import faults, own_chat, small_text
 from benchmarks.first_minutes import transcript
 from tests import test_planning, test_readme, test_scaling_docs
 from tests.figure_values import RECORDS
@@ -21,6 +21,8 @@ def made() -> dict[str, list[str]]:
     held = transcript(RECORDS["cpu-first-minutes"])
     visible = [line for line in held if line.startswith(("Recorded", "## ")) or LOGGED.match(line)]
     pages["docs/first_ten_minutes.md"] = visible
+    sizes = [line for size in own_chat.COMMANDS for line in own_chat.transcript(size) if line.startswith("Recorded")]
+    pages["docs/own_chat_model.md"] = [*own_chat.planned(), *sizes]
     pages["docs/data.md"] = small_text.rows(RECORDS["cpu-small-text"])
     pages["docs/faults.md"] = [line for make in faults.BLOCKS.values() for line in make() if line]
     return {**test_readme.quoted(), **pages}

@@ -1,0 +1,142 @@
+"""Which card holds which finetuning: the tables of docs/finetuning.md, from the plan of a run on a GPU that is not there.
+
+python -m benchmarks.finetune_cards     writes them anew
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from benchmarks.llama_twin import SHAPES
+from benchmarks.record import ROOT
+from handgrad.machine.gpus import GPUS
+from handgrad.run.resolve import memory_bytes
+from handgrad.settings.config import RunConfig, check
+from handgrad.tools.forecast import DRIVER_BYTES, resolve_for
+
+PAGE = ROOT / "docs" / "finetuning.md"
+BEGIN, END = "<!-- the cards: begin -->", "<!-- the cards: end -->"
+GIB = 2**30
+CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GB, as they are sold
+USABLE = 0.97  # of a card's memory as torch reports it
+GPU = GPUS["4090"]  # of Ada: it has fp8, and no kernel of Hopper's, which take other scratch
+ROW_TOKENS = 2048
+LORA = "rank=16,alpha=32"
+
+# As published on the Hub: (vocabulary, layers, heads, channels, the family's numbers).
+QWEN3 = "kv_heads=8,head_width=128,norm_epsilon=1e-06,qk_norm,rotary_base=1000000.0"
+QWEN25 = "norm_epsilon=1e-06,qkv_bias,rotary_base=1000000.0"
+LLAMA32 = "tied,rotary_base=500000.0,rope=llama3,rope_factor=32.0"
+MODELS: dict[str, tuple[int, int, int, int, str]] = {
+    "SmolLM2-135M": SHAPES["SmolLM2-135M"],
+    "SmolLM2-360M": (49152, 32, 15, 960, "kv_heads=5,feed_forward=2560,tied,rotary_base=100000.0"),
+    "Qwen2.5-0.5B": (151936, 24, 14, 896, f"kv_heads=2,feed_forward=4864,tied,{QWEN25}"),
+    "Qwen3-0.6B": SHAPES["Qwen3-0.6B"],
+    "Llama-3.2-1B": SHAPES["Llama-3.2-1B"],
+    "Qwen2.5-1.5B": SHAPES["Qwen2.5-1.5B"],
+    "SmolLM2-1.7B": (49152, 24, 32, 2048, "feed_forward=8192,tied,rotary_base=130000.0"),
+    "Qwen3-1.7B": (151936, 28, 16, 2048, f"feed_forward=6144,tied,{QWEN3}"),
+    "Llama-3.2-3B": (128256, 28, 24, 3072, f"kv_heads=8,feed_forward=8192,{LLAMA32}"),
+    "Qwen3-4B": (151936, 36, 32, 2560, f"feed_forward=9728,tied,{QWEN3}"),
+    "Qwen2.5-7B": (152064, 28, 28, 3584, f"kv_heads=4,feed_forward=18944,{QWEN25}"),
+    "Qwen3-8B": (151936, 36, 32, 4096, f"feed_forward=12288,{QWEN3}"),
+}
+
+
+class Method(NamedTuple):
+    """A way to finetune: its column, and its settings."""
+
+    title: str
+    recompute: int
+    offload: bool = False
+    lora: bool = False
+    precision: str = "bf16"
+
+
+METHODS = (
+    Method("full", 0),
+    Method("`--recompute 3`", 3),
+    Method("`--offload true` too", 3, offload=True),
+    Method("LoRA", 0, lora=True),
+    Method("`--recompute 3`", 3, lora=True),
+    Method("`--precision fp8` too", 3, lora=True, precision="fp8"),
+)
+LARGEST = {
+    "full, `--recompute 3`": METHODS[1],
+    "full, `--offload true` too": METHODS[2],
+    "LoRA, `--recompute 3`": METHODS[4],
+    "LoRA, `--precision fp8` too": METHODS[5],
+}
+MOST_ROWS = 16  # that `train` takes by itself
+
+
+@cache
+def needed(model: str, method: Method, rows: int = 1) -> int:
+    """Bytes of a plan whose micro-batch has so many rows."""
+    vocab_size, layers, heads, channels, llama = MODELS[model]
+    config = RunConfig(
+        architecture="llama",
+        llama=llama,
+        num_layers=layers,
+        num_heads=heads,
+        channels=channels,
+        sequence_length=ROW_TOKENS,
+        micro_batch=rows,
+        tokens_per_step=rows * ROW_TOKENS,
+        precision=method.precision,
+        recompute=method.recompute,
+        offload=method.offload,
+        lora=LORA if method.lora else "",
+        init_from=model,
+        lanes=1,
+    )
+    return sum(memory_bytes(resolve_for(GPU, check(config), vocab_size)).values())
+
+
+def usable(card: int) -> int:
+    return int(USABLE * card * GIB - DRIVER_BYTES)
+
+
+def smallest_card(size_bytes: int) -> str:
+    return next((f"**{card}**" for card in CARDS if size_bytes <= usable(card)), "–")
+
+
+def needs() -> Iterator[str]:
+    """The GiB that each model needs by each method, and the smallest card that has them."""
+    yield "| | " + " | ".join(method.title for method in METHODS) + " |"
+    yield "|---" * (1 + len(METHODS)) + "|"
+    for model in MODELS:
+        sizes = [needed(model, method) for method in METHODS]
+        yield f"| {model} | " + " | ".join(f"{size / GIB:.1f} {smallest_card(size)}" for size in sizes) + " |"
+
+
+def largest(card: int, method: Method) -> str:
+    """The largest model that a card holds by a method, and the most rows of a micro-batch, a power of two."""
+    model = next((model for model in reversed(MODELS) if needed(model, method) <= usable(card)), "")
+    rows = MOST_ROWS
+    while model and needed(model, method, rows) > usable(card):
+        rows //= 2
+    return f"{model}, {rows}" if model else "–"
+
+
+def by_card() -> Iterator[str]:
+    """The largest model of each card."""
+    yield "| card | " + " | ".join(LARGEST) + " |"
+    yield "|---" * (1 + len(LARGEST)) + "|"
+    for card in CARDS:
+        yield f"| {card} | " + " | ".join(largest(card, method) for method in LARGEST.values()) + " |"
+
+
+def section() -> str:
+    """The lines between the markers of the page."""
+    between = "The largest of these models that each card holds, and the most rows of its micro-batch, up to 16:"
+    return "\n".join([BEGIN, "", *needs(), "", between, "", *by_card(), "", END])
+
+
+def main() -> None:
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(before + section() + rest.split(END)[1], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
