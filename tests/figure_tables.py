@@ -3,7 +3,7 @@
 import functools
 import re
 
-from benchmarks import faults, small_text
+from benchmarks import cards, faults, small_text
 from benchmarks.first_minutes import transcript
 from tests import test_planning, test_readme, test_scaling_docs
 from tests.figure_values import RECORDS
@@ -23,6 +23,7 @@ def made() -> dict[str, list[str]]:
     pages["docs/first_ten_minutes.md"] = visible
     pages["docs/data.md"] = small_text.rows(RECORDS["cpu-small-text"])
     pages["docs/faults.md"] = [line for make in faults.BLOCKS.values() for line in make() if line]
+    pages["docs/cards.md"] = cards.lines()
     tables = test_readme.quoted()
     tables["README.md"] = [*tables["README.md"], *log_of_the_demo()]
     return {**tables, **pages}
