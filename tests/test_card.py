@@ -80,7 +80,7 @@ def test_the_micro_batch_is_the_largest_that_fits(monkeypatch: pytest.MonkeyPatc
 def test_a_failure_of_one_shape_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(config: card.RunConfig, *arguments: object) -> dict:
         if config.precision == "bf16":
-            raise RuntimeError("PassManager::run\n failed")
+            raise Exception("PassManager::run\n failed")  # Triton's are no RuntimeErrors
         return timed(config, *arguments)
 
     timed = card.timed_steps

@@ -133,7 +133,7 @@ def bench_card(parsed: Namespace, device: str) -> None:
     print(f"\nwritten    {out}; to send it in, attach it to an issue of https://github.com/handgrad/handgrad")
 
 
-MODEL = "d12"
+MODEL = "d12"  # by default
 # The flags of each benchmark, besides --device and --out.
 BATCH = "model micro_batch sequence_length micro_steps data techniques"
 BENCHMARKS: dict[str, tuple[Callable[[Namespace, str], None], str]] = {

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from handgrad.errors import HandgradError
 from handgrad.format import human_bytes
 from handgrad.joins.audit.chain import sha256
 from handgrad.machine import devices, power
@@ -31,7 +30,7 @@ from handgrad.tools.speeds import copy_bandwidth, gemm_flops
 
 FORMAT = 1
 SECONDS = 110.0  # with the start of Python and the last shape, two minutes
-HOT_SECONDS, TIMED_SECONDS, FEWEST_STEPS = 1.0, 2.0, 3  # of each shape and precision
+HOT_SECONDS, TIMED_SECONDS, FEWEST_STEPS = 1.0, 2.0, 3
 SMOLLM2: dict[str, Any] = {"architecture": "llama", "num_layers": 30, "num_heads": 9, "channels": 576}
 SMOLLM2 |= {"llama": "kv_heads=3,feed_forward=1536,tied,rotary_base=100000.0"}
 # Title: (run with the largest micro-batch to try, vocabulary).
@@ -44,7 +43,6 @@ SHAPES: dict[str, tuple[RunConfig, int]] = {
 # By the precision that "auto" takes: what to measure, in this order.
 PRECISIONS = {"bf16": ("bf16", "fp8", "tf32"), "fp16": ("fp16", "fp32"), "fp32": ("fp32", "bf16")}
 NO_FIT, NO_TIME, REFUSED = "does not fit", "not measured", "cannot run"
-
 Figures = dict[str, Any]
 
 
@@ -88,6 +86,9 @@ def measure_card(device: torch.device, seconds: float) -> Iterator[str | Figures
 def measure_steps(config: RunConfig, vocab_size: int, device: torch.device) -> Figures:
     """The figures of a run at the largest micro-batch whose plan fits, one per step; or why there are none."""
     try:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # else what was freed does not count as free
         free = devices.available_bytes(device) or 1 << 60
         config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length)
         if not (fitting := largest_micro_batch(config, vocab_size, free - int(DRIVER_BYTES))):
@@ -95,17 +96,12 @@ def measure_steps(config: RunConfig, vocab_size: int, device: torch.device) -> F
             return {"missing": NO_FIT, "planned_bytes": planned, "free_bytes": free}
         config = replace(config, micro_batch=fitting, tokens_per_step=fitting * config.sequence_length)
         return timed_steps(config, vocab_size, device)
-    except (HandgradError, RuntimeError) as error:  # a setting that the GPU lacks, a compiler's failure
+    except Exception as error:  # a precision that the GPU lacks, a kernel that does not compile: others may run
         return {"missing": REFUSED, "error": f"{' '.join(str(error).split()):.300}"}
-    finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # else the freed memory does not count as free
 
 
 def timed_steps(config: RunConfig, vocab_size: int, device: torch.device) -> Figures:
-    cuda = device.type == "cuda"
-    if cuda:
+    if cuda := device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     training = assemble(set_up(config, vocab_size), MadeUpTokens(vocab_size, config.seed))
     first = make_steps(training.stepper, 0, WARMUP_STEPS)
@@ -132,8 +128,8 @@ def timed_steps(config: RunConfig, vocab_size: int, device: torch.device) -> Fig
 def line_of(cell: Figures) -> str:
     if "missing" in cell:
         return f"{cell['missing']:>12}  {cell.get('error', '')}".rstrip()
-    least, most = cell["tokens_per_second_range"]
-    speed, batch = cell["tokens_per_second"], f"{cell['micro_batch']} x {cell['sequence_length']}"
+    (least, most), speed = cell["tokens_per_second_range"], cell["tokens_per_second"]
+    batch = f"{cell['micro_batch']} x {cell['sequence_length']}"
     memory = human_bytes(cell["peak_bytes"] or cell["planned_bytes"])
     return f"{batch:>12}{speed:>12,.0f}{(most - least) / speed:>9.1%}{memory:>11}"
 
