@@ -3,7 +3,7 @@
 import functools
 import re
 
-from benchmarks import faults, own_chat, small_text
+from benchmarks import cards, faults, own_chat, small_text
 from benchmarks.first_minutes import transcript
 from tests import test_planning, test_readme, test_scaling_docs
 from tests.figure_values import RECORDS
@@ -25,4 +25,5 @@ def made() -> dict[str, list[str]]:
     pages["docs/own_chat_model.md"] = [*own_chat.planned(), *sizes]
     pages["docs/data.md"] = small_text.rows(RECORDS["cpu-small-text"])
     pages["docs/faults.md"] = [line for make in faults.BLOCKS.values() for line in make() if line]
+    pages["docs/cards.md"] = cards.lines()
     return {**test_readme.quoted(), **pages}

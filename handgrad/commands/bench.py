@@ -1,6 +1,7 @@
-"""handgrad bench: compares with a PyTorch autograd twin, on this machine, in one run."""
+"""handgrad bench: compares with a PyTorch autograd twin, on this machine, in one run; or measures this machine alone."""
 
 import importlib
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -10,27 +11,29 @@ from types import ModuleType
 import handgrad
 from handgrad.commands.parser import flag
 from handgrad.errors import UsageError
-from handgrad.files import check_replaceable
+from handgrad.files import check_replaceable, write_durably
 from handgrad.machine import devices
 from handgrad.machine.backend import choose_backend
 from handgrad.settings import presets
+from handgrad.tools import card
 
 
 def run(parsed: Namespace) -> int:
-    presets.model(parsed.model)  # raises for an unknown name
+    presets.model(parsed.model or MODEL)  # raises for an unknown name
     device = devices.resolve_device(parsed.device).type
     if parsed.out:
         check_replaceable(Path(parsed.out), "--out")
     name = "step on a CPU" if parsed.what == "step" and device == "cpu" else parsed.what
     benchmark, taken = BENCHMARKS[name]
     check_flags(parsed, name, taken)
+    parsed.model = parsed.model or MODEL
     benchmark(parsed, device)
     return 0
 
 
 def check_flags(parsed: Namespace, name: str, taken: str) -> None:
     """Raises `UsageError` for a flag that this benchmark ignores."""
-    known = ("device", "model", *taken.split(), "out")
+    known = ("device", *taken.split(), "out")
     for given, value in vars(parsed).items():
         if given not in ("what", "arguments", *known) and value is not None:
             raise UsageError(f"{flag(given)} does nothing in `bench {name}`; it takes {', '.join(map(flag, known))}")
@@ -119,14 +122,27 @@ def bench_sampling(parsed: Namespace, device: str) -> None:
     sampling.compare(parsed.model, batches, chosen, devices.resolve_device(device), precision, parsed.out)
 
 
-# The flags of each benchmark, besides --device, --model and --out.
-BATCH = "micro_batch sequence_length micro_steps data techniques"
+def bench_card(parsed: Namespace, device: str) -> None:
+    out = Path(parsed.out or "card.json")
+    check_replaceable(out, "--out")
+    for part in card.measure_card(devices.resolve_device(device), parsed.seconds or card.SECONDS):
+        if isinstance(part, str):
+            print(part, flush=True)
+        else:
+            write_durably(out, json.dumps(part, indent=1) + "\n")
+    print(f"\nwritten    {out}; to send it in, attach it to an issue of https://github.com/handgrad/handgrad")
+
+
+MODEL = "d12"  # by default
+# The flags of each benchmark, besides --device and --out.
+BATCH = "model micro_batch sequence_length micro_steps data techniques"
 BENCHMARKS: dict[str, tuple[Callable[[Namespace, str], None], str]] = {
     "step": (bench_step, f"{BATCH} precision recompute contenders seconds turn_seconds starts"),
-    "step on a CPU": (bench_cpu_step, "micro_batch sequence_length rounds"),
+    "step on a CPU": (bench_cpu_step, "model micro_batch sequence_length rounds"),
     "loss": (bench_loss, f"{BATCH} recompute contenders steps learning_rate"),
     "ladder": (bench_ladder, f"{BATCH} precision recompute seconds rows"),
     "kernels": (bench_kernels, ""),
-    "sampling": (bench_sampling, "micro_batch precision contenders"),
-    "fp8": (bench_fp8, ""),
+    "sampling": (bench_sampling, "model micro_batch precision contenders"),
+    "fp8": (bench_fp8, "model"),
+    "card": (bench_card, "seconds"),
 }

@@ -22,7 +22,8 @@ from triton.compiler import ASTSource
 from tests.kernels import compiled_record
 
 # Bytes of shared memory that one program may use: CUDA C++ Programming Guide, table of compute capabilities.
-SHARED_LIMIT = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+SHARED_LIMIT = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_LIMIT |= {120: 99 << 10, 121: 99 << 10}
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

@@ -13,8 +13,8 @@ DTYPES = SIZES | UNALIGNED | {"epsilon": "fp32", "partials": "*fp32:16", "freque
 DTYPES |= {"H": "i32", "T": "i32:16", "C": "i32:16", "row_stride": "i32:16"}
 
 
-def launches(form: str) -> dict[str, Launch]:
-    """name: (kernel, its constants, warps), as the operations launch them."""
+def launches(form: str, *, newer: bool = True) -> dict[str, Launch]:
+    """name: (kernel, its constants, warps), as the operations launch them; `newer`: on a data-centre GPU."""
     kind = TYPES[form]
     limits: dict[str, object] = {"LARGEST": largest_number(kind), "VANISHES_AT": VANISHES_AT[kind]}
     tile = {"EVEN": True, "QUADS": QUADS, "COLUMNS": QUADS_TILE[1]}
@@ -38,7 +38,7 @@ def launches(form: str) -> dict[str, Launch]:
         constants = sizes | dict.fromkeys(("rstd", "qkv", "q_gain", "k_gain", "partials"))
         found[f"rotary_backward of {H} heads of {D}"] = rotary._backward, constants, warps
         found[f"gained_qk_norm_backward of {H} heads of {D}"] = rotary._backward, sizes, warps
-        config = attention_tile("forward", D, narrow=True, newer=True, grouped=True)
+        config = attention_tile("forward", D, narrow=True, newer=newer, grouped=True)
         constants = {**limits, "D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": False}
         constants |= {"GROUP": H // K, "starts": None}
         found[f"attention_forward of {H} heads of {D}"] = attention.forward_kernel, constants, config.warps
@@ -47,12 +47,13 @@ def launches(form: str) -> dict[str, Launch]:
 
 def compile_one(job: tuple[str, str, str, int]) -> dict[str, object]:
     name, dtype, form, arch = job
-    kernel, constants, warps = launches(form)[name]
+    newer = arch in (90, 100)
+    kernel, constants, warps = launches(form, newer=newer)[name]
     forms = dict.fromkeys(("rows", "drows", "columns", "dcolumns"), f"*{form}:16")
     signature = {n: (DTYPES | forms).get(n, f"*{dtype}:16") for n in kernel.arg_names}
     stages, options = 3, {}
     if name.startswith("attention"):
-        config = attention_tile("forward", int(name.split()[-1]), narrow=True, newer=True, grouped=True)
+        config = attention_tile("forward", int(name.split()[-1]), narrow=True, newer=newer, grouped=True)
         stages, options = config.stages, {"maxnreg": config.registers} if config.registers else {}
     made = compile_kernel(kernel, signature, constants, warps, stages, arch, **options)
     return {"kernel": name, "dtype": dtype, "form": form, "arch": arch, "warps": warps, **made}

@@ -101,13 +101,15 @@ def widened(x):
 
 @triton.jit
 def rounded_and_scaled(x, scale, TYPE: tl.constexpr):
-    """Float32 x rounded to the 16-bit TYPE, times the scale (a power of two), as float32."""
+    """Float32 x rounded to the 16-bit TYPE, times the scale (a power of two), as float32. Ada has no product of two bf16
+    numbers, so this adds -0, which changes no product."""
     if tl.bfloat16 == TYPE:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 both;
+            .reg .b32 both, minus_zeros;
+            mov.b32 minus_zeros, 0x80008000;
             cvt.rn.bf16x2.f32 both, $3, $2;
-            mul.rn.bf16x2 both, both, $4;
+            fma.rn.bf16x2 both, both, $4, minus_zeros;
             shl.b32 $0, both, 16;
             and.b32 $1, both, 0xffff0000;
             }""",
