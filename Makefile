@@ -1,4 +1,4 @@
-# make train   the main job: prepares a corpus, trains a small GPT on it, writes a report   (about 2 minutes on 2 cores)
+# make train   the main job: prepares a corpus, trains a small GPT on it, writes a report   (2 to 3 minutes on 2 cores)
 # make test    every test that a change must pass
 # make nightly  those and the rest: more kinds of runs on ranks, the measuring scripts at work
 # make faults  the faults that a run must survive, into benchmarks/results/cpu-faults.json   (two or three minutes on 2 cores)

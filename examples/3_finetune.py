@@ -17,9 +17,9 @@ sayings = [
     f" {draw(['sleeps', 'sings', 'waits'])} {draw(['before dawn', 'in the rain', 'alone', 'for bread'])}."
     for _ in range(4000)
 ]
-Path("sayings.txt").write_text("\n".join(sayings) + "\n")
+Path("shards/sayings.txt").write_text("\n".join(sayings) + "\n")
 words = next(Path("runs/examples/checkpoints").glob("*/tokenizer.json"))  # the model's own
-handgrad.prepare("sayings.txt", out="shards/sayings", tokenizer=str(words))
+handgrad.prepare("shards/sayings.txt", out="shards/sayings", tokenizer=str(words))
 
 # %% Two finetuning runs of 60 steps each. The weights give the numbers of layers, heads and channels.
 tuning = {"init_from": "runs/examples", "data": "shards/sayings", "steps": 60, "learning_rate": 1e-3, "quiet": True}

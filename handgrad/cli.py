@@ -7,6 +7,7 @@ import io
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO, cast
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     open_missing_streams()
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; the error for a missing package says it
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run
         if sys.stdout.isatty():
@@ -41,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return UsageError.exit_code
         if arguments[0] == "help":
             arguments = [*arguments[1:2], "--help"]
+        if arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version"):
+            raise UsageError(f"expected a command first, found {arguments[0]!r}; `handgrad --help` lists all")
         command = parser.parse(arguments[:1]).command
         if command in REMOVED:
             raise UsageError(f"{command} {REMOVED[command]}")

@@ -112,7 +112,7 @@ class HardwareError(HandgradError):
 
 
 class ConfigError(HandgradError):
-    """A run folder or checkpoint belongs to another configuration, or is in use."""
+    """A run folder or checkpoint belongs to another configuration, or is in use; or a package is missing."""
 
     exit_code = 78
 
@@ -121,8 +121,23 @@ HINTS = {
     errno.ENOSPC: "; free some space, or write elsewhere",
     errno.EDQUOT: "; your quota is used up, write elsewhere",
     errno.EACCES: "; check its permissions",
+    errno.EPERM: "; check its permissions",
     errno.EROFS: "; the file system is read-only, write elsewhere",
+    errno.ENOENT: "; check the name, or give another",
+    errno.ENOTDIR: "; a part of the path is a file, give another name",
+    errno.EISDIR: "; it is a folder, name a file",
+    errno.ENAMETOOLONG: "; give a shorter name",
+    errno.ELOOP: "; a symbolic link leads back to itself, remove it or give another name",
 }
+
+# Modules of other packages that handgrad imports, and what `pip install` takes for them.
+PACKAGES = {
+    name: name
+    for name in (
+        *("torch", "numpy", "tiktoken", "tokenizers", "safetensors"),
+        *("huggingface_hub", "pyarrow", "rich", "jinja2", "matplotlib"),
+    )
+} | dict.fromkeys(("triton", "nvmath", "cudnn", "pynvml"), "'handgrad[gpu]'")
 
 
 def storage_error(error: OSError, doing: str) -> StorageError:
@@ -131,16 +146,30 @@ def storage_error(error: OSError, doing: str) -> StorageError:
 
 
 def user_error(error: BaseException) -> HandgradError | None:
-    """The error to show to the user: a `HandgradError` itself, or one made from an `OSError` or an out-of-memory error.
-    None for a bug."""
+    """The error to show to the user: a `HandgradError` itself, or one made from an `OSError`, an out-of-memory error or a
+    missing package. None for a bug."""
     if isinstance(error, HandgradError):
         return error
+    if isinstance(error, ImportError):
+        return missing_package(error)
     if isinstance(error, OSError):
         return storage_error(error, f"using {error.filename}" if error.filename else "input or output")
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # `Path.resolve` before Python 3.13
+        return storage_error(OSError(errno.ELOOP, str(error)), "following links")
     if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):  # Python's, torch's
         asked = (str(error).splitlines() or ["Python found no memory"])[0].removesuffix(".")
         return MemoryShort(f"out of memory: {asked}. Try half the --micro-batch; `handgrad plan` shows what takes memory")
     return None
+
+
+def missing_package(error: ImportError) -> HandgradError | None:
+    """The error to show for a package that is absent, or that Python cannot load; None for a module of ours, a bug."""
+    name = (error.name or "").partition(".")[0]
+    if name not in PACKAGES:
+        return None
+    if isinstance(error, ModuleNotFoundError) and error.name == name:
+        return ConfigError(f"handgrad needs {name}, which is not installed: `pip install {PACKAGES[name]}`")
+    return ConfigError(f"handgrad cannot load {name} ({error}): `pip install --upgrade {PACKAGES[name]}`")
 
 
 @contextlib.contextmanager

@@ -97,6 +97,7 @@ def whole(final: Path) -> Iterator[Path]:
     partial = final.with_name(final.name + ".partial")
     try:
         _remove(partial)
+        partial.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         if partial.is_dir():
             sync_folder(partial)

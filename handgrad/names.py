@@ -9,6 +9,7 @@ from handgrad.errors import UsageError
 
 T = TypeVar("T")
 
+NEAR = 0.7  # of `difflib`: "sted" is near "seed" (0.75), "tpu" is not near "cpu" (0.67)
 # Our name: other trainers' and libraries' words for it. An error suggests the first of our names that the command knows.
 SYNONYMS = {
     "learning_rate": "lr max_lr peak_lr",
@@ -42,9 +43,9 @@ SYNONYMS = {
     "async_save": "async_checkpoint async_mode background_save save_behind",
     "init_from": "finetune pretrained checkpoint base_model model_name_or_path",
     "data": "dataset data_dir data_path train_data",
-    "out": "out_dir output output_dir run_dir",
+    "out": "o out_dir output output_dir run_dir",
     "device": "gpu cuda cpu",
-    "gpus": "num_gpus n_gpus ngpus nproc_per_node devices",
+    "gpus": "num_gpus n_gpus ngpus nproc nproc_per_node num_processes devices",
     # of --lora: its settings and GEMMs
     "rank": "r lora_r lora_rank",
     "alpha": "lora_alpha",
@@ -54,7 +55,10 @@ SYNONYMS = {
     "tokenizer": "vocab vocab_size vocabulary encoding",
     "batch": "batch_size bs",
     "samples": "num_samples n",
-    "max_tokens": "max_new_tokens length",
+    "max_tokens": "max_new_tokens length n_predict",
+    "context": "c ctx ctx_size n_ctx max_model_len",
+    "without": "ablate ablation",
+    "prune": "delete remove",
     "temperature": "temp",
     "prompt": "start text input message question query p",
     "prompt_file": "prompts prompts_file input_file",
@@ -124,7 +128,9 @@ def nearest_name(name: str, known: Any) -> str:
     if meant is None and place and "learning_rate" in names:
         return f" (that is done {place})"
     if meant is None:
-        meant = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
+        written = {option.lstrip("-").lower().replace("-", "_"): option for option in known}  # else all flags are near
+        close = difflib.get_close_matches(name.lstrip("-").lower().replace("-", "_"), written, n=1, cutoff=NEAR)
+        meant = written[close[0]] if close else None
     return f" (did you mean {meant}?)" if meant else ""
 
 

@@ -41,10 +41,10 @@ in h200-fp8-choices
 190 = figures.float32_product_256x768x3072_gflop_per_second."torch.mm\"""",
     "handgrad/ops/reference/optimizer.py": """in cpu-operation-choices
 13x = figures.squared_norm_124m_ms."square and sum" / figures.squared_norm_124m_ms."vector_norm over blocks\"""",
-    "handgrad/commands/demo.py": """in cpu-demo
-two minutes = seconds_in_steps in minutes""",
-    "handgrad/settings/presets.py": """in cpu-demo
-two minutes = seconds_in_steps in minutes""",
+    "handgrad/commands/demo.py": """in cpu-first-minutes
+three minutes = commands[command=make train].seconds in minutes""",
+    "handgrad/settings/presets.py": """in cpu-first-minutes
+three minutes = commands[command=make train].seconds in minutes""",
     "handgrad/training/feed.py": """in cpu-operation-choices
 0.27 ms = figures.sorted_positions_of_65536_tokens_ms[*]""",
 }

@@ -37,7 +37,7 @@ def given(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
-    "demo": ("trains on stories and writes a report, in about two minutes", flags.demo),
+    "demo": ("trains on stories and writes a report, in two to three minutes", flags.demo),
     "prepare": ("turns raw text into a folder of token shards", flags.prepare),
     "train": ("trains the run in --out, or resumes it", flags.train),
     "recipes": ("lists the shipped recipes and launch files, or prints one", flags.recipes),

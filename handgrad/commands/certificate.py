@@ -5,7 +5,7 @@ from pathlib import Path
 
 from handgrad.errors import UsageError, storage_errors
 from handgrad.files import write_durably
-from handgrad.storage.run_files import METRICS_FILE
+from handgrad.storage.run_files import METRICS_FILE, named_run
 from handgrad.tools.certificate import certificate_text, evaluations, make_certificate, signed
 from handgrad.tools.record import open_record
 
@@ -15,7 +15,7 @@ NAME = "certificate.json"
 def run(parsed: Namespace) -> int:
     folder = Path(parsed.run)
     if not folder.is_dir():
-        raise UsageError(f"expected a run folder, found {folder}")
+        raise UsageError(f"expected a run folder, found {folder}; {named_run(folder)}")
     record = open_record(folder)
     certificate = make_certificate(record.lines, evaluations(folder / METRICS_FILE))
     if parsed.key:

@@ -1,4 +1,4 @@
-"""handgrad demo: from the built-in stories to a trained model, a report and a story, in about two minutes."""
+"""handgrad demo: from the built-in stories to a trained model, a report and a story, in two to three minutes."""
 
 from argparse import Namespace
 from pathlib import Path

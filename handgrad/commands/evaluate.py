@@ -20,6 +20,7 @@ from handgrad.evaluation.load import (
     Machine,
     Weights,
     check_window,
+    data_of,
     is_taught_to_talk,
     load_model,
     machine,
@@ -126,6 +127,8 @@ def validation_data(parsed: Namespace, source: Weights) -> Dataset:
     folder = parsed.data or source.config.data
     if not folder:
         raise UsageError(f"{parsed.checkpoint} belongs to no run; give --data DIR, prepared with its tokenizer")
+    if not parsed.data and source.checkpoint is not None:
+        data_of(source.checkpoint, needed=True)
     talks = is_taught_to_talk(source.tokenizer, source.checkpoint)
     return open_held_out(folder, source.tokenizer, parsed.checkpoint, chat=talks)
 

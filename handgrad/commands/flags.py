@@ -106,6 +106,8 @@ def add_model_arguments(parser: Parser, *, with_fp8: bool = False) -> None:
     """Adds the model, device, precision and backend. `with_fp8`: accepts fp8 as a precision, for a run's checkpoint."""
     model = "run (its newest checkpoint), RUN/best, checkpoint, transformers folder, Hub name, .bin of llm.c"
     parser.add_argument("checkpoint", metavar="MODEL", help=model)
+    parser.elsewhere |= dict.fromkeys(("model", "m", "checkpoint"), f"a model has no flag: `{parser.prog} MODEL`")
+    parser.elsewhere |= dict.fromkeys(("ngl", "n_gpu_layers"), "a model is on one device as a whole: --device cuda")
     parser.elsewhere["fp8_weights"] = "removed: weights are read in --precision; leave it out"
     add_strict(parser)
     parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
@@ -185,7 +187,8 @@ def plan(parser: Parser) -> None:
     parser.add_argument("--gpu", type=short_name, choices=[*GPUS, "all"], metavar="NAME", help=PLANNED_GPUS)
     parser.number("--gpus", "number of GPUs, with a process on each (default: 1)", rule=AT_LEAST_1)
     parser.number("--price", "dollars per GPU and hour (default: costs are left out)", kind=float, rule=NOT_NEGATIVE)
-    parser.text("--fit", "SIZE", "memory to plan for, like 24GB (default: all of a GPU's)", default=None)
+    fit = "memory to plan for, like 24GB (default: all of a GPU's)"
+    parser.add_argument("--fit", nargs="?", const="", metavar="SIZE", help=fit)
     parser.number("--ranks", "like --gpus, for processes on any device", rule=AT_LEAST_1)
 
 
@@ -311,7 +314,7 @@ def gradcheck(parser: Parser) -> None:
 def demo(parser: Parser) -> None:
     parser.text("--data", "DIR", "folder of the shards", default="shards/stories")
     parser.text("--out", "DIR", "folder of the run", default="runs/demo")
-    parser.number("--steps", "training steps", default=presets.demo().steps)
+    parser.number("--steps", "training steps", default=presets.demo().steps, rule=AT_LEAST_1)
 
 
 def sample(parser: Parser) -> None:

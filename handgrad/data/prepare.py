@@ -101,6 +101,9 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
             try:
                 attempt.run()
                 _rename(partial, out)
+            except DataError:
+                attempt.discard()  # a repeat fails at the same place; after a change it begins anew
+                raise
             except KeyboardInterrupt:
                 how = "go on" if attempt.keeps_its_work() else "start again"
                 raise KeyboardInterrupt(f"interrupted; run the same command to {how}") from None
@@ -202,10 +205,14 @@ class _Attempt:
         journal = read_journal(self.partial, self.recipe)
         if journal is not None and (journal[1] or self.options.tokenizer.startswith("bpe:")):
             return True
-        with contextlib.suppress(OSError):  # it has its final name already, or holds a file that is not ours
+        self.discard()
+        return False
+
+    def discard(self) -> None:
+        """Removes the folder, unless it has its final name already or holds a file that is not ours."""
+        with contextlib.suppress(OSError):
             self.clear()
             self.partial.rmdir()
-        return False
 
     def training_texts(self) -> Iterator[str]:
         """The first 16 Mi characters of the training split."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def _chat_form(tokenizer: Tokenizer | None) -> str:
 def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     """True if `out` holds this dataset. UsageError: it holds something else, and --overwrite was not given."""
     out = options.out
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return False
     if not (out / MANIFEST_FILE).is_file():
         free = Path(out_for(Path(options.source)))

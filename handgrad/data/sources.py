@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import glob
 import gzip
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from handgrad.errors import DataError, storage_error
+from handgrad.names import nearest_name
 from handgrad.parsing import parse_array, parse_json
 
 Format = Literal["txt", "jsonl", "parquet"]
@@ -31,6 +33,7 @@ SUFFIXES: dict[str, Format] = {
     ".json": "jsonl",
     ".json.gz": "jsonl",
 }
+BUILT_IN = ("stories", "questions", "shakespeare", "tinystories", "fineweb", "fineweb-edu")  # names that `prepare` knows
 BY_NAME = (".json", ".json.gz")  # read only if named: in a folder most are settings
 FOLDER_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix not in BY_NAME)
 HUB_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".md")  # a dataset's README.md only describes it
@@ -98,10 +101,12 @@ def find_local(spec: str) -> list[SourceFile]:
         if not found:
             hint = "the glob matches no text file"
             if not glob.has_magic(spec):
-                hint = f"there is no such file or folder{nearest_path(path)}"
+                hint = f"there is no such file or folder{nearest_path(path) or nearest_name(spec, BUILT_IN)}"
+            if "://" in spec:
+                hint = f"it is an address; `curl -LO {shlex.quote(spec)}` downloads the file, which you can then name"
             raise DataError(
                 f"expected a text source, found {spec!r}, but {hint}; sources are a file, a folder, a quoted glob, "
-                "stories, shakespeare, tinystories, fineweb, fineweb-edu, or a hub dataset OWNER/NAME[:CONFIG]"
+                f"{', '.join(BUILT_IN)}, or a hub dataset OWNER/NAME[:CONFIG]"
             )
     files = []
     for path in found:

@@ -23,6 +23,7 @@ from handgrad.models import named_weights, parameter_table
 from handgrad.networks.modern import of_stored
 from handgrad.settings.config import FIELDS, STREAM, WHOLE, ModelShape, RunConfig, check, convert
 from handgrad.storage.checkpoint import WEIGHTS_FILE, Checkpoint
+from handgrad.storage.run_files import place_of
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
 CHAT = "chat"  # in a manifest: true if the shards that a run trained on are conversations
@@ -73,6 +74,7 @@ def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
     """The weights of a checkpoint of ours; `named`: the user's name for it. Raises `DataError` for an invalid configuration
     or tokenizer."""
     tokenizer, config = read_tokenizer(found.folder, found.manifest.get("tokenizer")), checkpoint_config(found)
+    config = replace(config, data=data_of(found))
     digests = {path.name: found.manifest["files"][path.name]["sha256"] for path in found.parts(WEIGHTS_FILE)}
     source = named or str(found.folder)
     origin = {"from": "checkpoint", "source": source, "step": found.step, "sha256": digests}
@@ -101,6 +103,11 @@ def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
         return check(RunConfig(**{name: convert(name, stored[name]) for name in FIELDS if name in stored}))
     except UsageError as error:
         raise DataError(f"{checkpoint.folder}: its configuration is invalid: {error}") from None
+
+
+def data_of(found: Checkpoint, *, needed: bool = False) -> str:
+    """The data of a checkpoint's run, as `place_of` finds them."""
+    return place_of("data", found.folder.absolute().parents[1], found.manifest["config"], found.manifest, needed=needed)
 
 
 def imported_config(shape: ModelShape, where: str = "") -> RunConfig:

@@ -36,7 +36,7 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         def expect(holds: bool, name: str, wanted: str) -> None:
             if not holds:
-                raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, found {getattr(self, name)}")
+                raise UsageError(f"{name} must be {wanted}, found {getattr(self, name)}")
 
         warm = SMALLEST_TEMPERATURE <= self.temperature < math.inf
         expect(self.temperature == 0 or warm, "temperature", f"0 (greedy) or at least {SMALLEST_TEMPERATURE}")
@@ -49,11 +49,11 @@ class SamplingOptions:
 def check_writing(max_tokens: int, seed: int, stops: Sequence[str]) -> None:
     """Raises `UsageError` for an invalid option."""
     if max_tokens < 1:
-        raise UsageError(f"--max-tokens must be 1 or more, found {max_tokens}")
+        raise UsageError(f"max_tokens must be 1 or more, found {max_tokens}")
     if not 0 <= seed < 1 << 32:
-        raise UsageError(f"--seed must be at least 0 and below 2^32, found {seed}")
+        raise UsageError(f"seed must be at least 0 and below 2^32, found {seed}")
     if not all(stops):
-        raise UsageError("--stop must be some text, found none")
+        raise UsageError("stop must be some text, found none")
 
 
 @dataclass(eq=False)

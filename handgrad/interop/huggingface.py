@@ -229,7 +229,9 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).is_file():
         old = folder / "pytorch_model.bin"
-        hint = f"; {old.name} may run code when read: save it again as safetensors" if old.is_file() else ""
+        hint = "; fetch or export it again"
+        if old.is_file():
+            hint = f"; {old.name} may run code when read: save it again as safetensors"
         raise DataError(f"expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, found neither{hint}")
     tensors = read_object(folder / INDEX_FILE).get("weight_map")
     names = list(tensors.values()) if isinstance(tensors, dict) else []

@@ -111,6 +111,8 @@ def read_sizes(source: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     elif is_ours(path):
         run = path.parent if checkpoint.is_best_alias(path) else path
         config = checkpoint.peek_config(run)
+        if config is None:
+            checkpoint.find(source)  # raises the reason
         if config is None or not all(type(config.get(name)) is int for name in SIZES):
             raise DataError(f"{source} holds no checkpoint; {named_run(path)}")
         return shape_fields(config)
@@ -146,6 +148,8 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
             found = f"a folder of runs; name one of them, as {runs[0]}"
         elif models := sorted(file.parent for file in path.glob(f"*/{CONFIG_FILE}")):
             found = f"a folder of models; name one of them, as {models[-1]}"
+        elif run := next((above for above in path.parents if (above / CHECKPOINTS).is_dir()), None):
+            found += f"; name the run, {run}"
         raise DataError(
             f"expected weights at {path}: a run, a checkpoint, a transformers folder with {CONFIG_FILE}, a .bin of llm.c or"
             f" a name on the Hub; found {found}"

@@ -235,7 +235,8 @@ def freeze(table: Table, patterns: str) -> Table:
                 where = "" if pattern == given else f" ({given!r})"
                 blocks = dict.fromkeys(filter(None, (row.name.rpartition(".")[0] for row in table)))
                 near = nearest_name(pattern, [*(row.name for row in table), *blocks])
-                raise UsageError(f"freeze names no parameter of this model: {pattern!r}{where}{near}")
+                remedy = f"name tensors, as --freeze {table[0].name}, or layers, as --freeze blocks.0"
+                raise UsageError(f"freeze names no parameter of this model: {pattern!r}{where}{near}; {remedy}")
             frozen |= found
     if len(frozen) == len(table):
         raise UsageError(f"freeze {patterns!r} leaves no parameter to train; name fewer")

@@ -12,7 +12,7 @@ import numpy as np
 from handgrad.errors import DataError, HandgradError, UsageError, storage_errors
 from handgrad.parsing import Record, numbered_lines, parse_record, parse_toml
 from handgrad.reports.results import DataSource, GpuReadings, Pace, Quantized, Run, Start, Steps, TaskFigure
-from handgrad.storage.run_files import CONFIG_FILE, METRICS_FILE
+from handgrad.storage.run_files import CONFIG_FILE, METRICS_FILE, missing_run
 
 Kind = TypeVar("Kind")
 # A line of llm.c's main.log. s:N tel:X is the validation loss after N steps, s:N eval:X the accuracy on HellaSwag, and
@@ -75,7 +75,7 @@ def read_run(folder: Path, name: str) -> Run:
     if folder.is_file():
         raise DataError(f"{folder} is a file; name a folder that was the --out of `handgrad train`, or a main.log")
     if not folder.is_dir():
-        raise DataError(f"run folder {folder} does not exist; `handgrad train ... --out {folder}` makes it")
+        raise DataError(missing_run(folder))
     config_path, metrics_path = folder / CONFIG_FILE, folder / METRICS_FILE
     for path in (metrics_path, config_path):
         if not path.is_file():
@@ -206,7 +206,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
         elif kind == "event":
             events.append((line.count("step"), line.text("text")))
     if not launches:
-        raise DataError(f"{run['folder'] / METRICS_FILE} has no 'run' line, so `handgrad train` did not write it")
+        raise DataError(f"{run['folder'] / METRICS_FILE} has no 'run' line; restore the file, or train the run again")
     if not found["step"]:
         raise DataError(f"{run['folder']} has no finished step yet; wait for the first, or resume it by `handgrad train`")
     ordered = {kind: sorted(values.items()) for kind, values in found.items()}

@@ -21,7 +21,7 @@ from handgrad.reports.reading import read_readable, runs_in
 from handgrad.reports.results import Run, steps_done
 from handgrad.reports.sections import faint
 from handgrad.serving.local_server import LocalHandler
-from handgrad.storage.run_files import METRICS_FILE
+from handgrad.storage.run_files import METRICS_FILE, missing_run
 
 REST = 9  # times the seconds that drawing the page took: the pause before it is drawn again
 
@@ -35,7 +35,9 @@ class Watched:
         self.named, self.lock = named, threading.Lock()
         self.version, self.html, self.rested = "", "", 0.0
         if not any(path.exists() for path in named):
-            raise DataError(f"no such run: {', '.join(map(str, named))}; start `handgrad train ... --out {named[0]}` first")
+            raise DataError(missing_run(named[0]))
+        if texts := [path for path in named if path.is_file() and path.suffix != ".log"]:
+            raise DataError(f"expected run folders, found the file {texts[0]}; name the folder of a run, or a main.log")
 
     def waiting(self) -> list[str]:
         return [f"{path} does not exist yet" for path in self.named if not path.exists()]

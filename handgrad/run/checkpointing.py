@@ -33,6 +33,7 @@ from handgrad.settings.config import RunConfig, to_dict
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Checkpoint, Stored
 from handgrad.storage.manifest import STATE_SCHEMA
+from handgrad.storage.run_files import BEGUN_IN
 from handgrad.training.design import Design
 from handgrad.training.state import SavedBuffer, TrainingState
 from handgrad.training.step import SpikeWindow
@@ -119,6 +120,7 @@ def run_facts(config: RunConfig, dataset: Dataset, origin: dict[str, Any] | None
         "vocab_size": dataset.tokenizer.vocab_size,
         "tokenizer": tokenizer_record(dataset.tokenizer),
         CHAT: dataset.is_chat,
+        BEGUN_IN: str(Path.cwd()),
         **({"init": origin} if origin else {}),
     }
 

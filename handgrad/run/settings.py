@@ -15,7 +15,7 @@ from handgrad.networks import NETWORKS
 from handgrad.networks.modern import MODERN, changed, resolve_techniques
 from handgrad.settings import presets, recipes
 from handgrad.settings.config import EPOCHS as EPOCHS, RunConfig, check_value, convert, read_toml, to_dict
-from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE
+from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, place_of
 
 # Values for `--init-from` that other trainers use for the start of a run.
 BEGINNINGS = {
@@ -32,7 +32,8 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     Raises `UsageError` or `DataError` for an unknown name, a value out of range, or nothing to train. `check` finds
     conflicting values later, once no setting is open.
     """
-    recipe = read_toml(recipes.find(recipe_file)) if recipe_file else {}
+    recipe_path = Path(recipes.find(recipe_file)) if recipe_file else Path()
+    recipe = read_toml(str(recipe_path)) if recipe_file else {}
     for one in (recipe, settings):
         if {EPOCHS, "steps"} <= one.keys():
             both = f"found steps {one['steps']} and epochs {one[EPOCHS]}"
@@ -46,6 +47,11 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
 
         return run_config(preset, recipe_file, model, {**rest, "steps": steps_of(sized, epochs)}, command)
     recipe.pop(EPOCHS, None)
+    if "data" in recipe and "data" not in settings and (recipe_path.parent / CHECKPOINTS).is_dir():
+        from handgrad.storage import checkpoint  # imports torch, which `--help` avoids
+
+        _, manifest = checkpoint.peek(recipe_path.parent) or ("", {})
+        recipe["data"] = place_of("data", recipe_path.parent, recipe, manifest, needed=command == "train")
     recipe_preset = recipe.pop("preset", None)
     name = preset or recipe_preset
     if name and name not in presets.PRESETS:

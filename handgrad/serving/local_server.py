@@ -4,6 +4,7 @@ The owner of another site can make its name resolve to this machine (DNS rebindi
 of a server here. A server therefore answers only to its own names. It bounds the number and the time of connections.
 """
 
+import errno
 import io
 import ipaddress
 import re
@@ -137,6 +138,6 @@ def listen(handler: Callable[..., BaseHTTPRequestHandler], host: str, port: int,
             refused = error
     reason = refused.strerror or refused
     remedy = "name another --port, or none to take a free one"
-    if isinstance(refused, socket.gaierror):
+    if isinstance(refused, socket.gaierror) or refused.errno == errno.EADDRNOTAVAIL:  # no name, or another machine's
         remedy = "name another --host, or none for this machine alone"
     raise UsageError(f"cannot listen on {host}, port {port}: {reason}; {remedy}")

@@ -21,6 +21,7 @@ from handgrad.serving.requests import CHAT, PATHS, Request, Writer, Written, rea
 
 PAGE = Path(__file__).with_name("page.html")
 JSON, EVENTS = "application/json", "text/event-stream"
+CURLS = "application/x-www-form-urlencoded"  # what `curl --data` says of any body
 MOST_BYTES = 8 << 20  # of a request: a conversation of a million tokens takes half of it
 
 
@@ -107,9 +108,12 @@ class Handler(LocalHandler):
 
     def content(self) -> bytes:
         """The body of the request, which must be JSON: a browser sends JSON to another site's server only after a preflight
-        request, which this server refuses, so no page from elsewhere can use the model. Raises `UsageError`."""
-        if self.headers.get_content_type() != JSON:
-            raise UsageError(f"expected Content-Type: {JSON}, found {self.headers.get_content_type()}")
+        request, which this server refuses, so no page from elsewhere can use the model. curl sends it without this type;
+        so can a page, but a browser adds the page's Origin to every POST. Raises `UsageError`."""
+        kind = self.headers.get_content_type() if "Content-Type" in self.headers else CURLS
+        from_page = "Origin" in self.headers or self.headers.get("Sec-Fetch-Site", "none") != "none"
+        if kind != JSON and (kind != CURLS or from_page):
+            raise UsageError(f"expected Content-Type: {JSON}, found {kind}{' from a page' * from_page}")
         length = ", ".join(self.headers.get_all("Content-Length", []))
         if "Transfer-Encoding" in self.headers:
             length = "a Transfer-Encoding"

@@ -102,7 +102,7 @@ class RunConfig:
     lora: str = option("", "train only adapters, like rank=16,alpha=32,on=q+v (docs/lora.md; empty: all weights)")
 
     # the batch
-    steps: int = option(1000, "optimizer steps of the whole run", AT_LEAST_1)
+    steps: int = option(1000, "optimizer steps of the whole run", AT_LEAST_1, at_most(10**9))
     tokens_per_step: int = option(
         524288, "tokens per optimizer step, a multiple of micro_batch * sequence_length", AT_LEAST_1
     )
@@ -370,7 +370,7 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         loaded = parse_toml(content)
     except ValueError as error:
-        raise DataError(f"config file {path} is not valid TOML: {error}") from None
+        raise DataError(f"config file {path} is not valid TOML: {error}; `handgrad recipes NAME` prints one") from None
     for key in ("preset", "model"):
         if not isinstance(loaded.get(key, ""), str):
             raise UsageError(f"{key} in {path} must be text, found {loaded[key]!r}")

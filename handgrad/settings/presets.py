@@ -65,7 +65,7 @@ def tiny() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """The run of `make train`: a small GPT on the built-in stories, about two minutes on two cores.
+    """The run of `make train`: a small GPT on the built-in stories, two to three minutes on two cores.
 
     Small steps: the loss on these stories depends more on the number of updates than on the number of tokens.
     """

@@ -325,8 +325,8 @@ def find(path: str, *, strict: bool = False) -> Checkpoint:
         return best(folder.parent)
     checkpoint, passed_over = newest(folder / CHECKPOINTS)
     if checkpoint is None:
-        reason = f" ({passed_over[0]})" if passed_over else ""
-        raise DataError(f"{path} holds no checkpoint{reason}; {named_run(folder)}")
+        useless = f" that can be used ({passed_over[0]}); restore one, or train the run again" if passed_over else ""
+        raise DataError(f"{path} holds no checkpoint{useless or f'; {named_run(folder)}'}")
     if passed_over and strict:
         raise DataError(strict_message(checkpoint, passed_over))
     if passed_over:

@@ -16,12 +16,13 @@ best            no folder: RUN/best stands for the checkpoint with the lowest va
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import sleep
-from typing import TextIO
+from typing import Any, TextIO
 
-from handgrad.errors import ConfigError, storage_errors
+from handgrad.errors import ConfigError, DataError, storage_errors
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = "metrics.jsonl", "main.log", "log.txt"
@@ -29,16 +30,57 @@ AUDIT_FILE = "audit.jsonl"
 SAMPLES, CHECKPOINTS, BEST = "samples", "checkpoints", "best"
 REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"
+BEGUN_IN = "begun_in"  # in a manifest: the absolute path of the folder where its paths begin
 
 TRIES = 20
 HELD = "; wait for it or choose another --out"
+
+
+def missing_run(path: Path) -> str:
+    """The message about a run that is not there."""
+    above = next(folder for folder in path.absolute().parents if folder.is_dir())
+    here = str(above.relative_to(Path.cwd())) if above.is_relative_to(Path.cwd()) else str(above)
+    return f"there is no run {path}; `handgrad runs {shlex.quote(here)}` lists those in that folder"
 
 
 def named_run(path: Path) -> str:
     """The advice for a path without a checkpoint: names a run in it, if it is a folder of runs."""
     if runs := sorted(folder.parent for folder in path.glob(f"*/{CHECKPOINTS}")):
         return f"name one of the runs in it, as {runs[0]}"
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return f"import it first: `handgrad import {shlex.quote(str(path))} --out imported`"
     return "give a run folder, the --out of `handgrad train`, or RUN/checkpoints/step_00001000"
+
+
+def place_of(name: str, run: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], *, needed: bool = False) -> str:
+    """Where the path in a setting of a run leads from here: "data", also that of several sets, or "init_from".
+    `manifest`: of a checkpoint, or empty.
+
+    A relative path starts at the folder from which the run's --out leads to `run`. A run that was moved alone has the
+    folder in which it was begun in its manifests. The path as it stands comes last. Raises `DataError` for a path that is
+    `needed` and leads nowhere.
+    """
+    text, out = str(config.get(name, "")), Path(os.path.normpath(str(config.get("out", ""))))
+    parts, depth = Path(os.path.abspath(run)).parts, len(out.parts)  # noqa: PTH100 - without following links
+    begun = [Path(*parts[:-depth])] if not out.is_absolute() and parts[-depth:] == out.parts else []
+    recorded = manifest.get(BEGUN_IN)
+    folders = [*begun, *([Path(recorded)] if isinstance(recorded, str) else [])]
+    origin = (manifest.get("init") or {}).get("path") if name == "init_from" else None
+
+    def place(path: str) -> str:
+        places = [*(str(folder / path) for folder in folders), *([origin] if isinstance(origin, str) else []), path]
+        places = list(dict.fromkeys(path if Path(one) == Path.cwd() / path else one for one in places))
+        here = next((one for one in places if Path(one).exists()), "")
+        if needed and not here:
+            raise DataError(
+                f"expected the data of {run}, found none at {' nor at '.join(places)}; name their folder by --data DIR"
+            )
+        return here or path
+
+    if name != "data" or "=" not in text or Path(text).exists():
+        return place(text)
+    sets = (entry.strip().rpartition("=") for entry in text.split(","))
+    return ",".join(f"{place(folder)}={weight}" for folder, _, weight in sets)
 
 
 def take_lock(run: Path, remedy: str = HELD) -> TextIO:

@@ -172,7 +172,7 @@ def folder_records(runs: list[Path]) -> list[RunRecord]:
         if not run.exists():
             raise DataError(f"expected a run folder or a certificate, found nothing at {run}; check the name")
         if run.is_file():
-            raise UsageError(f"expected two run folders where one run was not audited, found the certificate {run}")
+            raise UsageError(f"expected two run folders where one run was not audited, found the file {run}; name a run")
         if not (run / CONFIG_FILE).is_file() or not (run / METRICS_FILE).is_file():
             raise DataError(f"expected a run folder with {CONFIG_FILE} and {METRICS_FILE}, found {run}; check the name")
     manifests = [found[1] for run in runs if (found := checkpoint.peek(run)) is not None]

@@ -1,6 +1,5 @@
 """Lists the parts of this machine that training needs and runs each once; for a missing part, names the remedy."""
 
-import platform
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-import handgrad
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes
@@ -26,10 +24,6 @@ from handgrad.tools.kernel_checks.operations import CASES, Cases, check_dropout_
 from handgrad.tools.profile import MadeUpTokens
 from handgrad.tools.speeds import gemm_flops
 
-PACKAGES = (
-    *("torch", "numpy", "tiktoken", "tokenizers", "safetensors"),
-    *("huggingface_hub", "pyarrow", "rich", "jinja2", "matplotlib"),
-)
 # On an NVIDIA GPU. Package: its benefit.
 OPTIONAL = {
     "nvidia-cudnn-frontend": "with it, heads of more than 64 channels use cuDNN's attention, which is faster than Triton's",
@@ -40,9 +34,6 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def examine() -> Iterator[tuple[bool, str]]:
     """Yields (ok, line) for each part."""
-    yield True, f"handgrad {handgrad.__version__}, Python {platform.python_version()}, {platform.platform()}"
-    for package in PACKAGES:
-        yield examine_package(package, f"try: pip install {package}")
     device = devices.resolve_device("auto")
     yield True, f"device {devices.describe(device)}, the choice of --device auto"
     yield True, threads.describe(torch.get_num_threads())

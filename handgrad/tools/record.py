@@ -20,7 +20,7 @@ from handgrad.run.packing import DOCUMENTS, identity_of
 from handgrad.settings.config import FIELDS, RunConfig, convert, read_toml
 from handgrad.storage import checkpoint
 from handgrad.storage.manifest import MANIFEST, contradiction, read_manifest
-from handgrad.storage.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE, METRICS_FILE
+from handgrad.storage.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE, METRICS_FILE, named_run, place_of
 from handgrad.tools.certificate import fingerprint, open_certificate
 
 
@@ -94,6 +94,8 @@ def open_record(path: Path, signed_by: str = "") -> RunRecord:
         return open_certified(path, signed_by)
     if signed_by:
         raise UsageError(f"expected a certificate beside --signed-by, found {path}; give RUN/certificate.json")
+    if not any((path / name).exists() for name in (AUDIT_FILE, CONFIG_FILE)) and path.exists():
+        raise DataError(f"expected a run folder, found {path}; {named_run(path)}")
     lines = read_chain(path / AUDIT_FILE)
     check_chain(lines, path / AUDIT_FILE)
     return checked(RunRecord(path, lines, path))
@@ -163,7 +165,12 @@ def config_of(record: RunRecord, step: int, elsewhere: dict[str, str]) -> RunCon
     begun = record.begun(step)["config"]
     if further := [name for name in begun if name not in FIELDS or FIELDS[name].metadata["free"]]:
         raise DataError(f"{record.path} has {further[0]!r:.40} among the settings that change the numbers; it was edited")
-    settings: dict[str, Any] = {**free, **begun, **elsewhere}
+    settings: dict[str, Any] = {**free, **begun}
+    _, manifest = checkpoint.peek(record.folder) or ("", {})
+    for name in ("data", "init_from"):
+        if settings.get(name) and name not in elsewhere:
+            elsewhere = {**elsewhere, name: place_of(name, record.folder, settings, manifest, needed=name == "data")}
+    settings |= elsewhere
     config = RunConfig(**{name: convert(name, value) for name, value in settings.items()})
     return replace(config, data=as_begun(config.data, record.begun(step)["identity"]))
 
