@@ -1,15 +1,11 @@
 """Every mistake of tests/mistakes.txt gets one line that says what is wrong; the command that the line leads to works."""
 
 import contextlib
-import errno
 import json
-import os
 import re
 import shlex
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +18,6 @@ from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from tests.conftest import write_text
 from tests.data.chats import talk
-from tests.test_commands import refused
 
 SIZES = {"num_layers": 1, "num_heads": 2, "channels": 32, "sequence_length": 32, "tokens_per_step": 64, "micro_batch": 2}
 SMALL = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in SIZES.items())
@@ -76,6 +71,7 @@ def make_files() -> None:
 def make_shards() -> None:
     for name, tokenizer in (("mine", "bytes"), ("bpe", "bpe:300")):
         prepare(PrepareOptions("text.txt", Path("shards") / name, tokenizer=tokenizer, workers=1))
+    shutil.copytree("shards/bpe", "shards/spare")
     for name in ("cut", "gone", "newer", "emptied"):
         shutil.copytree("shards/mine", f"shards/{name}")
     cut(Path("shards/cut/train_000000.bin"), 27000)
@@ -104,9 +100,9 @@ def make_runs() -> None:
         folder.rename(f"{folder}.partial")
     lines = Path("runs/scribbled/metrics.jsonl").read_text().splitlines()
     Path("runs/scribbled/metrics.jsonl").write_text("\n".join([*lines[:2], "{oops", *lines[3:]]) + "\n")
-    shutil.copytree("shards/mine", "project/shards")
+    shutil.copytree("shards/mine", "project/texts")
     with contextlib.chdir("project"):
-        train(RunConfig(data="shards", out="runs/moved", device="cpu", sample_tokens=0, **settings))
+        train(RunConfig(data="texts", out="runs/moved", device="cpu", sample_tokens=0, **settings))
     Path("project/runs/moved").rename("runs/moved")
     shutil.rmtree("project")
 

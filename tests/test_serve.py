@@ -227,6 +227,14 @@ def test_requests_that_nobody_can_answer(client: Client, path: str, content: Any
     assert client.text(messages=HELLO), "the next one is"
 
 
+def test_a_body_as_curl_sends_it(client: Client) -> None:
+    """`curl --data` names a form; a page of another site can send one too, and its browser then adds an Origin."""
+    body, form = json.dumps({"messages": HELLO}).encode(), {"Content-Type": "application/x-www-form-urlencoded"}
+    assert client.send(CHAT, body, **form).status == 200
+    for header in ({"Origin": "https://elsewhere.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert "from a page" in client.refused(CHAT, body, **form, **header)
+
+
 def test_connections_that_are_none(client: Client) -> None:
     assert "expected Content-Type: application/json" in client.refused(CHAT, b"{}", **{"Content-Type": "text/plain"})
     assert "Content-Length of at most" in client.refused(CHAT, b"{}", **{"Content-Length": str(MOST_BYTES + 1)})
