@@ -229,7 +229,7 @@ def test_a_stream_ends_when_another_text_begins(model: handgrad.Model) -> None:
         (lambda m: m.losses([[1, 2], [1]]), r"expected at least 2 token\(s\) in row 1, found 1"),
         (lambda m: m.loss(""), r"expected at least 2 token\(s\) in row 0, found 1"),
         (lambda m: m.generate("a", temperature=-1), "temperature must be 0"),
-        (lambda m: m.generate("a", max_tokens=0), "max-tokens must be 1 or more, found 0"),
+        (lambda m: m.generate("a", max_tokens=0), "max_tokens must be 1 or more, found 0"),
         (lambda m: m.generate("a", stop=["x", ""]), "stop must be some text"),
         (lambda m: m.generate("a", batch=0), "batch must be 1 or more, found 0"),
         (lambda m: m.stream("a", seed=-1), "seed must be at least 0"),

@@ -189,7 +189,7 @@ def test_options_reach_the_answer(
     told = capsys.readouterr().err
     assert "messages are left out: the context has 100 tokens" in told and "the answer ends after 40 tokens" in told
     assert "--context must be" in refused(capsys, 64, "chat", plain, "--context", "1")
-    assert "--max-tokens must be 1 or more" in refused(capsys, 64, "chat", plain, "--max-tokens", "0")
+    assert "max_tokens must be 1 or more" in refused(capsys, 64, "chat", plain, "--max-tokens", "0")
 
 
 def test_the_memory_is_that_of_the_conversation(own: str, chat: Callable[..., str]) -> None:

@@ -170,7 +170,7 @@ def test_a_forged_figure_is_found() -> None:
     assert len(held) >= 500
     count = 0
     worded = [(page, figure) for page, figure in held if figure.said is not None]
-    assert {figure.text.lower() for _, figure in worded} >= {"a third", "two thirds", "half a percent", "yes", "no", "half"}
+    assert {figure.text.lower() for _, figure in worded} >= {"a third", "two thirds", "half a percent", "half"}
     held = [(page, figure) for page, figure in held if re.search("[1-9]", figure.text)]  # 0.000 in k is the same
     for page, figure in [*random_.sample(held, 40), *worded]:
         for forgery in DIGITS_FORGED if figure.said is None else [other_word]:

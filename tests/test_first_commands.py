@@ -155,7 +155,7 @@ def test_a_curve_in_the_terminal_and_in_a_file(
     picture = tmp_path / "both.png"
     assert main(["plot", str(tmp_path / "runs"), "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out == f"{picture}\n"
-    assert "nothing does not exist" in refused(capsys, 65, "plot", str(tmp_path / "nothing"))
+    assert "there is no run" in refused(capsys, 65, "plot", str(tmp_path / "nothing"))
 
 
 def test_the_intervals_of_a_chosen_run_are_round(shards: Path) -> None:

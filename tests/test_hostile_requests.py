@@ -120,7 +120,7 @@ LENGTHS = ["abc", "-1", "+2", "2, 2", "\xb2", "", 0, 10**9, "9" * 5000]
 KINDS = [
     "",
     "text/plain",
-    "application/x-www-form-urlencoded",
+    "application/x-www-form-urlencoded\r\nOrigin: https://evil.example",
     "application/jsonx",
     "a/b\r\nContent-Type: application/json",
 ]

@@ -310,7 +310,7 @@ def test_many_runs_stay_small(tmp_path):
 
 
 def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere does not exist; .*--out"):
+    with pytest.raises(DataError, match=r"there is no run .*nowhere; `handgrad runs"):
         report(tmp_path, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty holds no metrics\.jsonl"):

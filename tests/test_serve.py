@@ -205,9 +205,9 @@ def test_a_conversation_that_does_not_fit(client: Client) -> None:
         (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "does not know 'response_format'"),
         (CHAT, {"messages": HELLO, "temperature": "hot"}, "expected 'temperature' to be a number, found 'hot'"),
         (CHAT, {"messages": HELLO, "temperature": -1}, "temperature must be"),
-        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "top_p": NaN}', "top-p must be"),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "top_p": NaN}', "top_p must be"),
         (CHAT, {"messages": HELLO, "max_tokens": 2.5}, "expected 'max_tokens' to be a whole number"),
-        (CHAT, {"messages": HELLO, "max_tokens": 0}, "max-tokens must be 1 or more"),
+        (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens must be 1 or more"),
         (
             CHAT,
             {"messages": HELLO, "max_tokens": 161},

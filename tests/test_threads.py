@@ -174,7 +174,11 @@ PARSED_WITH_TORCH = [
     *(f"{command} --init-from weights" for command in ("train", "plan")),
     "train --init-from weights --data shards --lora rank=8",
 ]
-WITHOUT_TORCH = {*("prepare", "import"), *("report", "watch", "runs", "checkpoints", "recipes"), *("diff", "certificate")}
+WITHOUT_TORCH = {
+    *("prepare", "import"),
+    *("report", "watch", "runs", "checkpoints", "recipes"),
+    *("diff", "certificate", "plot", "completion"),
+}
 
 
 def test_every_command_chooses_before_torch_is_loaded(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_runs_that_appear_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     watched = Watched([tmp_path / "runs", tmp_path / "later"])
     assert watched.waiting() == [f"{tmp_path / 'later'} does not exist yet"]
     empty = watched.page("")
-    assert empty and "Waiting" in empty and "later does not exist" in empty
+    assert empty and "Waiting" in empty and "there is no run" in empty
     run = make_run(tmp_path / "runs" / "a", [start_line()])
     waiting = watched.page(version(empty))
     assert waiting and "no finished step yet" in waiting
@@ -113,7 +113,7 @@ def test_drawing_leaves_the_cores_to_the_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(DataError, match=r"no such run: .*nowhere; start `handgrad train"):
+    with pytest.raises(DataError, match=r"there is no run .*nowhere; `handgrad runs"):
         Watched([tmp_path / "nowhere"])
     watched = Watched([make_run(tmp_path / "run")])
     with socket.socket() as taken:

@@ -176,7 +176,7 @@ def test_a_text_in_the_place_of_an_option(capsys: pytest.CaptureFixture) -> None
     line = refused(capsys, 64, "sample", "runs/a", "Once upon a time")
     assert "one argument too many: 'Once upon a time'; give a text as --prompt TEXT" in line
     line = refused(capsys, 64, "chat", "runs/a", "Hello")
-    assert "one argument too many: 'Hello'; type the message at the prompt, or pipe it: echo TEXT | handgrad" in line
+    assert "one argument too many: 'Hello'; give a message as --prompt TEXT" in line
 
 
 @pytest.mark.parametrize("name", ["out", "data"])

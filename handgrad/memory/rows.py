@@ -233,10 +233,9 @@ def freeze(table: Table, patterns: str) -> Table:
             found = {row.name for row in table if fnmatchcase(row.name, pattern) or fnmatchcase(row.name, below)}
             if not found:
                 where = "" if pattern == given else f" ({given!r})"
-                blocks = dict.fromkeys(filter(None, (row.name.rpartition(".")[0] for row in table)))
-                near = nearest_name(pattern, [*(row.name for row in table), *blocks])
-                remedy = f"name tensors, as --freeze {table[0].name}, or layers, as --freeze blocks.0"
-                raise UsageError(f"freeze names no parameter of this model: {pattern!r}{where}{near}; {remedy}")
+                names = dict.fromkeys(name for row in table for name in (row.name, row.name.rpartition(".")[0]) if name)
+                near = nearest_name(pattern, names) + f"; name tensors, as --freeze {table[0].name}, or layers, as blocks.0"
+                raise UsageError(f"freeze names no parameter of this model: {pattern!r}{where}{near}")
             frozen |= found
     if len(frozen) == len(table):
         raise UsageError(f"freeze {patterns!r} leaves no parameter to train; name fewer")

@@ -53,7 +53,7 @@ def named_run(path: Path) -> str:
 
 
 def place_of(name: str, run: Path, config: Mapping[str, Any], manifest: Mapping[str, Any], *, needed: bool = False) -> str:
-    """Where the path in a setting of a run leads from here: "data", also that of several sets, or "init_from".
+    """The path in a setting of a run, as it reads from here: "data", which may name several sets, or "init_from".
     `manifest`: of a checkpoint, or empty.
 
     A relative path starts at the folder from which the run's --out leads to `run`. A run that was moved alone has the

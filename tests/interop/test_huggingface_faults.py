@@ -156,7 +156,7 @@ def test_taken_targets_and_names(exported: Callable, tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert "taken" in refused(capsys, 64, "export", str(run), "--to", "hf", str(tmp_path / "taken"))
     assert "taken" in refused(capsys, 64, "import", str(folder), "--out", str(tmp_path / "taken"))
-    assert "--to" in refused(capsys, 64, "export", str(run), str(tmp_path / "x"))
+    assert "taken" in refused(capsys, 64, "export", str(run), "--out", str(tmp_path / "taken"))
     line = refused(capsys, 64, "export", str(run), "--to", "onnx", str(tmp_path / "x"))
     assert "--to must be one of hf, peft, llmc, gguf; found 'onnx'" in line
     assert "holds no checkpoint" in refused(capsys, 65, "export", str(folder), "--to", "hf", str(tmp_path / "x"))
