@@ -63,7 +63,7 @@ def lines() -> list[str]:
 
 
 def title_of(name: str, card: Card) -> str:
-    """'[NVIDIA H200](../benchmarks/cards/h200.json), 700 W, copies 4.2 TB/s'"""
+    """The GPU with a link to its file, the power limit, the rate of a copy."""
     machine, copying = card["machine"], card["copy_bytes_per_second"]
     device = re.sub(r"\s+", " ", machine["device"]).replace("|", "/")
     limit = f", {machine['power_limit_watts']:.0f} W" if machine.get("power_limit_watts") else ""

@@ -14,6 +14,7 @@ PAGES: dict[str, dict[str, str]] = {
         "limit by about a tenth": "arithmetic",
         "than a tenth of an": "an example of the output",
         "and twenty times its rate": "a setting",
+        "GEMMs in two minutes": "SECONDS of tools/card.py",
         "adds two ninths of the": "arithmetic",
     },
     "docs/results.md": {
@@ -110,6 +111,7 @@ PAGES: dict[str, dict[str, str]] = {
     "docs/operations/norm.md": {"that is 0.5 GB, against AdamW's 3.5 GB": "arithmetic: bytes a parameter"},
     "README.md": {"first ten minutes": "a title"},
     "docs/README.md": {"first ten minutes": "a title"},
+    "docs/cards.md": {"models in two minutes": "SECONDS of tools/card.py"},
     "docs/chat.md": {"An eighth of all": "a default", "most a quarter of it": "a default"},
     "docs/coming_from.md": {"a twentieth of the": "a default"},
     "docs/finetuning.md": {
