@@ -1,9 +1,9 @@
-"""Which card holds which finetuning: the tables of docs/finetuning.md, from the plan of a run on a GPU that is not there.
+"""Which card holds which finetuning: the tables of two pages, from the plan of a run on another GPU.
 
 python -m benchmarks.finetune_cards     writes them anew
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from handgrad.run.resolve import memory_bytes
 from handgrad.settings.config import RunConfig, check
 from handgrad.tools.forecast import DRIVER_BYTES, resolve_for
 
-PAGE = ROOT / "docs" / "finetuning.md"
+PAGE, README = ROOT / "docs" / "finetuning.md", ROOT / "README.md"
 BEGIN, END = "<!-- the cards: begin -->", "<!-- the cards: end -->"
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141)  # GB, as they are sold
@@ -67,6 +67,7 @@ LARGEST = {
     "LoRA, `--recompute 3`": METHODS[4],
     "LoRA, `--precision fp8` too": METHODS[5],
 }
+IN_SHORT = ("SmolLM2-1.7B", "Llama-3.2-3B", "Qwen3-8B")  # the README's models
 MOST_ROWS = 16  # that `train` takes by itself
 
 
@@ -127,15 +128,30 @@ def by_card() -> Iterator[str]:
         yield f"| {card} | " + " | ".join(largest(card, method) for method in LARGEST.values()) + " |"
 
 
-def section() -> str:
-    """The lines between the markers of the page."""
+def in_short() -> Iterator[str]:
+    """The smallest card of a few models, by the methods that save memory."""
+    yield "| smallest card, in GB | " + " | ".join(LARGEST) + " |"
+    yield "|---" * (1 + len(LARGEST)) + "|"
+    for model in IN_SHORT:
+        cards = (smallest_card(needed(model, method)).strip("*") for method in LARGEST.values())
+        yield f"| {model} | " + " | ".join(cards) + " |"
+
+
+def section(tables: Iterable[str]) -> str:
+    """The lines between the markers of a page."""
+    return "\n".join([BEGIN, "", *tables, "", END])
+
+
+def tables() -> Iterator[str]:
+    """The lines of docs/finetuning.md."""
     between = "The largest of these models that each card holds, and the most rows of its micro-batch, up to 16:"
-    return "\n".join([BEGIN, "", *needs(), "", between, "", *by_card(), "", END])
+    yield from (*needs(), "", between, "", *by_card())
 
 
 def main() -> None:
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    PAGE.write_text(before + section() + rest.split(END)[1], encoding="utf-8")
+    for page, lines in ((PAGE, tables()), (README, in_short())):
+        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+        page.write_text(before + section(lines) + rest.split(END)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import pyte
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from handgrad.run.console import WordWrap
 from tests.screenshots import browse
 
 DEMO = Path(__file__).parents[1] / "benchmarks" / "results" / "cpu-demo.json"
@@ -77,9 +78,9 @@ def digest(lines: Sequence[str]) -> str:
 
 
 def shown(lines: Sequence[str], columns: int) -> pyte.Screen:
-    """A screen with these lines."""
-    screen = pyte.Screen(columns, ROWS)
-    pyte.Stream(screen).feed("\r\n".join(lines))
+    """A screen with these lines, broken between words as a run's console breaks them."""
+    screen, wrap = pyte.Screen(columns, ROWS), WordWrap(columns)
+    pyte.Stream(screen).feed(wrap.feed("\n".join(lines), ends=True).replace("\n", "\r\n"))
     return screen
 
 

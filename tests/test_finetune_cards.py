@@ -1,11 +1,10 @@
-"""Which card holds which finetuning: docs/finetuning.md has the tables that the plan makes, and the plan is a run's own."""
+"""Which card holds which finetuning: the pages have the tables that the plan makes, and the plan is a run's own."""
 
 import json
 
 import pytest
 
-from benchmarks import finetune_cards
-from benchmarks.finetune_cards import METHODS, PAGE, Method, needed, usable
+from benchmarks.finetune_cards import METHODS, PAGE, README, Method, in_short, needed, section, tables, usable
 from tests.figure_values import ROOT
 
 MEASURED = {
@@ -23,7 +22,7 @@ CONTENDERS = {
 
 def test_the_tables_are_the_plans() -> None:
     """`python -m benchmarks.finetune_cards` writes them anew."""
-    assert finetune_cards.section() in PAGE.read_text()
+    assert section(tables()) in PAGE.read_text() and section(in_short()) in README.read_text()
 
 
 @pytest.mark.parametrize("model", MEASURED)

@@ -34,7 +34,7 @@ def seconds_of(device: torch.device, launch: Callable[[], object], seconds: floa
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy of 2 GB on the device (64 MB on a CPU), or less where memory is short."""
+    """Bytes per second, read and written, of a copy of 2 GB on the device (64 MB on a CPU), or less if memory is short."""
     size, seconds, burst = (2_000_000_000, 0.5, 10) if device.type == "cuda" else (64_000_000, 0.1, 1)
     size = min(size, (devices.available_bytes(device) or 4 * size) // 4)
     source = torch.ones(size, dtype=torch.uint8, device=device)
