@@ -6,7 +6,7 @@
     python -m benchmarks.own_chat talks FOLDER > talks.jsonl     Schema-Guided Dialogue as rows of messages
     python -m benchmarks.own_chat books FOLDER MEGABYTES         names the books with the most talk, up to so many megabytes
 
-The records are benchmarks/results/cpu-own-chat.json and h100-own-chat.json, or --out. --steps shortens both trainings.
+The records are benchmarks/results/cpu-own-chat.json and gpu-own-chat.json, or --out. --steps shortens both trainings.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from handgrad.tools.forecast import forecast, resolve_for, resolved_on
 from handgrad.tools.plan import duration
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "own_chat_model.md"
-RECORDS = {"laptop": RESULTS / "cpu-own-chat.json", "gpu": RESULTS / "h100-own-chat.json"}
+RECORDS = {"laptop": RESULTS / "cpu-own-chat.json", "gpu": RESULTS / "gpu-own-chat.json"}
 EXAMPLE = ROOT / "examples" / "6_story_talks.py"
 STORIES_OF_EACH = 2  # of the twenty heroes, whose stories and answers are checked
 SHOWN = 40  # lines of a command's output in the record, first and last
@@ -54,7 +54,7 @@ LAPTOP = (
 # m12 for as many steps as take some minutes. Its batch is smaller than the preset's, for more steps.
 GPU = (
     "handgrad prepare books --tokenizer bpe:16384 --out shards/books",
-    "handgrad train m12 --data shards/books --out runs/books --tokens-per-step 131072 --steps 1000 --warmup-steps 20"
+    "handgrad train m12 --data shards/books --out runs/books --tokens-per-step 131072 --steps 750 --warmup-steps 20"
     " --eval-every 250 --eval-tokens 1048576 --save-every 0 --sample-every 0",
     "python -m benchmarks.own_chat talks dialogues > talks.jsonl",
     "handgrad prepare --chat talks.jsonl --tokenizer runs/books --out shards/talks",
@@ -75,8 +75,9 @@ LINES = {  # that the user types, by size
         ),
     ),
     "gpu": (
-        *("I am looking for a place to eat in San Jose.", "Italian food, please.", "What is their address?", "/new"),
-        *("I want to watch a movie tonight.", "/new", "Can you find me a one way flight to New York?", "/quit"),
+        *("I am looking for a place to eat in San Jose.", "Italian food, please.", "What is their address?"),
+        *("Please book a table for two.", "At 7 pm tomorrow.", "Yes, that is right.", "Thank you, that is all.", "/new"),
+        *("I want to watch a movie tonight.", "I am in San Jose.", "Something funny, please.", "/quit"),
     ),
 }
 PLANNED, PRICE = "m32", 2.50  # dollars per GPU and hour

@@ -81,6 +81,15 @@ def test_a_run_that_learnt_nothing() -> None:
     assert slow.advice == ("--learning-rate", "0.003")
 
 
+def test_the_lowest_loss_is_named_if_it_was_earlier() -> None:
+    turning: Curve = lambda done: 3.37 + 0.16 * abs(done - 0.7)  # noqa: E731
+    found = judged(falling(3.3), 1000, validation=turning)
+    assert found.text.startswith("reached validation loss 3.418") and found.text.endswith(
+        " at the start, 3.3700 at step 700"
+    )
+    assert judged(falling(3.3), 1000, validation=falling(3.3)).text.endswith(" at the start")
+
+
 def test_a_run_that_overfitted() -> None:
     rising: Curve = lambda done: 2.0 + (done - 0.4) ** 2  # noqa: E731
     found = judged(falling(0.9), 1000, validation=rising)

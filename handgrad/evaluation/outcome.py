@@ -16,6 +16,7 @@ DIVERGED, NOTHING, OVERFITTED, FALLING, REACHED = "diverged", "learnt nothing", 
 RISE = 0.5  # nats; a rise of the training loss above its lowest stretch, which no healthy schedule makes
 NOTHING_SHARE = 0.05  # of ln(vocabulary); the frequencies of the tokens alone are worth several times as much
 OVERFIT_SHARE = 0.02  # of the lowest validation loss
+NAMED_SHARE = 0.005  # of the lowest loss: a last one so far above it is named beside it
 FALLING_SHARE = 0.1  # of the last loss, fallen in the second half of the steps
 DEVIATIONS = 5.0  # of the difference of two medians
 FEW_STEPS = 200  # the fewest that the advice to train longer names
@@ -97,6 +98,7 @@ def outcome_of(
             return Outcome(OVERFITTED, f"{text}; {config.out}/best is the checkpoint of step {best_saved[0]}")
         return Outcome(OVERFITTED, text, ("--keep-best",))
     reached = f"{name} loss {now:.4f} (perplexity {math.exp(min(now, 700)):.4g}), from {start:.4f} at the start"
+    reached += f", {best:.4f} at step {best_step}" if now - best > NAMED_SHARE * best else ""
     earlier = [loss for step, loss in validations if step <= steps / 2] or [curve.within(steps / 2)]
     gain = min(earlier[-1] - now, now - (floor or 0))  # no more than is left
     if len(medians) >= 8 and gain > max(FALLING_SHARE * now, noise) and not config.overfit_one_batch:
