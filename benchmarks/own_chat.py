@@ -175,8 +175,12 @@ def transcript(size: str) -> list[str]:
     """The lines of the page between the markers of a size: its commands, and from its record their seconds and the talk."""
     record = json.loads(RECORDS[size].read_text(encoding="utf-8")) if RECORDS[size].exists() else None
     played = record["figures"]["commands"] if record else [{"command": command} for command in COMMANDS[size]]
-    lines = [f"<!-- {size}: begin -->", *([f"Recorded on {record['machine']}:"] if record else ["Not recorded yet:"]), ""]
-    lines.append("```console")
+    recorded = "Not recorded yet"
+    if record:
+        seconds = record["figures"]["total_seconds"]
+        cost = f", {PRICE * seconds / 3600:.2f} dollars at {PRICE:.2f} an hour" if size == "gpu" else ""
+        recorded = f"Recorded on {record['machine']}, in {seconds / 60:.1f} minutes{cost}"
+    lines = [f"<!-- {size}: begin -->", f"{recorded}:", "", "```console"]
     for entry in played:
         seconds = f"   # {entry['seconds']:.0f} s" if "seconds" in entry else ""
         lines.append(f"$ {entry['command']}{seconds}")
