@@ -74,7 +74,7 @@ def demo() -> RunConfig:
         num_heads=4,
         channels=128,
         sequence_length=256,
-        steps=2500,
+        steps=2000,
         tokens_per_step=1024,
         micro_batch=4,
         learning_rate=4e-3,
