@@ -7,6 +7,7 @@ block overwrites the same buffers, and updates the residual stream in place.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
 from handgrad.memory.arena import Clock
-from handgrad.models.passes import Attention
+from handgrad.models.passes import Attention, Launch
 from handgrad.networks import ModelShape
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
@@ -87,7 +88,19 @@ def prompt_attention(
     """Stores the prompts' keys and values. Their tokens attend to their own prompt or, with `append`, to the whole cache of
     the layer."""
 
+    attend = prompts_attend(ops, block, sequences, layer, batch, append=append)
+
     def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        attend()
+        ops.linear_residual_forward(out, residual, block.atty, weight, bias, scratch=sequences.scratch)
+
+    return attention
+
+
+def prompts_attend(ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool) -> Launch:
+    """`prompt_attention` alone, into block.atty, without the output projection."""
+
+    def attend() -> None:
         store_prompts(ops, block, sequences, layer, batch, append=append)
         if append:
             cache = sequences.keys[layer], sequences.values[layer]
@@ -95,9 +108,14 @@ def prompt_attention(
             ops.decode.attention_append(block.atty, *cache, block.qkv, *places, scratch=sequences.scratch)
         else:
             ops.attention_forward(block.atty, block.lse, block.qkv, scratch=sequences.scratch)
-        ops.linear_residual_forward(out, residual, block.atty, weight, bias, scratch=sequences.scratch)
 
-    return attention
+    return attend
+
+
+def step_attends(ops: ModuleType, block: Any, sequences: Sequences, layer: int) -> Launch:
+    """`step_attention` alone, into block.atty, without the output projection."""
+    cache = sequences.keys[layer], sequences.values[layer]
+    return partial(ops.attention_decode, block.atty, *cache, block.qkv, sequences.positions, scratch=sequences.scratch)
 
 
 def prefill_block(buffers: Block, batch: int, length: int, num_heads: int) -> Block:

@@ -20,6 +20,7 @@ def bind_norms_and_gemms(backend: str) -> None:
         rmsnorm_linear_forward=after_rmsnorm(rmsnorm, ops.linear_forward, 1),  # out = RMSnorm(x) W^T + b
         rmsnorm_linear_relu2_forward=after_rmsnorm(rmsnorm, ops.linear_relu2_forward, 1),  # max(RMSnorm(x) W^T, 0)^2
         rmsnorm_linear_swiglu_forward=after_rmsnorm(rmsnorm, ops.linear_swiglu_forward, 2),
+        rmsnorm_linear_geglu_forward=after_rmsnorm(rmsnorm, ops.linear_geglu_forward, 2),
     )
 
 
@@ -38,11 +39,11 @@ def after_layernorm(layernorm_forward: Operation, gemm: Operation) -> Operation:
 def after_rmsnorm(rmsnorm_forward: Operation, gemm: Operation, outs: int) -> Operation:
     """Returns the operation (*outs, norm, rstd, x, gain, *weights). It runs `gemm` on RMSnorm(x), x (N, C), gain (C) or
     None, with the weights that the GEMM takes. `outs`: number of GEMM outputs. norm (N, C) receives RMSnorm(x), rstd (N)
-    its statistic; `epsilon` as in `rmsnorm_forward`."""
+    its statistic; `options`: `epsilon` and `offset` as in `rmsnorm_forward`."""
 
-    def both(*tensors: Tensor | None, scratch: Tensor | None = None, **epsilon: float) -> None:
+    def both(*tensors: Tensor | None, scratch: Tensor | None = None, **options: float) -> None:
         norm, rstd, x, gain = tensors[outs : outs + 4]
-        rmsnorm_forward(norm, rstd, x, gain, **epsilon)
+        rmsnorm_forward(norm, rstd, x, gain, **options)
         gemm(*tensors[:outs], norm, *tensors[outs + 4 :], scratch=scratch)
 
     return both
@@ -149,19 +150,19 @@ def with_relu2(
     return linear_relu2_forward, relu2_linear_backward
 
 
-def with_swiglu(
-    linear_forward: Operation, linear_backward: Operation, swiglu_forward: Operation, swiglu_backward: Operation
+def with_gates(
+    linear_forward: Operation, linear_backward: Operation, gates_forward: Operation, gates_backward: Operation
 ) -> tuple[Operation, Operation]:
-    """Linear and SwiGLU."""
+    """Linear, and gates f: SwiGLU or GEGLU."""
 
-    def linear_swiglu_forward(
+    def linear_gates_forward(
         out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor | None = None
     ) -> None:
-        """hidden (N, 2F) = inp (N, I) weight (2F, I)^T; out (N, F) = silu(g) u, with hidden = (g, u)."""
+        """hidden (N, 2F) = inp (N, I) weight (2F, I)^T; out (N, F) = f(g) u, with hidden = (g, u)."""
         linear_forward(hidden, inp, weight, None)
-        swiglu_forward(out, hidden)
+        gates_forward(out, hidden)
 
-    def swiglu_linear_backward(
+    def gates_linear_backward(
         dhidden: Tensor,
         dinp: Tensor,
         dweight_acc: Tensor,
@@ -172,11 +173,11 @@ def with_swiglu(
         *,
         scratch: Tensor | None = None,
     ) -> None:
-        """`linear_backward` of a GEMM whose input (N, F) is the SwiGLU of hidden (N, 2F), then SwiGLU's backward."""
+        """`linear_backward` of a GEMM whose input (N, F) is f(g) u of hidden (N, 2F), then the gates' backward."""
         linear_backward(dinp, dweight_acc, None, dout, inp, weight)
-        swiglu_backward(dhidden, dinp, hidden)
+        gates_backward(dhidden, dinp, hidden)
 
-    return linear_swiglu_forward, swiglu_linear_backward
+    return linear_gates_forward, gates_linear_backward
 
 
 class Overlay(ModuleType):

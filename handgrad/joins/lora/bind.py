@@ -109,6 +109,7 @@ class WithAdapters(Overlay):
             "layernorm_linear_gelu_forward": after_layernorm(layernorm, self.linear_gelu_forward),
             "rmsnorm_linear_forward": after_rmsnorm(rmsnorm, self.linear_forward, 1),
             "rmsnorm_linear_swiglu_forward": after_rmsnorm(rmsnorm, self.linear_swiglu_forward, 2),
+            "rmsnorm_linear_geglu_forward": after_rmsnorm(rmsnorm, self.linear_geglu_forward, 2),
         }
 
     def __getattr__(self, name: str) -> Any:
@@ -187,6 +188,10 @@ class WithAdapters(Overlay):
         self.linear_forward(hidden, inp, weight, None, scratch=scratch)
         self.ops.swiglu_forward(out, hidden)
 
+    def linear_geglu_forward(self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Any, *, scratch: Tensor) -> None:
+        self.linear_forward(hidden, inp, weight, None, scratch=scratch)
+        self.ops.geglu_forward(out, hidden)
+
     # Backward.
 
     def linear_backward(
@@ -207,15 +212,22 @@ class WithAdapters(Overlay):
         self.linear_backward(dinp, None, None, dout, inp, weight, scratch=scratch)
         self.ops.swiglu_backward(dhidden, dinp, hidden)
 
+    def geglu_linear_backward(
+        self, dhidden: Tensor, dinp: Tensor, dweight_acc: None, *inputs: Any, scratch: Tensor
+    ) -> None:
+        dout, inp, hidden, weight = inputs
+        self.linear_backward(dinp, None, None, dout, inp, weight, scratch=scratch)
+        self.ops.geglu_backward(dhidden, dinp, hidden)
+
     def layernorm_backward(
         self, dresidual_inout: Tensor, dweight_acc: None, dbias_acc: None, *inputs: Any, scratch: Tensor
     ) -> None:
         *_, weight, _ = inputs
         self.ops.layernorm_backward(dresidual_inout, *self.discarded(weight), *inputs, scratch=scratch)
 
-    def rmsnorm_backward(self, dresidual_inout: Tensor, dgain_acc: None, *inputs: Tensor, scratch: Tensor) -> None:
+    def rmsnorm_backward(self, dresidual_inout: Tensor, dgain_acc: None, *inputs: Tensor, **options: Any) -> None:
         discarded, _ = self.discarded(inputs[-1])
-        self.ops.rmsnorm_backward(dresidual_inout, discarded, *inputs, scratch=scratch)
+        self.ops.rmsnorm_backward(dresidual_inout, discarded, *inputs, **options)
 
     def gained_qk_norm_rotary_backward(
         self, dqkv_inout: Tensor, dq_gain_acc: None, dk_gain_acc: None, *inputs: Tensor, **options: Any
@@ -225,7 +237,7 @@ class WithAdapters(Overlay):
     def embedding_backward(self, *tensors: Tensor | None, scratch: Tensor) -> None:
         """Nothing below the blocks is trained."""
 
-    def token_embedding_backward(self, *tensors: Tensor | None, scratch: Tensor) -> None:
+    def token_embedding_backward(self, *tensors: Tensor | None, **options: Any) -> None:
         """Nothing below the blocks is trained."""
 
     def discarded(self, vector: Tensor) -> Iterator[Tensor]:

@@ -1,5 +1,5 @@
 """GEMMs with weights, float32 ones by the faster of torch's two libraries: MKL on an Intel CPU, else oneDNN. Also their
-activations: GELU by torch's kernels, squared ReLU and SwiGLU in few passes over memory."""
+activations: GELU by torch's kernels, squared ReLU and gates in few passes over memory."""
 
 from collections.abc import Callable
 
@@ -155,6 +155,29 @@ def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
     du.copy_(silu.mul_(dy))
 
 
+def geglu_forward(out: Tensor, hidden: Tensor) -> None:
+    g, u = gates(hidden)
+    y = gelu(g).mul_(u)
+    out.copy_(y)
+
+
+def geglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
+    g, u = gates(hidden)
+    dy = dout.to(g.dtype)
+    dg, du = dhidden.chunk(2, dim=1)
+    dgate = dy * u
+    gelu_backward(dgate, g.contiguous())
+    dg.copy_(dgate)
+    du.copy_(gelu(g).mul_(dy))
+
+
+def gelu(gates: Tensor) -> Tensor:
+    """The GELU of the gates, a view of the hidden layer, in a new contiguous tensor."""
+    y = torch.empty_like(gates, memory_format=torch.contiguous_format)
+    gelu_forward(y, gates.contiguous())
+    return y
+
+
 def sigmoid(gates: Tensor) -> Tensor:
     """The sigmoid of the gates, a view of the hidden layer, in a new contiguous tensor."""
     s = gates.clone(memory_format=torch.contiguous_format)
@@ -166,6 +189,9 @@ linear_gelu_forward, gelu_linear_backward = compose.with_gelu(linear_forward, li
 linear_relu2_forward, relu2_linear_backward = compose.with_relu2(
     linear_forward, linear_backward, relu2_forward, relu2_backward
 )
-linear_swiglu_forward, swiglu_linear_backward = compose.with_swiglu(
+linear_swiglu_forward, swiglu_linear_backward = compose.with_gates(
     linear_forward, linear_backward, swiglu_forward, swiglu_backward
+)
+linear_geglu_forward, geglu_linear_backward = compose.with_gates(
+    linear_forward, linear_backward, geglu_forward, geglu_backward
 )

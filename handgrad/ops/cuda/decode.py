@@ -30,22 +30,26 @@ from handgrad.ops.cuda.rmsnorm import rmsnorm_forward
 from handgrad.ops.cuda.rotary import qk_norm_forward  # noqa: F401
 from handgrad.ops.cuda.row_gemms import row_gemm, takes
 from handgrad.ops.cuda.value_embedding import value_embedding_decode  # noqa: F401
-from handgrad.ops.reference.decode import store_keys_values_at  # noqa: F401
+from handgrad.ops.reference.decode import residual_forward, store_keys_values_at  # noqa: F401
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import Frequencies
 
 
-def token_embedding_decode(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
-    embedding_decode(out, tokens, None, wte, None)
+def token_embedding_decode(out: Tensor, tokens: Tensor, wte: Tensor, *, scale: float = 1.0) -> None:
+    embed(out, tokens, None, wte, None, scale)
 
 
-def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor | None, wte: Tensor, wpe: Tensor | None) -> None:
+def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
+    embed(out, tokens, positions, wte, wpe, 1.0)
+
+
+def embed(out: Tensor, tokens: Tensor, positions: Tensor | None, wte: Tensor, wpe: Tensor | None, scale: float) -> None:
     B, C = out.shape
     block = triton.next_power_of_2(C)
     warps = min(16, max(1, block // 512))
     # This kernel lets the next one begin, and itself waits for the end of the previous step. So attention can read the
     # positions that `advance` wrote before it waits for its own predecessor.
-    options = {"OVERLAPS": overlaps(out.device), "num_warps": warps}
+    options = {"SCALE": scale, "OVERLAPS": overlaps(out.device), "num_warps": warps}
     launch(_embedding, (B,), out, tokens, positions, wte, wpe, C, block, **options)
 
 
@@ -76,13 +80,13 @@ layernorm_linear_gelu_forward = after_layernorm(linear.linear_gelu_forward, acti
 def after_rmsnorm(gemm: Operation, outs: int, activation: str = "") -> Operation:
     """Returns `gemm`, which has `outs` outputs, after an RMS norm. For one row it is a single kernel without scratch."""
 
-    def both(*tensors: Any, scratch: Tensor, tf32: bool = False, **epsilon: float) -> None:
+    def both(*tensors: Any, scratch: Tensor, tf32: bool = False, **options: float) -> None:
         norm, rstd, x, gain, weight, *bias = tensors[outs:]
         if takes(x, weight):
-            options: dict[str, Any] = {"norm": (gain, None), "epsilon": RMSNORM_EPSILON} | epsilon
-            row_gemm(tensors[0], x, weight, *(bias or [None]), rms_norm=True, activation=activation, **options)
+            row: dict[str, Any] = {"norm": (gain, None), "epsilon": RMSNORM_EPSILON} | options
+            row_gemm(tensors[0], x, weight, *(bias or [None]), rms_norm=True, activation=activation, **row)
         else:
-            rmsnorm_forward(norm, rstd, x, gain, **epsilon)
+            rmsnorm_forward(norm, rstd, x, gain, **options)
             gemm(*tensors[:outs], norm, weight, *bias, scratch=scratch, tf32=tf32)
 
     return both
@@ -91,6 +95,7 @@ def after_rmsnorm(gemm: Operation, outs: int, activation: str = "") -> Operation
 rmsnorm_linear_forward = after_rmsnorm(linear.linear_forward, 1)
 rmsnorm_linear_relu2_forward = after_rmsnorm(linear.linear_relu2_forward, 1, "relu2")
 rmsnorm_linear_swiglu_forward = after_rmsnorm(linear.linear_swiglu_forward, 2, "swiglu")
+rmsnorm_linear_geglu_forward = after_rmsnorm(linear.linear_geglu_forward, 2, "geglu")
 mix_rmsnorm_linear_forward = after_mix(mix_forward, rmsnorm_linear_forward)
 
 
@@ -109,8 +114,9 @@ def gained_qk_norm_rotary_forward(
     frequencies: tuple[float, ...],
     scale: float,
     epsilon: float,
+    offset: float = 0.0,
 ) -> None:
-    rotary.gained_forward(out, rstd, qkv, q_gain, k_gain, positions, 1, frequencies, scale, epsilon)
+    rotary.gained_forward(out, rstd, qkv, q_gain, k_gain, positions, 1, frequencies, scale, epsilon, offset)
 
 
 def rotary_forward(
@@ -118,6 +124,15 @@ def rotary_forward(
 ) -> None:
     options = {"frequencies": frequencies, "scale": scale}
     rotary.forward(qkv_inout, None, positions, num_heads, 1, rotary=True, overlaps=True, **options)
+
+
+def linear_forward(
+    out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, tf32: bool = False
+) -> None:
+    if takes(inp, weight):
+        row_gemm(out, inp, weight, bias)
+    else:
+        linear.linear_forward(out, inp, weight, bias, scratch=scratch, tf32=tf32)
 
 
 def linear_residual_forward(
@@ -154,7 +169,7 @@ def attention_linear_residual_forward(
 
 
 @triton.jit
-def _embedding(out, tokens, positions, wte, wpe, C, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def _embedding(out, tokens, positions, wte, wpe, C, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, SCALE: tl.constexpr = 1.0):
     b = tl.program_id(0).to(tl.int64)
     if OVERLAPS:
         gdc_launch_dependents()
@@ -162,6 +177,8 @@ def _embedding(out, tokens, positions, wte, wpe, C, BLOCK: tl.constexpr, OVERLAP
     channel = tl.arange(0, BLOCK)
     inside = channel < C
     x = tl.load(wte + tl.load(tokens + b) * C + channel, mask=inside, other=0.0).to(tl.float32)
+    if SCALE != 1.0:
+        x *= SCALE
     if wpe is not None:
         x += tl.load(wpe + tl.load(positions + b) * C + channel, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + b * C + channel, x.to(out.dtype.element_ty), mask=inside)
