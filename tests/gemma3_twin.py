@@ -10,7 +10,7 @@ from handgrad.settings.config import ModelShape
 # Members of odd sizes, with windows shorter than a row and more than one layer that sees all of it.
 FAMILIES = {
     "gemma3": "kv_heads=1,head_width=10,feed_forward=33,window=5,full_every=2,rotary_base=1000.0,window_rotary_base=50.0",
-    "gemma3 of 4B": "kv_heads=2,head_width=6,feed_forward=50,window=7,full_every=3,rope_factor=8.0,score_width=9.0",
+    "gemma3 of 4B": "kv_heads=2,head_width=6,feed_forward=50,window=7,full_every=3,rope_factor=8.0,score_width=9",
 }
 
 

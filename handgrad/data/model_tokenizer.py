@@ -48,16 +48,10 @@ OTHERS = (
 MAX_TOKENS = 1 << 24
 # Gemma's SentencePiece in the library: blanks are written as this character, any character that has no token as its bytes.
 BLANK, BYTE = "▁", re.compile("<0x([0-9A-F]{2})>")
+UNBLANKED = {"type": "Replace", "pattern": {"String": BLANK}, "content": " "}
 PIECES = {
     "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": BLANK},
-    "decoder": {
-        "type": "Sequence",
-        "decoders": [
-            {"type": "Replace", "pattern": {"String": BLANK}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-        ],
-    },
+    "decoder": {"type": "Sequence", "decoders": [UNBLANKED, {"type": "ByteFallback"}, {"type": "Fuse"}]},
 }
 IMAGE = "<image_soft_token>"  # Gemma's text models have no row for it
 IMAGE_ROWS = 262208  # of the vocabulary of a Gemma 3 with images, where config.json leaves it out

@@ -218,7 +218,7 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, template: str = "") -> None
     files = vocabulary_files(tokenizer, 0) | ({CHAT_TEMPLATE_FILE: template.encode()} if template else {})
     tables: Any = parse_json(files[TOKENIZER_FILE])
     pieces = has_pieces(tables)
-    tokens, types = piece_list(tokenizer, tables) if pieces else token_list(tokenizer, tables)
+    tokens, types = token_list(tokenizer, tables)
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
@@ -246,40 +246,25 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, template: str = "") -> None
 
 
 def token_list(tokenizer: Tokenizer, tables: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """(tokens by id, their types). Added tokens are plain text, the others are in the byte-level alphabet."""
+    """(tokens by id, their types). Added tokens are plain text, the others are in the byte-level alphabet or, of a
+    SentencePiece, as in `tables`."""
     from gguf import TokenType
 
     added = {token["id"]: token for token in tables["added_tokens"]}
+    pieces = {number: piece for piece, number in tables["model"]["vocab"].items()} if has_pieces(tables) else {}
     tokens, types = list[str](), list[int]()
     for number, content in enumerate(tokenizer.token_bytes):
         if number in added:
             text, kind = added[number]["content"], TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED
         elif content:
-            text, kind = characters(content), TokenType.NORMAL
+            text, kind = pieces.get(number) or characters(content), TokenType.NORMAL
         else:  # a row of the vocabulary without a token
             text, kind = f"[PAD{number}]", TokenType.UNUSED
+        if pieces:
+            kind = TokenType.UNKNOWN if text == tables["model"].get("unk_token") else kind
+            kind = TokenType.BYTE if BYTE.fullmatch(text) else kind
+            text = text.replace(BLANK, " ") if kind == TokenType.USER_DEFINED else text
         tokens.append(text)
-        types.append(kind)
-    return tokens, types
-
-
-def piece_list(tokenizer: Tokenizer, tables: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """`token_list` of a SentencePiece: blanks in pieces are written as `BLANK`, in added tokens as blanks."""
-    from gguf import TokenType
-
-    added = {token["id"]: token for token in tables["added_tokens"]}
-    pieces = {number: piece for piece, number in tables["model"]["vocab"].items()}
-    tokens, types = list[str](), list[int]()
-    for number in range(tokenizer.vocab_size):
-        text, kind = pieces.get(number, f"[PAD{number}]"), TokenType.NORMAL if number in pieces else TokenType.UNUSED
-        if number in added:
-            text = added[number]["content"]
-            kind = TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED
-        if text == tables["model"].get("unk_token"):
-            kind = TokenType.UNKNOWN
-        elif BYTE.fullmatch(text):
-            kind = TokenType.BYTE
-        tokens.append(text.replace(BLANK, " ") if kind == TokenType.USER_DEFINED else text)
         types.append(kind)
     return tokens, types
 

@@ -28,8 +28,6 @@ from handgrad.models.passes import Launch, Stage, head_backward
 from handgrad.networks import ModelShape
 from handgrad.networks.gemma3 import family_of
 
-OFFSET = 1.0  # a norm's gain is 1 + w
-
 # Forward. A stage is the section of the pass that first reads one bucket's weights.
 
 
@@ -88,7 +86,7 @@ def norm_and_rotate(
 
 def norm_options(shape: ModelShape) -> dict[str, float]:
     """The options of every norm's forward."""
-    return {"epsilon": family_of(shape).norm_epsilon, "offset": OFFSET}
+    return {"epsilon": family_of(shape).norm_epsilon, "plus": 1}
 
 
 def embedding_scale(w: Weights) -> float:
@@ -113,7 +111,7 @@ def backward(
     """Runs after `forward`. Computes act.losses (N), and adds scale (1) * the gradient of their sum to `g`."""
     stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
     norm = d.dresidual, g.lnf_gain, d.dlnf, stream[-1], act.lnf_rstd, w.lnf_gain
-    last_norm = partial(ops.rmsnorm_backward, *norm, offset=OFFSET, scratch=act.scratch)
+    last_norm = partial(ops.rmsnorm_backward, *norm, plus=1, scratch=act.scratch)
     stages = [Stage("lnf", partial(head_backward, ops, w, g, act, d, scale, shape, last_norm), done=True)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d, stream[layer], act.scratch, shape, layer, recompute
@@ -138,7 +136,7 @@ def block_backward(
     """d.dresidual, of the block's output -> of x, in place; adds the weights' gradients to `g`."""
     norm, length, dx = norm_options(shape), act.lse.shape[2], d.dresidual
     rotated = norm_and_rotate(ops, w, act, shape, layer, length=length)
-    through_norm = partial(ops.rmsnorm_backward, offset=OFFSET, scratch=s)
+    through_norm = partial(ops.rmsnorm_backward, plus=1, scratch=s)
     if recompute == WHOLE_BLOCKS:
         block_forward(ops, w, act, d.dbranch, x, rotated, attends(ops, act, s), s, norm)  # nothing reads its output
     elif recompute:
@@ -159,7 +157,7 @@ def block_backward(
     ops.linear_backward(d.datty, g.proj_weight, None, d.dbranch, act.atty, w.proj_weight, scratch=s)
     ops.attention_backward(d.dqkv, d.datty, act.atty, act.lse, act.qkv, scratch=d.attention_scratch)
     heads = g.q_gain, g.k_gain, act.heads, act.heads_rstd, w.q_gain, w.k_gain
-    turn = family_of(shape).rotation(layer) | {"length": length, "offset": OFFSET}
+    turn = family_of(shape).rotation(layer) | {"length": length, "plus": 1}
     ops.gained_qk_norm_rotary_backward(d.dqkv, *heads, **turn, scratch=s)
     ops.linear_backward(d.dnorm, g.qkv_weight, None, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     through_norm(dx, g.norm1_gain, d.dnorm, x, act.norm1_rstd, w.norm1_gain)

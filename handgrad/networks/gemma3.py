@@ -5,6 +5,7 @@ size left out has its default.
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +58,11 @@ class Gemma3Shape:
             (made.kv_heads > 0 and num_heads % made.kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
             (0 < made.head_width <= WIDEST_HEAD and made.head_width % 2 == 0, "an even head_width"),
             (0 < made.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
-            (0 < made.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
             (made.window > 0 and made.full_every > 0, "window and full_every of 1 or more"),
-            (1 < min(made.rotary_base, made.window_rotary_base) < 1e30, "rotary bases above 1"),
-            (
-                1 <= made.rope_factor < 1e30 and 0 <= made.score_width < 1e30,
-                "rope_factor of 1 or more, score_width above 0",
-            ),
+            (made.score_width >= 0, "score_width of 0 or more"),
+            (0 < made.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
+            (1 < min(made.rotary_base, made.window_rotary_base) < math.inf, "rotary bases above 1"),
+            (1 <= made.rope_factor < math.inf, "rope_factor of 1 or more"),
         )
         for holds, wanted in rules:
             if not holds:

@@ -1,7 +1,6 @@
 """Gemma 3 in transformers and back: equal logits, greedy texts and gradients for random weights."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,13 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
-from torch import Tensor, nn
+from torch import nn
 
 from handgrad.api.model import load
 from handgrad.cli import main
-from handgrad.data.chat_template import ChatTemplate
-from handgrad.data.tokenizer_loading import load_tokenizer
-from handgrad.errors import UsageError
-from handgrad.evaluation.load import checkpoint_weights
-from handgrad.interop import gemma3 as gemma_files, huggingface, sources
-from handgrad.networks.gemma3 import family_of
-from handgrad.settings.config import ModelShape
-from handgrad.storage.checkpoint import find
-from tests.conftest import make_model
-from tests.interop.models import TRICKY, our_logits, random_tokens, their_logits, weights
+from tests.interop.models import our_logits, random_tokens, their_logits
 from tests.interop.test_transformers_llama import theirs
-from tests.test_commands import refused
 
 V, LENGTH = 380, 90  # of the vocabulary, of which the tokenizer has fewer; of the context, longer than a window
 COMMON: dict[str, Any] = {"vocab_size": V, "max_position_embeddings": LENGTH, "initializer_range": 0.2}
@@ -65,7 +53,17 @@ def piece_tokenizer() -> tokenizers.Tokenizer:
     """A tokenizer by Gemma's rules: SentencePiece's BPE with a token for each byte, and tokens of blanks and newlines."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
     letters = [chr(code) for code in range(33, 91)] + list("▁é你abdefhijklmnoprstuvwxyzcgq")
-    merges = [("t", "h"), ("h", "e"), ("t", "he"), ("th", "e"), ("▁", "t"), ("▁t", "he"), ("▁", "the"), ("i", "n"), ("▁", "▁")]
+    merges = [
+        ("t", "h"),
+        ("h", "e"),
+        ("t", "he"),
+        ("th", "e"),
+        ("▁", "t"),
+        ("▁t", "he"),
+        ("▁", "the"),
+        ("i", "n"),
+        ("▁", "▁"),
+    ]
     tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *map("".join, merges)]
     vocab = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
     made = tokenizers.Tokenizer(

@@ -184,12 +184,12 @@ class WithAdapters(Overlay):
         self.linear_forward(hidden, inp, weight, bias, scratch=scratch)
         self.ops.gelu_forward(out, hidden)
 
-    def linear_swiglu_forward(self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Any, *, scratch: Tensor) -> None:
-        self.linear_forward(hidden, inp, weight, None, scratch=scratch)
+    def linear_swiglu_forward(self, out: Tensor, hidden: Tensor, *inputs: Any, scratch: Tensor) -> None:
+        self.linear_forward(hidden, *inputs, None, scratch=scratch)
         self.ops.swiglu_forward(out, hidden)
 
-    def linear_geglu_forward(self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Any, *, scratch: Tensor) -> None:
-        self.linear_forward(hidden, inp, weight, None, scratch=scratch)
+    def linear_geglu_forward(self, out: Tensor, hidden: Tensor, *inputs: Any, scratch: Tensor) -> None:
+        self.linear_forward(hidden, *inputs, None, scratch=scratch)
         self.ops.geglu_forward(out, hidden)
 
     # Backward.
@@ -205,19 +205,17 @@ class WithAdapters(Overlay):
         self.linear_backward(dhidden, None, None, dout, inp, weight, scratch=scratch)
         self.ops.gelu_backward(dhidden, hidden)
 
-    def swiglu_linear_backward(
-        self, dhidden: Tensor, dinp: Tensor, dweight_acc: None, *inputs: Any, scratch: Tensor
-    ) -> None:
-        dout, inp, hidden, weight = inputs
-        self.linear_backward(dinp, None, None, dout, inp, weight, scratch=scratch)
-        self.ops.swiglu_backward(dhidden, dinp, hidden)
+    def swiglu_linear_backward(self, dhidden: Tensor, *tensors: Any, scratch: Tensor) -> None:
+        self.ops.swiglu_backward(dhidden, *self.before_gates(*tensors, scratch=scratch))
 
-    def geglu_linear_backward(
-        self, dhidden: Tensor, dinp: Tensor, dweight_acc: None, *inputs: Any, scratch: Tensor
-    ) -> None:
+    def geglu_linear_backward(self, dhidden: Tensor, *tensors: Any, scratch: Tensor) -> None:
+        self.ops.geglu_backward(dhidden, *self.before_gates(*tensors, scratch=scratch))
+
+    def before_gates(self, dinp: Tensor, dweight_acc: None, *inputs: Any, scratch: Tensor) -> tuple[Tensor, Tensor]:
+        """(gradient of the gates' output, the hidden layer)"""
         dout, inp, hidden, weight = inputs
         self.linear_backward(dinp, None, None, dout, inp, weight, scratch=scratch)
-        self.ops.geglu_backward(dhidden, dinp, hidden)
+        return dinp, hidden
 
     def layernorm_backward(
         self, dresidual_inout: Tensor, dweight_acc: None, dbias_acc: None, *inputs: Any, scratch: Tensor

@@ -157,24 +157,22 @@ def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
 
 def geglu_forward(out: Tensor, hidden: Tensor) -> None:
     g, u = gates(hidden)
-    y = gelu(g).mul_(u)
-    out.copy_(y)
+    out.copy_(gelu(g).mul_(u))
 
 
 def geglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
     g, u = gates(hidden)
-    dy = dout.to(g.dtype)
-    dg, du = dhidden.chunk(2, dim=1)
-    dgate = dy * u
-    gelu_backward(dgate, g.contiguous())
-    dg.copy_(dgate)
+    dy, (dg, du) = dout.to(g.dtype), dhidden.chunk(2, dim=1)
+    before = dy * u
+    gelu_backward(before, g.contiguous())
+    dg.copy_(before)
     du.copy_(gelu(g).mul_(dy))
 
 
 def gelu(gates: Tensor) -> Tensor:
-    """The GELU of the gates, a view of the hidden layer, in a new contiguous tensor."""
-    y = torch.empty_like(gates, memory_format=torch.contiguous_format)
-    gelu_forward(y, gates.contiguous())
+    """Like `sigmoid`."""
+    y = gates.clone(memory_format=torch.contiguous_format)
+    gelu_forward(y, y)
     return y
 
 

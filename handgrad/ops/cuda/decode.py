@@ -114,9 +114,9 @@ def gained_qk_norm_rotary_forward(
     frequencies: tuple[float, ...],
     scale: float,
     epsilon: float,
-    offset: float = 0.0,
+    plus: float = 0,
 ) -> None:
-    rotary.gained_forward(out, rstd, qkv, q_gain, k_gain, positions, 1, frequencies, scale, epsilon, offset)
+    rotary.gained_forward(out, rstd, qkv, q_gain, k_gain, positions, 1, frequencies, scale, epsilon, plus)
 
 
 def rotary_forward(

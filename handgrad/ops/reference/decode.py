@@ -74,10 +74,10 @@ def gained_qk_norm_rotary_forward(
     frequencies: tuple[float, ...],
     scale: float,
     epsilon: float,
-    offset: float = 0.0,
+    plus: float = 0,
 ) -> None:
     """out, qkv (B, (H + 2K) D), rstd (B, H + K), gains (D): norm, gain, and rotation to positions (B) int64."""
-    num_heads = gained_norm(out, rstd, qkv, q_gain, k_gain, epsilon, offset)
+    num_heads = gained_norm(out, rstd, qkv, q_gain, k_gain, epsilon, plus)
     rotary_forward(out, num_heads=num_heads, positions=positions, frequencies=frequencies, scale=scale)
 
 

@@ -84,10 +84,10 @@ def gained_qk_norm_rotary_backward(
     length: int,
     frequencies: tuple[float, ...],
     scale: float,
-    offset: float = 0.0,
+    plus: float = 0,
     scratch: Tensor,
 ) -> None:
-    assert not offset  # no network whose gains have one has forms in fp8
+    assert not plus  # no network whose gains have one has forms in fp8
     accumulators, turn = (dq_gain_acc, dk_gain_acc), {"length": length, "frequencies": frequencies, "scale": scale}
     if isinstance(dqkv_inout, Tensor):
         norm = qkv, rstd, q_gain, k_gain
