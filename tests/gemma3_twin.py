@@ -45,7 +45,7 @@ def block(x: Tensor, w: dict[str, Tensor], shape: ModelShape, layer: int) -> Ten
     places = torch.arange(T)
     distance = places[:, None] - places
     seen = (distance >= 0) & (distance < (family.window if windowed else T))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=(family.score_width or D) ** -0.5)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=family.score_width**-0.5)
     y = F.linear(y.transpose(1, 2).reshape(B, T, H * D), w["proj_weight"])
     x = x + normed(y, w["after1_gain"], epsilon)
     gate, up = F.linear(normed(x, w["norm2_gain"], epsilon), w["gate_up_weight"]).chunk(2, -1)

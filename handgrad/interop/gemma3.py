@@ -4,7 +4,7 @@ gemma3, whose vision tower `huggingface.find_tensors` leaves aside.
 Source: transformers, models/gemma3; llama.cpp, conversion/gemma.py and src/models/gemma3.cpp.
 """
 
-from dataclasses import replace
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,12 @@ WITHOUT_EFFECT = """architectures model_type dtype torch_dtype transformers_vers
     cache_implementation bos_token_id eos_token_id pad_token_id _name_or_path _sliding_window_pattern unsloth_fixed
     unsloth_version text_config vision_config boi_token_index eoi_token_index image_token_index mm_tokens_per_image"""
 READ = {*OTHERS.split(), *(key for key, _, _ in KNOWN), *(key for key, _ in (*SIZES.values(), *FAMILY.values()))}
-KINDS = {False: "full_attention", True: "sliding_attention"}
+FULL, WINDOWED = "full_attention", "sliding_attention"
 LLAMACPP = {"full_every": 6, "window_rotary_base": 10000.0}  # its own constants
 
 
 def layer_types(family: Gemma3Shape, layers: int) -> list[str]:
-    return [KINDS[family.window_of(layer) > 0] for layer in range(layers)]
+    return [WINDOWED if family.window_of(layer) else FULL for layer in range(layers)]
 
 
 def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
@@ -63,7 +63,6 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
         "model_type": "gemma3_text",
         **{theirs: getattr(shape, ours) for ours, (theirs, _) in SIZES.items()},
         **{theirs: getattr(family, ours) for ours, (theirs, _) in FAMILY.items()},
-        "query_pre_attn_scalar": family.score_width or family.head_width,
         "rms_norm_eps": family.norm_epsilon,
         "rope_theta": family.rotary_base,
         "rope_local_base_freq": family.window_rotary_base,
@@ -76,13 +75,9 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
 
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     """The model of a config.json; `DataError` if it asks for anything that our network does not compute."""
-    for table in (content, text := content.get("text_config") or content):
-        for key, value in table.items():
-            if key not in READ and key not in WITHOUT_EFFECT.split() and value is not None:
-                raise DataError(
-                    f"expected the keys of a Gemma 3 in {path}, found also {key!r:.60}: {value!r:.60}; take it out if it"
-                    " changes no logits"
-                )
+    text = content.get("text_config") or content
+    for table in (content, text):
+        check_keys(table, {*READ, *WITHOUT_EFFECT.split()}, path)
     config = Config(text, path)
     config.expect(KNOWN)
     sizes = {ours: config.whole(*theirs) for ours, theirs in SIZES.items()}
@@ -92,40 +87,40 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
         full_every=read_pattern(config, sizes["num_layers"]),
         **read_rope(config),
     )
-    family = replace(family, score_width=0) if family.score_width == family.head_width else family
     return ModelShape(**sizes, architecture="gemma3", gemma3=str(family))
+
+
+def check_keys(table: dict[str, Any], known: Container[str], path: Path) -> None:
+    """Raises `DataError` for a key of another meaning than null."""
+    if other := next((key for key, value in table.items() if key not in known and value is not None), ""):
+        found = f"found also {other!r:.60}: {table[other]!r:.60}"
+        raise DataError(f"expected the keys of a Gemma 3 in {path}, {found}; take it out if it changes no logits")
 
 
 def read_pattern(config: Config, layers: int) -> int:
     """`full_every` of the list of layers or, in files without one, of its number."""
     if (kinds := config.content.get("layer_types")) is None:
         return config.whole("sliding_window_pattern", 6)
-    every = kinds.index(KINDS[False]) + 1 if KINDS[False] in kinds else layers + 1
+    every = kinds.index(FULL) + 1 if FULL in kinds else layers + 1
     if kinds != layer_types(Gemma3Shape(full_every=every), layers):
-        raise config.refused("layer_types", f"of {layers} layers with one of full_attention in every {every}", kinds)
+        raise config.refused("layer_types", f"of {layers} layers with one of {FULL} in every {every}", kinds)
     return every
 
 
 def read_rope(config: Config) -> dict[str, float]:
     """The bases and the factor of the rotary positions, from `rope_parameters` or the keys of older versions."""
-    rope = config.content.get("rope_parameters") or {}
-    full = {**(rope.get(KINDS[False]) or {}), **(config.content.get("rope_scaling") or {})}
-    windowed = rope.get(KINDS[True]) or {}
+    content, rope = config.content, config.content.get("rope_parameters") or {}
+    full = {**(rope.get(FULL) or {}), **(content.get("rope_scaling") or {})}
+    windowed = {"rope_theta": content.get("rope_local_base_freq", 1e4), **(rope.get(WINDOWED) or {})}
     for table, kinds in ((full, ("default", "linear")), (windowed, ("default",))):
-        kind = table.get("rope_type", table.get("type", "default"))
-        if kind not in kinds:
+        if (kind := table.get("rope_type", table.get("type", "default"))) not in kinds:
             raise config.refused("rope_type", " or ".join(kinds), kind)
-        if other := next((key for key in table if key not in ("rope_type", "type", "rope_theta", "factor")), ""):
-            raise config.refused(other, "in no table of rotary positions", table[other])
+        check_keys(table, ("rope_type", "type", "rope_theta", "factor"), config.path)
     return {
-        "rotary_base": config.number("rope_theta", 1e6, {**config.content, **full}),
-        "window_rotary_base": config.number("rope_theta", local_base(config), windowed),
+        "rotary_base": config.number("rope_theta", 1e6, {**content, **full}),
+        "window_rotary_base": config.number("rope_theta", None, windowed),
         "rope_factor": config.number("factor", 1.0, full),
     }
-
-
-def local_base(config: Config) -> float:
-    return config.number("rope_local_base_freq", 1e4, config.content)
 
 
 def gguf_name(shape: ModelShape) -> str:
@@ -133,7 +128,7 @@ def gguf_name(shape: ModelShape) -> str:
     family = family_of(shape)
     width = shape.channels // shape.num_heads if shape.num_layers == 62 else family.head_width  # of 27B
     for name, theirs in {**LLAMACPP, "score_width": width}.items():
-        if (ours := getattr(family, name) or family.head_width) != theirs:
+        if (ours := getattr(family, name)) != theirs:
             raise UsageError(f"llama.cpp computes a Gemma 3 with {name} {theirs} alone, found {ours}; use --to hf")
     return "gemma3"
 

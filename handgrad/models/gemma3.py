@@ -11,7 +11,7 @@ and the logits are z = N(y) wte^T. Most layers see a window of tokens and rotate
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -26,7 +26,7 @@ from handgrad.memory.rows import ZEROS, Init, ParameterRow, parameter, parameter
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompts_attend, step_attends, store_prompts
 from handgrad.models.passes import Launch, Stage, head_backward
 from handgrad.networks import ModelShape
-from handgrad.networks.gemma3 import family_of
+from handgrad.networks.gemma3 import family_of, rotation
 
 # Forward. A stage is the section of the pass that first reads one bucket's weights.
 
@@ -34,8 +34,7 @@ from handgrad.networks.gemma3 import family_of
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
     x, s, norm = act.embedded, act.scratch, norm_options(shape)
-    embed = partial(ops.token_embedding_forward, x, act.tokens, w.wte, scale=embedding_scale(w))
-    stages = [Stage("embedding", embed)]
+    stages = [Stage("embedding", partial(embed, ops.token_embedding_forward, x, act.tokens, w.wte))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         rotated = norm_and_rotate(ops, weights, block, shape, layer, length=block.lse.shape[2])
         run = partial(block_forward, ops, weights, block, block.residual_out, x, rotated, attends(ops, block, s), s, norm)
@@ -62,8 +61,9 @@ def block_forward(
     ops.linear_forward(act.proj, act.atty, w.proj_weight, None, scratch=s)
     ops.rmsnorm_forward(act.residual_mid, act.proj_rstd, act.proj, w.after1_gain, **norm)
     ops.residual_forward(act.residual_mid, x, act.residual_mid)  # a = x + N(y W^T)
-    outs, norm2 = (act.geglu, act.hidden), (act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain)
-    ops.rmsnorm_linear_geglu_forward(*outs, *norm2, w.gate_up_weight, **norm, scratch=s)  # [g u] = N(a) W^T, h = gelu(g) u
+    norm2 = act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain
+    ops.rmsnorm_linear_forward(act.hidden, *norm2, w.gate_up_weight, None, **norm, scratch=s)  # [g u] = N(a) W^T
+    ops.geglu_forward(act.geglu, act.hidden)  # h = gelu(g) u
     ops.linear_forward(act.down, act.geglu, w.down_weight, None, scratch=s)
     ops.rmsnorm_forward(out, act.down_rstd, act.down, w.after2_gain, **norm)
     ops.residual_forward(out, act.residual_mid, out)  # a + N(h W^T)
@@ -80,7 +80,7 @@ def norm_and_rotate(
     """Normalises queries and keys and rotates them. `place`: the `length` of the samples, or the `positions` of one token
     per sequence."""
     tensors = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
-    options = family_of(shape).rotation(layer) | norm_options(shape) | place
+    options = rotation(family_of(shape), layer) | norm_options(shape) | place
     return partial(ops.gained_qk_norm_rotary_forward, *tensors, **options)
 
 
@@ -89,9 +89,15 @@ def norm_options(shape: ModelShape) -> dict[str, float]:
     return {"epsilon": family_of(shape).norm_epsilon, "plus": 1}
 
 
-def embedding_scale(w: Weights) -> float:
-    """sqrt(C) as transformers rounds it: to float32, then to the weights' dtype."""
-    return torch.tensor(w.wte.shape[1] ** 0.5, dtype=torch.float32).to(w.wte.dtype).item()
+def embed(lookup: Callable[..., None], x: Tensor, tokens: Tensor, wte: Tensor) -> None:
+    """x = s wte[token]"""
+    lookup(x, tokens, wte)
+    x.mul_(embedding_scale(x))
+
+
+def embedding_scale(x: Tensor) -> float:
+    """s = sqrt(C) of x (N, C), as transformers rounds it: to float32, then to the dtype."""
+    return torch.tensor(x.shape[1] ** 0.5, dtype=torch.float32).to(x.dtype).item()
 
 
 # Backward: the forward mirrored, last line first. A stage is the section that completes one bucket's gradients.
@@ -116,9 +122,12 @@ def backward(
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d, stream[layer], act.scratch, shape, layer, recompute
         stages.append(Stage(f"blocks.{layer}", partial(block_backward, ops, *block), done=True))
-    tokens = g.wte, d.dresidual, act.tokens, act.sorted_positions
-    embedding = partial(ops.token_embedding_backward, *tokens, scale=embedding_scale(w), scratch=act.scratch)
-    return [*stages, Stage("embedding", embedding, done=True)]
+    return [*stages, Stage("embedding", partial(embedding_backward, ops, g, act, d), done=True)]
+
+
+def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradients) -> None:
+    d.dresidual.mul_(embedding_scale(d.dresidual))
+    ops.token_embedding_backward(g.wte, d.dresidual, act.tokens, act.sorted_positions, scratch=act.scratch)
 
 
 def block_backward(
@@ -142,11 +151,12 @@ def block_backward(
     elif recompute:
         if recompute == 2:
             ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, **norm)
-        ops.linear_geglu_forward(act.geglu, act.hidden, act.norm2, w.gate_up_weight, scratch=s)
+        ops.linear_forward(act.hidden, act.norm2, w.gate_up_weight, None, scratch=s)
+        ops.geglu_forward(act.geglu, act.hidden)
     d.dbranch.zero_()
     through_norm(d.dbranch, g.after2_gain, dx, act.down, act.down_rstd, w.after2_gain)
-    down = d.dgeglu, g.down_weight, d.dbranch, act.geglu, act.hidden, w.down_weight
-    ops.geglu_linear_backward(d.dhidden, *down, scratch=s)
+    ops.linear_backward(d.dgeglu, g.down_weight, None, d.dbranch, act.geglu, w.down_weight, scratch=s)
+    ops.geglu_backward(d.dhidden, d.dgeglu, act.hidden)
     ops.linear_backward(d.dnorm, g.gate_up_weight, None, d.dhidden, act.norm2, w.gate_up_weight, scratch=s)
     through_norm(dx, g.norm2_gain, d.dnorm, act.residual_mid, act.norm2_rstd, w.norm2_gain)
     d.dbranch.zero_()
@@ -157,7 +167,7 @@ def block_backward(
     ops.linear_backward(d.datty, g.proj_weight, None, d.dbranch, act.atty, w.proj_weight, scratch=s)
     ops.attention_backward(d.dqkv, d.datty, act.atty, act.lse, act.qkv, scratch=d.attention_scratch)
     heads = g.q_gain, g.k_gain, act.heads, act.heads_rstd, w.q_gain, w.k_gain
-    turn = family_of(shape).rotation(layer) | {"length": length, "plus": 1}
+    turn = rotation(family_of(shape), layer) | {"length": length, "plus": 1}
     ops.gained_qk_norm_rotary_backward(d.dqkv, *heads, **turn, scratch=s)
     ops.linear_backward(d.dnorm, g.qkv_weight, None, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     through_norm(dx, g.norm1_gain, d.dnorm, x, act.norm1_rstd, w.norm1_gain)
@@ -277,7 +287,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     """b.tokens (B) at b.positions -> b.logits (B, Vp) for the next tokens. Attends to the cached keys and values of the
     earlier tokens. `ops`: generation's operations, one row per sequence."""
     s, act, x, norm = b.scratch, b.blocks[1], b.blocks[1].residual_out, norm_options(shape)
-    ops.token_embedding_decode(x, b.tokens, w.wte, scale=embedding_scale(w))
+    embed(ops.token_embedding_decode, x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
         rotated = norm_and_rotate(ops, weights, act, shape, layer, positions=b.positions)
         block_forward(ops, weights, act, x, x, rotated, step_attends(ops, act, b, layer), s, norm)
@@ -298,7 +308,7 @@ def prefill(
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
     at_places = ops.decode if append else ops
     place: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}
-    ops.token_embedding_forward(x, tokens, w.wte, scale=embedding_scale(w))
+    embed(ops.token_embedding_forward, x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
         rotated = norm_and_rotate(at_places, weights, act, shape, layer, **place)
         if layer + 1 < len(w.blocks):

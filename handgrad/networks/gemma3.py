@@ -40,16 +40,16 @@ class Gemma3Shape:
 
     def resolved(self, num_heads: int, channels: int) -> "Gemma3Shape":
         """Replaces zeros by the sizes they stand for."""
-        return replace(self, kv_heads=self.kv_heads or num_heads, feed_forward=self.feed_forward or 4 * channels)
+        return replace(
+            self,
+            kv_heads=self.kv_heads or num_heads,
+            feed_forward=self.feed_forward or 4 * channels,
+            score_width=self.score_width or self.head_width,
+        )
 
     def window_of(self, layer: int) -> int:
         """The tokens that a query of this layer sees; 0: all before it, and its own."""
         return self.window if (layer + 1) % self.full_every else 0
-
-    def rotation(self, layer: int) -> dict[str, Any]:
-        """The arguments of a layer's rotation that do not depend on the position. Attention divides its scores by the root
-        of D, so queries and keys are each multiplied by (D / score_width)^(1/4)."""
-        return rotation(self, windowed=self.window_of(layer) > 0)
 
     def check(self, num_heads: int) -> None:
         """Raises `UsageError` for invalid sizes."""
@@ -58,8 +58,7 @@ class Gemma3Shape:
             (made.kv_heads > 0 and num_heads % made.kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
             (0 < made.head_width <= WIDEST_HEAD and made.head_width % 2 == 0, "an even head_width"),
             (0 < made.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
-            (made.window > 0 and made.full_every > 0, "window and full_every of 1 or more"),
-            (made.score_width >= 0, "score_width of 0 or more"),
+            (min(made.window, made.full_every, made.score_width) > 0, "window, full_every and score_width of 1 or more"),
             (0 < made.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
             (1 < min(made.rotary_base, made.window_rotary_base) < math.inf, "rotary bases above 1"),
             (1 <= made.rope_factor < math.inf, "rope_factor of 1 or more"),
@@ -69,12 +68,14 @@ class Gemma3Shape:
                 raise UsageError(f"gemma3 must have {wanted}, found {str(self)!r}; docs/gemma.md names the numbers")
 
 
-@functools.lru_cache(maxsize=16)
-def rotation(family: Gemma3Shape, *, windowed: bool) -> dict[str, Any]:
+@functools.lru_cache(maxsize=1024)
+def rotation(family: Gemma3Shape, layer: int) -> dict[str, Any]:
+    """The arguments of a layer's rotation that do not depend on the position. Attention divides its scores by the root of
+    D, so queries and keys are each multiplied by (D / score_width)^(1/4)."""
+    D, windowed = family.head_width, family.window_of(layer) > 0
     base, factor = (family.window_rotary_base, 1.0) if windowed else (family.rotary_base, family.rope_factor)
-    D = family.head_width
     frequencies = tuple(base ** (-2 * pair / D) / factor for pair in range(D // 2))
-    return {"frequencies": frequencies, "scale": (D / (family.score_width or D)) ** 0.25}
+    return {"frequencies": frequencies, "scale": (D / family.score_width) ** 0.25}
 
 
 @functools.lru_cache(maxsize=64)

@@ -74,8 +74,6 @@ CALLS = {
     "swiglu_linear_backward": "dhidden[N 2F] dinp[N F] dweight_acc[C F] <- dout[N C] inp[N F] hidden[N 2F] weight[C F]",
     "geglu_forward": "out[N F] <- hidden[N 2F]*3",
     "geglu_backward": "dhidden[N 2F] <- dout[N F] hidden[N 2F]*3",
-    "linear_geglu_forward": "out[N F] hidden[N 2F] <- inp[N C] weight[2F C]",
-    "geglu_linear_backward": "dhidden[N 2F] dinp[N F] dweight_acc[C F] <- dout[N C] inp[N F] hidden[N 2F] weight[C F]",
     "classifier_forward": "losses[N] logits_inout[N Vp]*4 <- targets[N] | vocab_size",
     "classifier_forward_backward": "losses[N] logits_to_dlogits_inout[N Vp]*4 <- targets[N] scale[1] | vocab_size",
     "softcap_forward": "logits_inout[N V]*4 <- | softcap",

@@ -20,7 +20,6 @@ def bind_norms_and_gemms(backend: str) -> None:
         rmsnorm_linear_forward=after_rmsnorm(rmsnorm, ops.linear_forward, 1),  # out = RMSnorm(x) W^T + b
         rmsnorm_linear_relu2_forward=after_rmsnorm(rmsnorm, ops.linear_relu2_forward, 1),  # max(RMSnorm(x) W^T, 0)^2
         rmsnorm_linear_swiglu_forward=after_rmsnorm(rmsnorm, ops.linear_swiglu_forward, 2),
-        rmsnorm_linear_geglu_forward=after_rmsnorm(rmsnorm, ops.linear_geglu_forward, 2),
     )
 
 
@@ -150,19 +149,19 @@ def with_relu2(
     return linear_relu2_forward, relu2_linear_backward
 
 
-def with_gates(
-    linear_forward: Operation, linear_backward: Operation, gates_forward: Operation, gates_backward: Operation
+def with_swiglu(
+    linear_forward: Operation, linear_backward: Operation, swiglu_forward: Operation, swiglu_backward: Operation
 ) -> tuple[Operation, Operation]:
-    """Linear, and gates f: SwiGLU or GEGLU."""
+    """Linear and SwiGLU."""
 
-    def linear_gates_forward(
+    def linear_swiglu_forward(
         out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor | None = None
     ) -> None:
-        """hidden (N, 2F) = inp (N, I) weight (2F, I)^T; out (N, F) = f(g) u, with hidden = (g, u)."""
+        """hidden (N, 2F) = inp (N, I) weight (2F, I)^T; out (N, F) = silu(g) u, with hidden = (g, u)."""
         linear_forward(hidden, inp, weight, None)
-        gates_forward(out, hidden)
+        swiglu_forward(out, hidden)
 
-    def gates_linear_backward(
+    def swiglu_linear_backward(
         dhidden: Tensor,
         dinp: Tensor,
         dweight_acc: Tensor,
@@ -173,11 +172,11 @@ def with_gates(
         *,
         scratch: Tensor | None = None,
     ) -> None:
-        """`linear_backward` of a GEMM whose input (N, F) is f(g) u of hidden (N, 2F), then the gates' backward."""
+        """`linear_backward` of a GEMM whose input (N, F) is the SwiGLU of hidden (N, 2F), then SwiGLU's backward."""
         linear_backward(dinp, dweight_acc, None, dout, inp, weight)
-        gates_backward(dhidden, dinp, hidden)
+        swiglu_backward(dhidden, dinp, hidden)
 
-    return linear_gates_forward, gates_linear_backward
+    return linear_swiglu_forward, swiglu_linear_backward
 
 
 class Overlay(ModuleType):

@@ -102,15 +102,14 @@ MOVING = {
     "fp8 scales": "fold_statistics update_scaling",
 }
 FORWARDS = ("linear_forward", "linear_residual_forward", "linear_gelu_forward", "linear_relu2_forward")
-GATED = ("linear_swiglu_forward", "linear_geglu_forward")
-BACKWARDS = ("linear_backward", *(f"{name}_linear_backward" for name in ("gelu", "relu2", "swiglu", "geglu")))
+BACKWARDS = ("linear_backward", "gelu_linear_backward", "relu2_linear_backward", "swiglu_linear_backward")
 # Causal attention: a query attends to the keys from the start of its document to itself. Two GEMMs forward, five backward;
 # the five include one recomputation of the scores, even if a kernel recomputes them more often.
 OPERATIONS = {
     **{operation: Counted(kind) for kind, operations in MOVING.items() for operation in operations.split()},
     **dict.fromkeys(FORWARDS, Counted(FORWARD, product_flops)),
     **dict.fromkeys(BACKWARDS, Counted(BACKWARD, gradients_flops)),
-    **dict.fromkeys(GATED, Counted(FORWARD, lambda t: 2 * t["hidden"].numel() * t["inp"].shape[1])),
+    "linear_swiglu_forward": Counted(FORWARD, lambda t: 2 * t["hidden"].numel() * t["inp"].shape[1]),
     "attention_forward": Counted("attention forward", lambda t: 2 * pair_flops(t)),
     "attention_backward": Counted("attention backward", lambda t: 5 * pair_flops(t)),
     "muon_polar": Counted("Muon, polar factors", polar_flops),
@@ -118,12 +117,15 @@ OPERATIONS = {
 
 # Functions that the operations of a module `linear` call, by name. If one is a GEMM, they count instead of the operation.
 NONLINEARITIES = {"gelu": "GELU", "relu2": "squared ReLU", "swiglu": "SwiGLU"}
-WAYS = ("forward", "backward")
 PARTS = {
     "multiply": Counted("{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t["transpose_a"])]),
     "bias_backward": OPERATIONS["bias_backward"],
-    **{f"{name}_{way}": OPERATIONS[f"{name}_{way}"] for name in (*NONLINEARITIES, "geglu") for way in WAYS},
-    **{f"{name}_{way}_fp8": Counted(f"{kind} to fp8, {way}") for name, kind in NONLINEARITIES.items() for way in WAYS},
+    **{f"{name}_{way}": OPERATIONS[f"{name}_{way}"] for name in NONLINEARITIES for way in ("forward", "backward")},
+    **{
+        f"{name}_{way}_fp8": Counted(f"{kind} to fp8, {way}")
+        for name, kind in NONLINEARITIES.items()
+        for way in ("forward", "backward")
+    },
 }
 
 ONCE = {"gradient_inout", "logits_inout"}  # may be overwritten, or changes only in its padded columns

@@ -109,7 +109,6 @@ class WithAdapters(Overlay):
             "layernorm_linear_gelu_forward": after_layernorm(layernorm, self.linear_gelu_forward),
             "rmsnorm_linear_forward": after_rmsnorm(rmsnorm, self.linear_forward, 1),
             "rmsnorm_linear_swiglu_forward": after_rmsnorm(rmsnorm, self.linear_swiglu_forward, 2),
-            "rmsnorm_linear_geglu_forward": after_rmsnorm(rmsnorm, self.linear_geglu_forward, 2),
         }
 
     def __getattr__(self, name: str) -> Any:
@@ -184,13 +183,9 @@ class WithAdapters(Overlay):
         self.linear_forward(hidden, inp, weight, bias, scratch=scratch)
         self.ops.gelu_forward(out, hidden)
 
-    def linear_swiglu_forward(self, out: Tensor, hidden: Tensor, *inputs: Any, scratch: Tensor) -> None:
-        self.linear_forward(hidden, *inputs, None, scratch=scratch)
+    def linear_swiglu_forward(self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Any, *, scratch: Tensor) -> None:
+        self.linear_forward(hidden, inp, weight, None, scratch=scratch)
         self.ops.swiglu_forward(out, hidden)
-
-    def linear_geglu_forward(self, out: Tensor, hidden: Tensor, *inputs: Any, scratch: Tensor) -> None:
-        self.linear_forward(hidden, *inputs, None, scratch=scratch)
-        self.ops.geglu_forward(out, hidden)
 
     # Backward.
 
@@ -205,17 +200,12 @@ class WithAdapters(Overlay):
         self.linear_backward(dhidden, None, None, dout, inp, weight, scratch=scratch)
         self.ops.gelu_backward(dhidden, hidden)
 
-    def swiglu_linear_backward(self, dhidden: Tensor, *tensors: Any, scratch: Tensor) -> None:
-        self.ops.swiglu_backward(dhidden, *self.before_gates(*tensors, scratch=scratch))
-
-    def geglu_linear_backward(self, dhidden: Tensor, *tensors: Any, scratch: Tensor) -> None:
-        self.ops.geglu_backward(dhidden, *self.before_gates(*tensors, scratch=scratch))
-
-    def before_gates(self, dinp: Tensor, dweight_acc: None, *inputs: Any, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """(gradient of the gates' output, the hidden layer)"""
+    def swiglu_linear_backward(
+        self, dhidden: Tensor, dinp: Tensor, dweight_acc: None, *inputs: Any, scratch: Tensor
+    ) -> None:
         dout, inp, hidden, weight = inputs
         self.linear_backward(dinp, None, None, dout, inp, weight, scratch=scratch)
-        return dinp, hidden
+        self.ops.swiglu_backward(dhidden, dinp, hidden)
 
     def layernorm_backward(
         self, dresidual_inout: Tensor, dweight_acc: None, dbias_acc: None, *inputs: Any, scratch: Tensor
@@ -235,7 +225,7 @@ class WithAdapters(Overlay):
     def embedding_backward(self, *tensors: Tensor | None, scratch: Tensor) -> None:
         """Nothing below the blocks is trained."""
 
-    def token_embedding_backward(self, *tensors: Tensor | None, **options: Any) -> None:
+    def token_embedding_backward(self, *tensors: Tensor | None, scratch: Tensor) -> None:
         """Nothing below the blocks is trained."""
 
     def discarded(self, vector: Tensor) -> Iterator[Tensor]:

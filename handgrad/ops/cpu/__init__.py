@@ -16,13 +16,11 @@ from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_b
 from handgrad.ops.cpu.linear import (
     geglu_backward,
     geglu_forward,
-    geglu_linear_backward,
     gelu_backward,
     gelu_forward,
     gelu_linear_backward,
     linear_backward,
     linear_forward,
-    linear_geglu_forward,
     linear_gelu_forward,
     linear_relu2_forward,
     linear_residual_forward,

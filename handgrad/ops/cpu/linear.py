@@ -187,9 +187,6 @@ linear_gelu_forward, gelu_linear_backward = compose.with_gelu(linear_forward, li
 linear_relu2_forward, relu2_linear_backward = compose.with_relu2(
     linear_forward, linear_backward, relu2_forward, relu2_backward
 )
-linear_swiglu_forward, swiglu_linear_backward = compose.with_gates(
+linear_swiglu_forward, swiglu_linear_backward = compose.with_swiglu(
     linear_forward, linear_backward, swiglu_forward, swiglu_backward
-)
-linear_geglu_forward, geglu_linear_backward = compose.with_gates(
-    linear_forward, linear_backward, geglu_forward, geglu_backward
 )

@@ -35,11 +35,9 @@ from handgrad.ops.cuda.embedding import (
 from handgrad.ops.cuda.launch import compile_ahead
 from handgrad.ops.cuda.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cuda.linear import (
-    geglu_linear_backward,
     gelu_linear_backward,
     linear_backward,
     linear_forward,
-    linear_geglu_forward,
     linear_gelu_forward,
     linear_relu2_forward,
     linear_residual_forward,

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from handgrad.ops.compose import Operation, after_mix
 from handgrad.ops.cuda import linear, rotary
+from handgrad.ops.cuda.activations import geglu_forward  # noqa: F401
 from handgrad.ops.cuda.attention_decode import (
     attention_append,  # noqa: F401
     attention_decode,
@@ -35,21 +36,17 @@ from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import Frequencies
 
 
-def token_embedding_decode(out: Tensor, tokens: Tensor, wte: Tensor, *, scale: float = 1.0) -> None:
-    embed(out, tokens, None, wte, None, scale)
+def token_embedding_decode(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
+    embedding_decode(out, tokens, None, wte, None)
 
 
-def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
-    embed(out, tokens, positions, wte, wpe, 1.0)
-
-
-def embed(out: Tensor, tokens: Tensor, positions: Tensor | None, wte: Tensor, wpe: Tensor | None, scale: float) -> None:
+def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor | None, wte: Tensor, wpe: Tensor | None) -> None:
     B, C = out.shape
     block = triton.next_power_of_2(C)
     warps = min(16, max(1, block // 512))
     # This kernel lets the next one begin, and itself waits for the end of the previous step. So attention can read the
     # positions that `advance` wrote before it waits for its own predecessor.
-    options = {"SCALE": scale, "OVERLAPS": overlaps(out.device), "num_warps": warps}
+    options = {"OVERLAPS": overlaps(out.device), "num_warps": warps}
     launch(_embedding, (B,), out, tokens, positions, wte, wpe, C, block, **options)
 
 
@@ -95,7 +92,6 @@ def after_rmsnorm(gemm: Operation, outs: int, activation: str = "") -> Operation
 rmsnorm_linear_forward = after_rmsnorm(linear.linear_forward, 1)
 rmsnorm_linear_relu2_forward = after_rmsnorm(linear.linear_relu2_forward, 1, "relu2")
 rmsnorm_linear_swiglu_forward = after_rmsnorm(linear.linear_swiglu_forward, 2, "swiglu")
-rmsnorm_linear_geglu_forward = after_rmsnorm(linear.linear_geglu_forward, 2, "geglu")
 mix_rmsnorm_linear_forward = after_mix(mix_forward, rmsnorm_linear_forward)
 
 
@@ -169,7 +165,7 @@ def attention_linear_residual_forward(
 
 
 @triton.jit
-def _embedding(out, tokens, positions, wte, wpe, C, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr, SCALE: tl.constexpr = 1.0):
+def _embedding(out, tokens, positions, wte, wpe, C, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     if OVERLAPS:
         gdc_launch_dependents()
@@ -177,8 +173,6 @@ def _embedding(out, tokens, positions, wte, wpe, C, BLOCK: tl.constexpr, OVERLAP
     channel = tl.arange(0, BLOCK)
     inside = channel < C
     x = tl.load(wte + tl.load(tokens + b) * C + channel, mask=inside, other=0.0).to(tl.float32)
-    if SCALE != 1.0:
-        x *= SCALE
     if wpe is not None:
         x += tl.load(wpe + tl.load(positions + b) * C + channel, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + b * C + channel, x.to(out.dtype.element_ty), mask=inside)

@@ -24,19 +24,14 @@ PARTS, PART_COLUMNS, PART_WARPS = 32, 128, 4
 SAMPLES, POSITION_ELEMENTS, POSITION_WARPS = 4, 1024, 4
 
 
-def embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor) -> None:
-    forward(out, tokens, wte, wpe, 1.0)
-
-
-def token_embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor, *, scale: float = 1.0) -> None:
-    forward(out, tokens, wte, None, scale)
-
-
-def forward(out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor | None, scale: float) -> None:
+def embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor | None) -> None:
     N, C = out.shape
     block, rows, warps = forward_tile(C)
-    sizes = N, tokens.shape[1], C, block, rows, scale
-    launch(_forward, (triton.cdiv(N, rows),), out, tokens, wte, wpe, *sizes, num_warps=warps)
+    launch(_forward, (triton.cdiv(N, rows),), out, tokens, wte, wpe, N, tokens.shape[1], C, block, rows, num_warps=warps)
+
+
+def token_embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
+    embedding_forward(out, tokens, wte, None)
 
 
 def embedding_backward(
@@ -49,41 +44,34 @@ def embedding_backward(
 
 
 def token_embedding_backward(
-    dwte_acc: Tensor, dout: Tensor, tokens: Tensor, sorted_positions: Tensor, *, scale: float = 1.0, scratch: Tensor
+    dwte_acc: Tensor, dout: Tensor, tokens: Tensor, sorted_positions: Tensor, *, scratch: Tensor
 ) -> None:
     N, C = dout.shape
     chunks = chunks_of(N)
     parts = float32_of(scratch, chunks * 2 * C)
     grid = (triton.cdiv(C, RUN_COLUMNS), chunks)
     places = tokens, sorted_positions, N, C, CHUNK
-    launch(_sum_runs, grid, dwte_acc, parts, dout, *places, RUN_COLUMNS, scale, num_warps=RUN_WARPS)
+    launch(_sum_runs, grid, dwte_acc, parts, dout, *places, RUN_COLUMNS, num_warps=RUN_WARPS)
     if chunks > 1:
         grid = (triton.cdiv(C, PART_COLUMNS), chunks - 1)
         launch(_join_runs, grid, dwte_acc, parts, *places, PARTS, PART_COLUMNS, num_warps=PART_WARPS)
 
 
 @triton.jit
-def _forward(
-    out, tokens, wte, wpe, N, T, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, SCALE: tl.constexpr = 1.0
-):
+def _forward(out, tokens, wte, wpe, N, T, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     in_rows = row < N
     inside = in_rows & (column < C)
     token = tl.load(tokens + row, mask=in_rows, other=0)
     x = tl.load(wte + token * C + column, mask=inside, other=0.0).to(tl.float32)
-    if SCALE != 1.0:
-        x *= SCALE
     if wpe is not None:
         x += tl.load(wpe + row % T * C + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64) * C + column, x.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _sum_runs(
-    dwte, parts, dout, tokens, sorted_positions, N, C: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-    SCALE: tl.constexpr = 1.0,
-):  # fmt: skip
+def _sum_runs(dwte, parts, dout, tokens, sorted_positions, N, C: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     chunk = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     start = chunk * CHUNK
@@ -95,10 +83,10 @@ def _sum_runs(
     token = head
     sums = tl.zeros((COLUMNS,), tl.float32)
     for place in range(start, start + CHUNK, 4):
-        token0, row0 = entry(dout, tokens, sorted_positions, column, place, N, C, SCALE)
-        token1, row1 = entry(dout, tokens, sorted_positions, column, place + 1, N, C, SCALE)
-        token2, row2 = entry(dout, tokens, sorted_positions, column, place + 2, N, C, SCALE)
-        token3, row3 = entry(dout, tokens, sorted_positions, column, place + 3, N, C, SCALE)
+        token0, row0 = entry(dout, tokens, sorted_positions, column, place, N, C)
+        token1, row1 = entry(dout, tokens, sorted_positions, column, place + 1, N, C)
+        token2, row2 = entry(dout, tokens, sorted_positions, column, place + 2, N, C)
+        token3, row3 = entry(dout, tokens, sorted_positions, column, place + 3, N, C)
         token, sums = follow(dwte, parts, sums, token, token0, row0, column, head, before, after, C)
         token, sums = follow(dwte, parts, sums, token, token1, row1, column, head, before, after, C)
         token, sums = follow(dwte, parts, sums, token, token2, row2, column, head, before, after, C)
@@ -115,15 +103,13 @@ def sorted_token(tokens, sorted_positions, place, N):
 
 
 @triton.jit
-def entry(dout, tokens, sorted_positions, column, place, N, C: tl.constexpr, SCALE: tl.constexpr):
-    """(token, its output gradient times SCALE) at an index of the sorted order, (-1, 0) after its end."""
+def entry(dout, tokens, sorted_positions, column, place, N, C: tl.constexpr):
+    """(token, its output gradient) at an index of the sorted order, (-1, 0) after its end."""
     inside = place < N
     position = tl.load(sorted_positions + place, mask=inside, other=0)
     token = tl.load(tokens + position, mask=inside, other=-1)
-    row = tl.load(dout + position.to(tl.int64) * C + column, mask=inside & (column < C), other=0.0).to(tl.float32)
-    if SCALE != 1.0:
-        row *= SCALE
-    return token, row
+    row = tl.load(dout + position.to(tl.int64) * C + column, mask=inside & (column < C), other=0.0)
+    return token, row.to(tl.float32)
 
 
 @triton.jit

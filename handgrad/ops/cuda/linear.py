@@ -6,10 +6,7 @@ docs/operations/linear.md has the measurements of what pays in an epilogue. `ops
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import Operation
 from handgrad.ops.cuda.activations import (
-    geglu_backward,
-    geglu_forward,
     gelu_backward,
     gelu_forward,
     relu2_backward,
@@ -112,33 +109,26 @@ def relu2_linear_backward(
     weight_backward(dweight_acc, dout, inp, scratch=scratch, tf32=tf32)
 
 
-def with_gates(gates_forward: Operation, gates_backward: Operation) -> tuple[Operation, Operation]:
-    """`compose.with_gates` on the tensor cores; the gates read the rounded output of the GEMM."""
-
-    def linear_gates_forward(
-        out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
-    ) -> None:
-        linear_forward(hidden, inp, weight, None, scratch=scratch, tf32=tf32)
-        gates_forward(out, hidden)
-
-    def gates_linear_backward(
-        dhidden: Tensor,
-        dinp: Tensor,
-        dweight_acc: Tensor,
-        dout: Tensor,
-        inp: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        *,
-        scratch: Tensor,
-        tf32: bool = False,
-    ) -> None:
-        input_backward(dinp, dout, weight, scratch=scratch, tf32=tf32)
-        weight_backward(dweight_acc, dout, inp, scratch=scratch, tf32=tf32)
-        gates_backward(dhidden, dinp, hidden)
-
-    return linear_gates_forward, gates_linear_backward
+def linear_swiglu_forward(
+    out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
+) -> None:
+    """SwiGLU reads the rounded output of the GEMM."""
+    linear_forward(hidden, inp, weight, None, scratch=scratch, tf32=tf32)
+    swiglu_forward(out, hidden)
 
 
-linear_swiglu_forward, swiglu_linear_backward = with_gates(swiglu_forward, swiglu_backward)
-linear_geglu_forward, geglu_linear_backward = with_gates(geglu_forward, geglu_backward)
+def swiglu_linear_backward(
+    dhidden: Tensor,
+    dinp: Tensor,
+    dweight_acc: Tensor,
+    dout: Tensor,
+    inp: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    scratch: Tensor,
+    tf32: bool = False,
+) -> None:
+    input_backward(dinp, dout, weight, scratch=scratch, tf32=tf32)
+    weight_backward(dweight_acc, dout, inp, scratch=scratch, tf32=tf32)
+    swiglu_backward(dhidden, dinp, hidden)

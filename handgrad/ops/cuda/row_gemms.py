@@ -95,12 +95,12 @@ def row_gemm(
     parts: AttentionParts | None = None,
 ) -> None:
     """out (1, O) = f(norm(x) weight^T + bias (O) + residual (1, O)), for one row x (1, K). f is "gelu", "relu2" or nothing
-    with weight (O, K), or "swiglu" or "geglu" with weight (2 O, K). The norm is a layer norm with weight and bias, an RMS
+    with weight (O, K), or "swiglu" with weight (2 O, K). The norm is a layer norm with weight and bias, an RMS
     norm with or without a gain (`plus` as in `rmsnorm_forward`), or nothing. `parts`: the kernel uses their sum instead
     of x."""
     O, K = out.shape[1], weight.shape[1]
     *tile, warps = gemm_tile(weight.shape[0], K)
-    if activation in ("swiglu", "geglu") and tile[0] > 1:  # a program reads as many rows from each half
+    if activation == "swiglu" and tile[0] > 1:  # a program reads as many rows from each half
         tile[0] //= 2
     tiles = triton.cdiv(O, tile[0])
     stages = stages_of(tiles)
@@ -197,8 +197,6 @@ def store_gemm(out, w, u, v, bias, residual, tile, O, ROWS: tl.constexpr, ACTIVA
         y = relu2(y)
     if ACTIVATION == "swiglu":
         y = y * sigmoid(y) * product(u, v)
-    if ACTIVATION == "geglu":
-        y = gelu(y) * product(u, v)
     tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
 
 
@@ -219,13 +217,13 @@ def _row_gemm(
         v = tl.zeros([BLOCK], tl.float32)
         for tile in tl.range(first, tl.cdiv(O, ROWS), step, num_stages=STAGES):
             w = weight_tile(weight, tile, 0, O, K, ROWS, BLOCK)
-            u = weight_tile(weight, tile, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" or ACTIVATION == "geglu" else w
+            u = weight_tile(weight, tile, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
             if tile == first:
                 v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
             store_gemm(out, w, u, v, bias, residual, tile, O, ROWS, ACTIVATION)
     else:
         w = weight_tile(weight, first, 0, O, K, ROWS, BLOCK)
-        u = weight_tile(weight, first, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" or ACTIVATION == "geglu" else w
+        u = weight_tile(weight, first, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
         scale, shift = norm_parameters(norm_weight, norm_bias, K, BLOCK, PLUS)
         if OVERLAPS:
             gdc_launch_dependents()

@@ -19,7 +19,6 @@ def __getattr__(name: str) -> Any:
 for name in (
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
     *("linear_relu2_forward", "relu2_linear_backward", "linear_swiglu_forward", "swiglu_linear_backward"),
-    *("linear_geglu_forward", "geglu_linear_backward"),
 ):
     globals()[name] = partial(getattr(linear, name), tf32=True)
 compose.bind_norms_and_gemms(__name__)
@@ -30,7 +29,7 @@ vars(decode).update(vars(cuda.decode))
 for name in (
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "rmsnorm_linear_swiglu_forward"),
-    *("attention_linear_residual_forward", "linear_forward", "rmsnorm_linear_geglu_forward"),
+    *("attention_linear_residual_forward", "linear_forward"),
 ):
     setattr(decode, name, partial(getattr(cuda.decode, name), tf32=True))
 decode.mix_rmsnorm_linear_forward = compose.after_mix(cuda.decode.mix_forward, decode.rmsnorm_linear_forward)  # type: ignore[attr-defined]

@@ -13,11 +13,9 @@ from handgrad.ops.reference import decode
 from handgrad.ops.reference.activations import (
     geglu_backward,
     geglu_forward,
-    geglu_linear_backward,
     gelu_backward,
     gelu_forward,
     gelu_linear_backward,
-    linear_geglu_forward,
     linear_gelu_forward,
     linear_relu2_forward,
     linear_residual_forward,

@@ -84,7 +84,7 @@ def gates(hidden: Tensor) -> tuple[Tensor, Tensor]:
     return g, u
 
 
-linear_swiglu_forward, swiglu_linear_backward = compose.with_gates(
+linear_swiglu_forward, swiglu_linear_backward = compose.with_swiglu(
     linear_forward, linear_backward, swiglu_forward, swiglu_backward
 )
 
@@ -106,10 +106,6 @@ def geglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
     dg.copy_(dy * u * gelu_slope(g, tanh))
     du.copy_(dy * (g / 2 * (1 + tanh)))
 
-
-linear_geglu_forward, geglu_linear_backward = compose.with_gates(
-    linear_forward, linear_backward, geglu_forward, geglu_backward
-)
 
 # Residual: out = a + b. Its backward is the identity: both inputs receive the residual stream's gradient.
 

@@ -14,7 +14,7 @@ from handgrad.ops import compose
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference import attention
 from handgrad.ops.reference.activations import (
-    linear_geglu_forward,  # noqa: F401
+    geglu_forward,  # noqa: F401
     linear_gelu_forward,  # noqa: F401
     linear_relu2_forward,  # noqa: F401
     linear_residual_forward,
@@ -23,7 +23,6 @@ from handgrad.ops.reference.activations import (
 )
 from handgrad.ops.reference.attention import for_queries, split_heads
 from handgrad.ops.reference.classifier import softcap_forward  # noqa: F401
-from handgrad.ops.reference.embedding import token_embedding_forward
 from handgrad.ops.reference.layernorm import layernorm_forward  # noqa: F401
 from handgrad.ops.reference.linear import linear_forward
 from handgrad.ops.reference.mix import mix_forward
@@ -45,9 +44,9 @@ def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor
     out.add_(wpe.index_select(0, positions))
 
 
-def token_embedding_decode(out: Tensor, tokens: Tensor, wte: Tensor, *, scale: float = 1.0) -> None:
-    """out (B, C) = scale * wte (Vp, C) at tokens (B)."""
-    token_embedding_forward(out, tokens, wte, scale=scale)
+def token_embedding_decode(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
+    """out (B, C) = wte (Vp, C) at tokens (B)."""
+    torch.index_select(wte, 0, tokens, out=out)
 
 
 def rotary_forward(

@@ -37,11 +37,10 @@ from handgrad.ops import compose, cuda
 value_embedding_forward = on_plain(cuda.value_embedding_forward)
 value_embedding_backward = on_plain(cuda.value_embedding_backward, plain_or_workspace)
 
+compose.bind_norms_and_gemms(__name__)
+mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
+
 
 def __getattr__(name: str) -> Any:
     """Forwards all other operations to the plain backend."""
     return getattr(cuda, name)
-
-
-compose.bind_norms_and_gemms(__name__)
-mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)

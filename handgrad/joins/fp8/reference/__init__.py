@@ -38,13 +38,6 @@ from handgrad.ops import compose, reference
 classifier_forward = on_plain(reference.classifier_forward)
 value_embedding_forward = on_plain(reference.value_embedding_forward)
 value_embedding_backward = on_plain(reference.value_embedding_backward, plain_or_workspace)
-
-
-def __getattr__(name: str) -> Any:
-    """Forwards all other operations to the plain backend."""
-    return getattr(reference, name)
-
-
 compose.bind_norms_and_gemms(__name__)
 mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
@@ -68,3 +61,8 @@ def statistics_parts(
 def tuned_keep_bf16(*, tokens: int, channels: int) -> str:
     """GEMMs of fp8 runs that are faster in bf16: none, as no timings exist for this backend."""
     return ""
+
+
+def __getattr__(name: str) -> Any:
+    """Forwards all other operations to the plain backend."""
+    return getattr(reference, name)
