@@ -6,7 +6,8 @@ The residual stream starts as x = wte[token]. A block is two halves, each `x + f
     y = a + (silu(g) u) Wdown^T,           [g u] = RMS(a) Wgate_up^T
 
 and the logits are z = RMS(y) Whead^T. Keys and values may have fewer heads than queries. Qwen2 has the bias b; Qwen3
-normalises each head of q and k before the rotation; the head may share the embedding. A model allocates only its tensors.
+normalises each head of q and k before the rotation; some layers of SmolLM3 do not rotate. The head may share the embedding.
+A model allocates only its tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     x, s, epsilon = act.embedded, act.scratch, shape.family.norm_epsilon
     stages = [Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        rotated = norm_and_rotate(ops, weights, block, shape, length=block.lse.shape[2])
+        rotated = norm_and_rotate(ops, weights, block, shape, layer, length=block.lse.shape[2])
         stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, rotated, s, epsilon)))
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
@@ -82,15 +83,18 @@ def queries_keys_values(
     ops.rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
 
 
-def rotation(shape: ModelShape) -> dict[str, Any]:
-    """The arguments of a rotation that do not depend on the position."""
-    return {"frequencies": shape.family.frequencies, "scale": shape.family.rope_scale}
+def rotation(shape: ModelShape, layer: int) -> dict[str, Any]:
+    """The arguments of a layer's rotation that do not depend on the position."""
+    frequencies, scale = shape.family.rotation_of(layer)
+    return {"frequencies": frequencies, "scale": scale}
 
 
-def norm_and_rotate(ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
+def norm_and_rotate(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, layer: int, **place: Any
+) -> Launch:
     """Normalises queries and keys, if the model does, and rotates them. `place`: the `length` of the samples, or the
     `positions` of one token per sequence."""
-    options = rotation(shape) | place
+    options = rotation(shape, layer) | place
     if act.heads is None:
         return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
     norm = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
@@ -120,7 +124,7 @@ def backward(
     stages = [Stage("head", head, done=True)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
-        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, recompute)
+        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, layer, recompute)
         stages.append(Stage(f"blocks.{layer}", run, done=True))
     embedding = partial(
         ops.token_embedding_backward, g.wte, d.dresidual, act.tokens, act.sorted_positions, scratch=act.scratch
@@ -139,12 +143,13 @@ def block_backward(
     dx: Tensor,
     whole: Activations,
     shape: ModelShape,
+    layer: int,
     recompute: int,
 ) -> None:
     """d.dresidual_out -> dx in place, in one buffer; adds the weights' gradients to `g`."""
     s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
     if recompute == WHOLE_BLOCKS:
-        rotated = norm_and_rotate(ops, w, act, shape, length=length)
+        rotated = norm_and_rotate(ops, w, act, shape, layer, length=length)
         block_forward(ops, w, act, x, rotated, s, epsilon, rerun=True)
     elif recompute:
         if recompute == 2:
@@ -158,19 +163,26 @@ def block_backward(
     if recompute == 2:
         ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, epsilon=epsilon)
         if act.heads is not None:
-            norm_and_rotate(ops, w, act, shape, length=length)()
+            norm_and_rotate(ops, w, act, shape, layer, length=length)()
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
     ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
-    norm_and_rotate_backward(ops, w, g, act, d.dqkv, s, shape)
+    norm_and_rotate_backward(ops, w, g, act, d.dqkv, s, shape, layer)
     ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     ops.rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)
 
 
 def norm_and_rotate_backward(
-    ops: ModuleType, w: BlockWeights, g: BlockWeights, act: BlockActivations, dqkv: Tensor, s: Tensor, shape: ModelShape
+    ops: ModuleType,
+    w: BlockWeights,
+    g: BlockWeights,
+    act: BlockActivations,
+    dqkv: Tensor,
+    s: Tensor,
+    shape: ModelShape,
+    layer: int,
 ) -> None:
     """The backward of `norm_and_rotate`, in place in `dqkv`."""
-    options = rotation(shape) | {"length": act.lse.shape[2]}
+    options = rotation(shape, layer) | {"length": act.lse.shape[2]}
     if act.heads is None:
         ops.rotary_backward(dqkv, num_heads=shape.num_heads, **options)
     else:
@@ -325,7 +337,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     epsilon = shape.family.norm_epsilon
     ops.token_embedding_decode(x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
-        rotated = norm_and_rotate(ops, weights, act, shape, positions=b.positions)
+        rotated = norm_and_rotate(ops, weights, act, shape, layer, positions=b.positions)
         block_forward(ops, weights, act, x, rotated, s, epsilon, attend=step_attention(ops, act, b, layer))
     norm = act.norm1, act.norm1_rstd, x, w.lnf_gain
     ops.rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
@@ -346,10 +358,10 @@ def prefill(
     place: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}
     ops.token_embedding_forward(x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks[:-1]):
-        rotated = norm_and_rotate(at_places, weights, act, shape, **place)
+        rotated = norm_and_rotate(at_places, weights, act, shape, layer, **place)
         attention = prompt_attention(ops, act, b, layer, batch, append=append)
         block_forward(ops, weights, act, x, rotated, s, epsilon, attend=attention)
     last = w.blocks[-1]  # prefill needs only its keys and values
     queries_keys_values(ops, last, act, x, s, epsilon)
-    norm_and_rotate(at_places, last, act, shape, **place)()
+    norm_and_rotate(at_places, last, act, shape, len(w.blocks) - 1, **place)()
     store_prompts(ops, act, b, len(w.blocks) - 1, batch, append=append)
