@@ -13,6 +13,7 @@ FAMILIES = {
     "rope_fast=32.0,rope_scale=1.2",
     "qwen3": "kv_heads=2,head_width=10,qk_norm,feed_forward=33,norm_epsilon=1e-06",
     "smollm3": "kv_heads=2,tied,nope_interval=2,rotary_base=2e6,rope=yarn,rope_factor=4.0,rope_length=16,rope_scale=1.2",
+    "mistral": "kv_heads=2,window=5",
     "wide": "head_width=4",
 }
 
@@ -46,7 +47,9 @@ def block(x: Tensor, w: dict[str, Tensor], shape: ModelShape, layer: int) -> Ten
         q, k = (normed(t, w[f"{name}_gain"], family.norm_epsilon) for name, t in (("q", q), ("k", k)))
     q, k = rotated(q, shape, layer), rotated(k, shape, layer)
     k, v = (t.repeat_interleave(H // K, 1) for t in (k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    places = torch.arange(T)
+    seen = (places <= places[:, None]) & (places > places[:, None] - (family.window or T))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     x = x + F.linear(y.transpose(1, 2).reshape(B, T, H * D), w["proj_weight"])
     gate, up = F.linear(normed(x, w["norm2_gain"], family.norm_epsilon), w["gate_up_weight"]).chunk(2, -1)
     return x + F.linear(F.silu(gate) * up, w["down_weight"])

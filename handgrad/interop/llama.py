@@ -1,10 +1,10 @@
-"""The Llama family's config.json in transformers, and its numbers in a GGUF file: the model types llama, qwen2, qwen3
-and smollm3.
+"""The Llama family's config.json in transformers, and its numbers in a GGUF file: the model types llama, qwen2, qwen3,
+smollm3 and mistral.
 
 A model's type follows from its parts: qwen3 has the norms of queries and keys, qwen2 the bias, smollm3 layers that do not
-rotate.
+rotate, mistral a window.
 
-Source: transformers, models/{llama,qwen2,qwen3,smollm3} and modeling_rope_utils.py.
+Source: transformers, models/{llama,qwen2,qwen3,smollm3,mistral} and modeling_rope_utils.py.
 """
 
 import json
@@ -24,6 +24,7 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "mistral": "MistralForCausalLM",
 }
 KNOWN: tuple[Known, ...] = (
     ("hidden_act", "silu", ("silu", "swish")),  # two names of one formula
@@ -56,7 +57,7 @@ def model_type(shape: ModelShape) -> str:
     """The type that computes this model; `UsageError` if none does."""
     family = shape.family
     kinds = {"qwen3": ("qk_norm", family.qk_norm), "qwen2": ("qkv_bias", family.qkv_bias)}
-    kinds["smollm3"] = "nope_interval", bool(family.nope_interval)
+    kinds |= {"smollm3": ("nope_interval", family.nope_interval), "mistral": ("window", family.window)}
     found = {kind: name for kind, (name, has) in kinds.items() if has}
     if len(found) > 1:
         both = " and ".join(found.values())
@@ -73,7 +74,7 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
             f" {shape.num_heads}; train one with qk_norm or qkv_bias, or with other heads"
         )
     sizes = shape.vocab_size, shape.sequence_length, shape.num_layers, shape.num_heads, shape.channels
-    biases = {"qwen2": (), "qwen3": ("attention_bias",)}.get(kind, ("attention_bias", "mlp_bias"))
+    biases = {"qwen2": (), "qwen3": ("attention_bias",), "mistral": ()}.get(kind, ("attention_bias", "mlp_bias"))
     # Its default for padding is a token of its published vocabulary.
     own = {"no_rope_layers": rotating(shape), "no_rope_layer_interval": family.nope_interval, "pad_token_id": None}
     return {
@@ -88,11 +89,17 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
         "rope_theta": family.rotary_base,
         "rope_scaling": their_scaling(family),
         **dict.fromkeys(biases, False),
-        **({} if kind == "llama" else {"use_sliding_window": False}),
+        **({} if kind in ("llama", "mistral") else {"use_sliding_window": False}),
         **(own if kind == "smollm3" else {}),
+        **({"sliding_window": family.window} if kind == "mistral" else {}),
         "attention_dropout": 0.0,
         "tie_word_embeddings": family.tied,
     }
+
+
+def window_of(content: dict[str, Any]) -> bool:
+    """True for a mistral with a window; null, as in its later versions, is none, and absence the published 4096."""
+    return content["model_type"] == "mistral" and content.setdefault("sliding_window", 4096) is not None
 
 
 def rotating(shape: ModelShape) -> list[int]:
@@ -126,11 +133,14 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     config, kind = Config(content, path), content["model_type"]
     config.expect(KNOWN)
     layers = content.get("layer_types") or []
-    if other := next((layer for layer in layers if layer != "full_attention"), None):
-        raise config.refused("layer_types", "of full_attention", other)
+    wanted = "sliding_attention" if kind == "mistral" and window_of(content) else "full_attention"
+    if other := next((layer for layer in layers if layer != wanted), None):
+        raise config.refused("layer_types", f"of {wanted}", other)
     V, T, L, H, C = (config.whole(key) for key in SIZES)
     width = 128 if kind == "qwen3" and "head_dim" not in content else C // H  # their defaults
-    keys = {"qwen2": 32, "qwen3": 32, "smollm3": 4}.get(kind, H) if "num_key_value_heads" not in content else H
+    keys = (
+        {"qwen2": 32, "qwen3": 32, "smollm3": 4, "mistral": 8}.get(kind, H) if "num_key_value_heads" not in content else H
+    )
     tied = content.get("tie_word_embeddings", kind == "smollm3")
     if type(tied) is not bool:
         raise config.refused("tie_word_embeddings", "true or false", tied)
@@ -145,6 +155,7 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
         rotary_base=config.number("rope_theta", 2e6 if kind == "smollm3" else 10000.0, {**content, **rope}),
+        window=config.whole("sliding_window") if window_of(content) else 0,
         nope_interval=nope_interval(config, L) if kind == "smollm3" else 0,
         **positions,
     )
@@ -198,6 +209,8 @@ def gguf_name(shape: ModelShape) -> str:
         raise UsageError(
             f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1 alone, found {found}; use --to hf"
         )
+    if kind == "mistral":
+        raise UsageError(f"llama.cpp has no window in this network, found window {family.window}; use --to hf")
     if kind == "smollm3" and family.nope_interval != NOPE_INTERVAL:  # no key of the file
         raise UsageError(f"llama.cpp has nope_interval {NOPE_INTERVAL} alone, found {family.nope_interval}; use --to hf")
     if family.rope == "llama3" and kind != "llama":

@@ -44,6 +44,7 @@ class LlamaShape:
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # per head, with gains: Qwen3
     rotary_base: float = 10000.0
+    window: int = 0  # keys that a query attends to, the last of them its own: Mistral; 0: all before it
     nope_interval: int = 0  # every layer whose number, from 1, is a multiple has no rotation: SmolLM3; 0: all rotate
     # Frequencies for contexts longer than in pretraining; see `frequencies`.
     rope: str = "plain"
@@ -122,6 +123,7 @@ class LlamaShape:
             (0 < made.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
             (0 < made.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
             (1 < made.rotary_base < math.inf, "rotary_base above 1"),
+            (made.window >= 0, "window of 0 or more"),
             (made.nope_interval >= 0, "nope_interval of 0 or more"),
             (1 <= made.rope_factor < math.inf, "rope_factor of 1 or more"),
             (made.rope_length > 0, "rope_length of 1 or more"),
@@ -177,6 +179,7 @@ LLAMA = Network(
     head_width=lambda shape: shape.family.head_width,
     kv_heads=lambda shape: shape.family.kv_heads,
     feed_forward=lambda shape: shape.family.feed_forward,
+    windows=lambda shape: (shape.family.window,) * shape.num_layers,
     setting="llama",
     settle=settle,
     check=check,
@@ -184,7 +187,7 @@ LLAMA = Network(
     tied=lambda shape: shape.family.tied,
     sides=sides,
     fp8=lambda shape: FP8,
-    model_types=("llama", "qwen2", "qwen3", "smollm3"),
+    model_types=("llama", "qwen2", "qwen3", "smollm3", "mistral"),
     blocks="model.layers",
     modules={
         "wte": ("model.embed_tokens",),

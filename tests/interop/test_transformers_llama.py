@@ -62,6 +62,15 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         pad_token_id=None,  # its row of the embedding would have no gradient
         rope_parameters={"rope_type": "default", "rope_theta": 5000000.0},
     ),
+    "mistral": transformers.MistralConfig(
+        **COMMON,
+        hidden_size=36,
+        intermediate_size=50,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        sliding_window=17,
+        rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+    ),
     "qwen3": transformers.Qwen3Config(
         **COMMON, hidden_size=24, intermediate_size=77, num_attention_heads=3, num_key_value_heads=3, head_dim=14
     ),
@@ -292,7 +301,7 @@ def test_its_weights_are_finetuned_on_text_of_its_tokenizer(run: Callable, saved
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "another type": ({"model_type": "qwen3_moe"}, '"handgrad_modern", "llama", "qwen2", "qwen3", "smollm3" in'),
+    "another type": ({"model_type": "qwen3_moe"}, '"handgrad_modern", "llama", "qwen2", "qwen3", "smollm3", "mistral" in'),
     "sliding window": ({"use_sliding_window": True}, "expected use_sliding_window false in"),
     "layers with windows": ({"layer_types": ["full_attention", "sliding_attention"]}, "expected layer_types of full_atten"),
     "activation": ({"hidden_act": "gelu"}, 'expected hidden_act "silu" in'),
