@@ -37,6 +37,13 @@ MODELS: dict[str, tuple[int, int, int, int, str]] = {
     "SmolLM2-1.7B": (49152, 24, 32, 2048, "feed_forward=8192,tied,rotary_base=130000.0"),
     "Qwen3-1.7B": (151936, 28, 16, 2048, f"feed_forward=6144,tied,{QWEN3}"),
     "Llama-3.2-3B": (128256, 28, 24, 3072, f"kv_heads=8,feed_forward=8192,{LLAMA32}"),
+    "SmolLM3-3B": (
+        128256,
+        36,
+        16,
+        2048,
+        "kv_heads=4,feed_forward=11008,tied,nope_interval=4,rotary_base=5e6,norm_epsilon=1e-06",
+    ),
     "Qwen3-4B": (151936, 36, 32, 2560, f"feed_forward=9728,tied,{QWEN3}"),
     "Qwen2.5-7B": (152064, 28, 28, 3584, f"kv_heads=4,feed_forward=18944,{QWEN25}"),
     "Qwen3-8B": (151936, 36, 32, 4096, f"feed_forward=12288,{QWEN3}"),

@@ -19,6 +19,11 @@ def document_starts(rows: list[list[int]]) -> Tensor:
     return torch.tensor(starts, dtype=torch.int32)
 
 
+def within(starts: Tensor, window: int) -> Tensor:
+    """The first key that each query sees in its document, at most `window` back with its own; 0: all of the document."""
+    return torch.maximum(starts, torch.arange(starts.shape[1]).int() + 1 - window) if window else starts
+
+
 def visible(starts: Tensor) -> Tensor:
     """(B, 1, T, T) bool: the keys (last) that each query sees."""
     places = torch.arange(starts.shape[1], device=starts.device)

@@ -66,9 +66,9 @@ def seen(command: Sequence[str], columns: int, seconds: float) -> pyte.Screen:
 
 
 def demo_lines() -> list[str]:
-    """The end of `make train` in its record, from step 1400 on."""
+    """The end of `make train` in its record, from step 1100 on."""
     log = json.loads(DEMO.read_text())["log"]
-    first = next(number for number, line in enumerate(log) if line.startswith("step 1400/"))
+    first = next(number for number, line in enumerate(log) if line.startswith("step 1100/"))
     return ["$ make train", "…", *log[first:]]
 
 

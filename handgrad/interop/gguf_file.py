@@ -13,9 +13,9 @@
 
 The package maps transformers' names to the names there. Vectors and positions are float32.
 
-llama.cpp rotates the pairs (0, 1), (2, 3), ... of a head's channels in the architecture `llama`, and (0, D/2),
-(1, D/2 + 1), ... in `qwen2` and `qwen3`, as transformers and we do in all of them. So `interleaved` puts the rows of q and
-k in the first order for `llama`; the products of q and k in attention do not depend on the order.
+llama.cpp rotates the pairs (0, 1), (2, 3), ... of a head's channels in `llama` and `smollm3`, and (0, D/2), (1, D/2 + 1),
+... in `qwen2` and `qwen3`, as transformers and we do in all of them. So `interleaved` puts the rows of q and k in the first
+order for the first two; the products of q and k in attention do not depend on the order.
 
 Source: ggml's docs/gguf.md, llama.cpp's src/llama-model.cpp, the package's constants.py and tensor_mapping.py.
 """
@@ -121,7 +121,7 @@ def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
         for name, part in huggingface.parts(shape, row, row.stored(flat)):
             found = names.get_name(shape.network.prefix + name, try_suffixes=(".weight", ".bias"))
             assert found, name
-            turned = network == "llama" and ("q_proj" in name or "k_proj" in name)
+            turned = network in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name)
             stores_gain = network == "gemma3" and part.dim() == 1  # where we have w, it has 1 + w
             yield Part(found, part, len(part) // shape.head_width if turned else 0, float(stores_gain))
     if network == "llama" and shape.family.rope == "llama3":

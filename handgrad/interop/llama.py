@@ -1,8 +1,10 @@
-"""The Llama family's config.json in transformers, and its numbers in a GGUF file: the model types llama, qwen2 and qwen3.
+"""The Llama family's config.json in transformers, and its numbers in a GGUF file: the model types llama, qwen2, qwen3,
+smollm3 and mistral.
 
-A model's type follows from its parts: qwen3 has the norms of queries and keys, qwen2 the bias.
+A model's type follows from its parts: qwen3 has the norms of queries and keys, qwen2 the bias, smollm3 layers that do not
+rotate, mistral a window.
 
-Source: transformers, models/{llama,qwen2,qwen3} and modeling_rope_utils.py.
+Source: transformers, models/{llama,qwen2,qwen3,smollm3,mistral} and modeling_rope_utils.py.
 """
 
 import json
@@ -16,7 +18,14 @@ from handgrad.networks.llama import LlamaShape
 from handgrad.settings.config import ModelShape
 
 YARN_BETAS = (32.0, 1.0)  # fast and slow, in llama.cpp
-MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+NOPE_INTERVAL = 4  # in llama.cpp
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
 KNOWN: tuple[Known, ...] = (
     ("hidden_act", "silu", ("silu", "swish")),  # two names of one formula
     ("attention_bias", False, (False, None)),  # of all four GEMMs of attention
@@ -47,9 +56,13 @@ LENGTH = "original_max_position_embeddings"
 def model_type(shape: ModelShape) -> str:
     """The type that computes this model; `UsageError` if none does."""
     family = shape.family
-    if family.qk_norm and family.qkv_bias:
-        raise UsageError("transformers has no model with qk_norm and qkv_bias, found both; train one without either")
-    return "qwen3" if family.qk_norm else "qwen2" if family.qkv_bias else "llama"
+    kinds = {"qwen3": ("qk_norm", family.qk_norm), "qwen2": ("qkv_bias", family.qkv_bias)}
+    kinds |= {"smollm3": ("nope_interval", family.nope_interval), "mistral": ("window", family.window)}
+    found = {kind: name for kind, (name, has) in kinds.items() if has}
+    if len(found) > 1:
+        both = " and ".join(found.values())
+        raise UsageError(f"transformers has no model with {both}, found both; train one without either")
+    return next(iter(found), "llama")
 
 
 def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
@@ -61,7 +74,9 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
             f" {shape.num_heads}; train one with qk_norm or qkv_bias, or with other heads"
         )
     sizes = shape.vocab_size, shape.sequence_length, shape.num_layers, shape.num_heads, shape.channels
-    biases = {"llama": ("attention_bias", "mlp_bias"), "qwen2": (), "qwen3": ("attention_bias",)}[kind]
+    biases = {"qwen2": (), "qwen3": ("attention_bias",), "mistral": ()}.get(kind, ("attention_bias", "mlp_bias"))
+    # Its default for padding is a token of its published vocabulary.
+    own = {"no_rope_layers": rotating(shape), "no_rope_layer_interval": family.nope_interval, "pad_token_id": None}
     return {
         "architectures": [MODEL_TYPES[kind]],
         "model_type": kind,
@@ -74,10 +89,33 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
         "rope_theta": family.rotary_base,
         "rope_scaling": their_scaling(family),
         **dict.fromkeys(biases, False),
-        **({} if kind == "llama" else {"use_sliding_window": False}),
+        **({} if kind in ("llama", "mistral") else {"use_sliding_window": False}),
+        **(own if kind == "smollm3" else {}),
+        **({"sliding_window": family.window} if kind == "mistral" else {}),
         "attention_dropout": 0.0,
         "tie_word_embeddings": family.tied,
     }
+
+
+def window_of(content: dict[str, Any]) -> bool:
+    """True for a mistral with a window; null, as in its later versions, is none, and absence the published 4096."""
+    return content["model_type"] == "mistral" and content.setdefault("sliding_window", 4096) is not None
+
+
+def rotating(shape: ModelShape) -> list[int]:
+    """For each layer 1, or 0 if it does not rotate: the list `no_rope_layers`."""
+    return [int(any(shape.family.rotation_of(layer)[0])) for layer in range(shape.num_layers)]
+
+
+def nope_interval(config: Config, layers: int) -> int:
+    """The interval of layers without a rotation. Raises `DataError` unless they are at the multiples of a number."""
+    interval = config.whole("no_rope_layer_interval", 4)
+    if (listed := config.content.get("no_rope_layers")) is None:
+        return interval
+    first = listed.index(0) + 1 if isinstance(listed, list) and 0 in listed else layers + 1
+    if listed != [int((layer + 1) % first != 0) for layer in range(layers)]:
+        raise config.refused("no_rope_layers", "with a 0 at every so manyth layer and 1 elsewhere", listed)
+    return first
 
 
 def their_scaling(family: LlamaShape) -> dict[str, Any] | None:
@@ -95,12 +133,15 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     config, kind = Config(content, path), content["model_type"]
     config.expect(KNOWN)
     layers = content.get("layer_types") or []
-    if other := next((layer for layer in layers if layer != "full_attention"), None):
-        raise config.refused("layer_types", "of full_attention", other)
+    wanted = "sliding_attention" if kind == "mistral" and window_of(content) else "full_attention"
+    if other := next((layer for layer in layers if layer != wanted), None):
+        raise config.refused("layer_types", f"of {wanted}", other)
     V, T, L, H, C = (config.whole(key) for key in SIZES)
     width = 128 if kind == "qwen3" and "head_dim" not in content else C // H  # their defaults
-    keys = 32 if kind != "llama" and "num_key_value_heads" not in content else H
-    tied = content.get("tie_word_embeddings", False)
+    keys = (
+        {"qwen2": 32, "qwen3": 32, "smollm3": 4, "mistral": 8}.get(kind, H) if "num_key_value_heads" not in content else H
+    )
+    tied = content.get("tie_word_embeddings", kind == "smollm3")
     if type(tied) is not bool:
         raise config.refused("tie_word_embeddings", "true or false", tied)
     rope = read_rope(config)
@@ -113,7 +154,9 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
         tied=tied,
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        rotary_base=config.number("rope_theta", 10000.0, {**content, **rope}),
+        rotary_base=config.number("rope_theta", 2e6 if kind == "smollm3" else 10000.0, {**content, **rope}),
+        window=config.whole("sliding_window") if window_of(content) else 0,
+        nope_interval=nope_interval(config, L) if kind == "smollm3" else 0,
         **positions,
     )
     return ModelShape(V, T, L, H, C, "llama", llama=str(family))
@@ -166,6 +209,10 @@ def gguf_name(shape: ModelShape) -> str:
         raise UsageError(
             f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1 alone, found {found}; use --to hf"
         )
+    if kind == "mistral":
+        raise UsageError(f"llama.cpp has no window in this network, found window {family.window}; use --to hf")
+    if kind == "smollm3" and family.nope_interval != NOPE_INTERVAL:  # no key of the file
+        raise UsageError(f"llama.cpp has nope_interval {NOPE_INTERVAL} alone, found {family.nope_interval}; use --to hf")
     if family.rope == "llama3" and kind != "llama":
         raise UsageError(f"llama.cpp has rope=llama3 in the network llama alone, found it in a {kind}; use --to hf")
     if kind == "qwen2" and shape.num_heads * family.head_width != shape.channels:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
 from handgrad.memory.arena import Clock
-from handgrad.models.passes import Attention, Launch
+from handgrad.models.passes import Attention, Launch, fill_window_starts
 from handgrad.networks import ModelShape
+from handgrad.ops.reference.attention import Mask
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
 Block = TypeVar("Block")
@@ -60,13 +61,13 @@ def decode_rows(
             yield replace(row, ticks=ticks) if row.name.endswith("residual_out") else row  # the stream
 
 
-def step_attention(ops: ModuleType, block: Any, sequences: Sequences, layer: int) -> Attention:
-    """One token per sequence attends over the layer's cache."""
-    cache = sequences.keys[layer], sequences.values[layer]
+def step_attention(ops: ModuleType, block: Any, sequences: Sequences, layer: int, window: int = 0) -> Attention:
+    """One token per sequence attends over the layer's cache, or over the last `window` tokens of it."""
+    cache, options = (sequences.keys[layer], sequences.values[layer]), {"window": window, "scratch": sequences.scratch}
 
     def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         tensors = residual, block.qkv, sequences.positions, weight, bias
-        ops.attention_linear_residual_forward(out, block.atty, *cache, *tensors, scratch=sequences.scratch)
+        ops.attention_linear_residual_forward(out, block.atty, *cache, *tensors, **options)
 
     return attention
 
@@ -83,12 +84,10 @@ def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int,
 
 
 def prompt_attention(
-    ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool
+    ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool, window: int = 0
 ) -> Attention:
-    """Stores the prompts' keys and values. Their tokens attend to their own prompt or, with `append`, to the whole cache of
-    the layer."""
-
-    attend = prompts_attend(ops, block, sequences, layer, batch, append=append)
+    """`prompts_attend`, with the output projection."""
+    attend = prompts_attend(ops, block, sequences, layer, batch, append=append, window=window)
 
     def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         attend()
@@ -97,25 +96,33 @@ def prompt_attention(
     return attention
 
 
-def prompts_attend(ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool) -> Launch:
-    """`prompt_attention` alone, into block.atty, without the output projection."""
+def prompts_attend(
+    ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool, window: int
+) -> Launch:
+    """Stores the prompts' keys and values. Their tokens attend to their own prompt or, with `append`, to the whole cache of
+    the layer; in both within a `window`, if it is not 0. Fills block.atty."""
+    scratch = {"scratch": sequences.scratch}
 
     def attend() -> None:
         store_prompts(ops, block, sequences, layer, batch, append=append)
         if append:
             cache = sequences.keys[layer], sequences.values[layer]
             places = sequences.prompt_slots[:batch], sequences.prompt_positions[: block.qkv.shape[0]]
-            ops.decode.attention_append(block.atty, *cache, block.qkv, *places, scratch=sequences.scratch)
+            ops.decode.attention_append(block.atty, *cache, block.qkv, *places, window=window, **scratch)
+        elif window:
+            starts = torch.empty(batch, block.lse.shape[2], dtype=torch.int32, device=block.qkv.device)
+            fill_window_starts(starts, None, window)
+            ops.attention_forward(block.atty, block.lse, block.qkv, mask=Mask(starts, window), **scratch)
         else:
-            ops.attention_forward(block.atty, block.lse, block.qkv, scratch=sequences.scratch)
+            ops.attention_forward(block.atty, block.lse, block.qkv, **scratch)
 
     return attend
 
 
-def step_attends(ops: ModuleType, block: Any, sequences: Sequences, layer: int) -> Launch:
-    """`step_attention` alone, into block.atty, without the output projection."""
-    cache = sequences.keys[layer], sequences.values[layer]
-    return partial(ops.attention_decode, block.atty, *cache, block.qkv, sequences.positions, scratch=sequences.scratch)
+def step_attends(ops: ModuleType, block: Any, sequences: Sequences, layer: int, window: int) -> Launch:
+    """`step_attention` without the output projection: fills block.atty."""
+    tensors = sequences.keys[layer], sequences.values[layer], block.qkv, sequences.positions
+    return partial(ops.attention_decode, block.atty, *tensors, window=window, scratch=sequences.scratch)
 
 
 def prefill_block(buffers: Block, batch: int, length: int, num_heads: int) -> Block:

@@ -24,7 +24,8 @@ from handgrad.memory.activations import ActivationRow, PassTensors, activation, 
 from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompts_attend, step_attends, store_prompts
-from handgrad.models.passes import Launch, Stage, head_backward
+from handgrad.models.llama import mask_of
+from handgrad.models.passes import Launch, Stage, fill_window_starts, head_backward
 from handgrad.networks import ModelShape
 from handgrad.networks.gemma3 import family_of, rotation
 
@@ -34,10 +35,21 @@ from handgrad.networks.gemma3 import family_of, rotation
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
     x, s, norm = act.embedded, act.scratch, norm_options(shape)
-    stages = [Stage("embedding", partial(embed, ops.token_embedding_forward, x, act.tokens, w.wte))]
+    stages = [Stage("embedding", partial(embedding_forward, ops, w, act, shape))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         rotated = norm_and_rotate(ops, weights, block, shape, layer, length=block.lse.shape[2])
-        run = partial(block_forward, ops, weights, block, block.residual_out, x, rotated, attends(ops, block, s), s, norm)
+        run = partial(
+            block_forward,
+            ops,
+            weights,
+            block,
+            block.residual_out,
+            x,
+            rotated,
+            attends(ops, block, act, shape, layer),
+            s,
+            norm,
+        )
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     return [*stages, Stage("lnf", partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, **norm))]
@@ -69,9 +81,9 @@ def block_forward(
     ops.residual_forward(out, act.residual_mid, out)  # a + N(h W^T)
 
 
-def attends(ops: ModuleType, act: BlockActivations, s: Tensor) -> Launch:
+def attends(ops: ModuleType, act: BlockActivations, whole: Activations, shape: ModelShape, layer: int) -> Launch:
     """The tokens of a row attend to each other."""
-    return partial(ops.attention_forward, act.atty, act.lse, act.qkv, scratch=s)
+    return partial(ops.attention_forward, act.atty, act.lse, act.qkv, scratch=whole.scratch, **mask_of(whole, shape, layer))
 
 
 def norm_and_rotate(
@@ -87,6 +99,11 @@ def norm_and_rotate(
 def norm_options(shape: ModelShape) -> dict[str, float]:
     """The options of every norm's forward."""
     return {"epsilon": family_of(shape).norm_epsilon, "plus": 1}
+
+
+def embedding_forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
+    embed(ops.token_embedding_forward, act.embedded, act.tokens, w.wte)
+    fill_window_starts(act.window_starts, act.document_starts, shape.window)
 
 
 def embed(lookup: Callable[..., None], x: Tensor, tokens: Tensor, wte: Tensor) -> None:
@@ -120,7 +137,7 @@ def backward(
     last_norm = partial(ops.rmsnorm_backward, *norm, plus=1, scratch=act.scratch)
     stages = [Stage("lnf", partial(head_backward, ops, w, g, act, d, scale, shape, last_norm), done=True)]
     for layer in reversed(range(len(w.blocks))):
-        block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d, stream[layer], act.scratch, shape, layer, recompute
+        block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d, stream[layer], act, shape, layer, recompute
         stages.append(Stage(f"blocks.{layer}", partial(block_backward, ops, *block), done=True))
     return [*stages, Stage("embedding", partial(embedding_backward, ops, g, act, d), done=True)]
 
@@ -137,17 +154,19 @@ def block_backward(
     act: BlockActivations,
     d: Gradients,
     x: Tensor,
-    s: Tensor,
+    whole: Activations,
     shape: ModelShape,
     layer: int,
     recompute: int,
 ) -> None:
     """d.dresidual, of the block's output -> of x, in place; adds the weights' gradients to `g`."""
-    norm, length, dx = norm_options(shape), act.lse.shape[2], d.dresidual
+    norm, length, dx, s = norm_options(shape), act.lse.shape[2], d.dresidual, whole.scratch
     rotated = norm_and_rotate(ops, w, act, shape, layer, length=length)
     through_norm = partial(ops.rmsnorm_backward, plus=1, scratch=s)
     if recompute == WHOLE_BLOCKS:
-        block_forward(ops, w, act, d.dbranch, x, rotated, attends(ops, act, s), s, norm)  # nothing reads its output
+        block_forward(
+            ops, w, act, d.dbranch, x, rotated, attends(ops, act, whole, shape, layer), s, norm
+        )  # nothing reads its output
     elif recompute:
         if recompute == 2:
             ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, **norm)
@@ -165,7 +184,8 @@ def block_backward(
         ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, **norm)
         rotated()
     ops.linear_backward(d.datty, g.proj_weight, None, d.dbranch, act.atty, w.proj_weight, scratch=s)
-    ops.attention_backward(d.dqkv, d.datty, act.atty, act.lse, act.qkv, scratch=d.attention_scratch)
+    attention = d.dqkv, d.datty, act.atty, act.lse, act.qkv
+    ops.attention_backward(*attention, scratch=d.attention_scratch, **mask_of(whole, shape, layer))
     heads = g.q_gain, g.k_gain, act.heads, act.heads_rstd, w.q_gain, w.k_gain
     turn = rotation(family_of(shape), layer) | {"length": length, "plus": 1}
     ops.gained_qk_norm_rotary_backward(d.dqkv, *heads, **turn, scratch=s)
@@ -237,6 +257,7 @@ class BlockActivations:
 
 @dataclass
 class Activations(PassTensors):
+    window_starts: Tensor = activation("B T", torch.int32)  # the first key that each query of a windowed layer sees
     embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head)
@@ -290,7 +311,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     embed(ops.token_embedding_decode, x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
         rotated = norm_and_rotate(ops, weights, act, shape, layer, positions=b.positions)
-        block_forward(ops, weights, act, x, x, rotated, step_attends(ops, act, b, layer), s, norm)
+        block_forward(ops, weights, act, x, x, rotated, step_attends(ops, act, b, layer, shape.windows[layer]), s, norm)
     last = act.norm1, act.norm1_rstd, x, w.lnf_gain
     ops.rmsnorm_linear_forward(b.logits, *last, w.head, None, **norm, scratch=s)
 
@@ -312,7 +333,7 @@ def prefill(
     for layer, weights in enumerate(w.blocks):
         rotated = norm_and_rotate(at_places, weights, act, shape, layer, **place)
         if layer + 1 < len(w.blocks):
-            attend = prompts_attend(ops, act, b, layer, batch, append=append)
+            attend = prompts_attend(ops, act, b, layer, batch, append=append, window=shape.windows[layer])
             block_forward(ops, weights, act, x, x, rotated, attend, s, norm)
         else:  # of the last block, prefill needs only keys and values
             first = act.norm1, act.norm1_rstd, x, weights.norm1_gain

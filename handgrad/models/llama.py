@@ -6,12 +6,13 @@ The residual stream starts as x = wte[token]. A block is two halves, each `x + f
     y = a + (silu(g) u) Wdown^T,           [g u] = RMS(a) Wgate_up^T
 
 and the logits are z = RMS(y) Whead^T. Keys and values may have fewer heads than queries. Qwen2 has the bias b; Qwen3
-normalises each head of q and k before the rotation; the head may share the embedding. A model allocates only its tensors.
+normalises each head of q and k before the rotation; some layers of SmolLM3 do not rotate. The head may share the embedding.
+A model allocates only its tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -24,9 +25,12 @@ from handgrad.memory.activations import ActivationRow, PassTensors, activation, 
 from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
-from handgrad.models.passes import Attention, Launch, Stage, head_backward
+from handgrad.models.passes import Attention, Launch, Stage, fill_window_starts, head_backward
 from handgrad.networks import ModelShape
 from handgrad.networks.network import NEVER
+from handgrad.ops.reference.attention import Mask
+
+NO_MASK: Mapping[str, Mask] = {}
 
 # Forward. A stage is the section of the pass that first reads one bucket's weights.
 
@@ -34,13 +38,25 @@ from handgrad.networks.network import NEVER
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
     x, s, epsilon = act.embedded, act.scratch, shape.family.norm_epsilon
-    stages = [Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
+    stages = [Stage("embedding", partial(embedding_forward, ops, w, act, shape))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        rotated = norm_and_rotate(ops, weights, block, shape, length=block.lse.shape[2])
-        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, rotated, s, epsilon)))
+        mask = mask_of(act, shape, layer)
+        rotated = norm_and_rotate(ops, weights, block, shape, layer, length=block.lse.shape[2])
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, rotated, s, epsilon, mask)))
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
     return [*stages, Stage("head", last_norm)]
+
+
+def embedding_forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
+    ops.token_embedding_forward(act.embedded, act.tokens, w.wte)
+    if act.window_starts is not None:
+        fill_window_starts(act.window_starts, act.document_starts, shape.window)
+
+
+def mask_of(act: Activations, shape: ModelShape, layer: int) -> dict[str, Mask]:
+    """The argument by which a layer's attention stays within its window, if it has one."""
+    return {"mask": Mask(act.window_starts, shape.window)} if shape.windows[layer] else {}
 
 
 def block_forward(
@@ -51,6 +67,7 @@ def block_forward(
     before_attention: Launch,
     s: Tensor,
     epsilon: float,
+    mask: Mapping[str, Mask] = NO_MASK,
     *,
     attend: Attention | None = None,
     rerun: bool = False,
@@ -61,7 +78,7 @@ def block_forward(
     queries_keys_values(ops, w, act, x, s, epsilon)
     before_attention()  # q, k = R(q), R(k)
     if attend is None:
-        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)  # y = softmax(q k^T / sqrt(D)) v
+        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s, **mask)  # y = softmax(q k^T / sqrt(D)) v
         ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
     else:
         attend(act.residual_mid, x, w.proj_weight, None)
@@ -82,15 +99,18 @@ def queries_keys_values(
     ops.rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
 
 
-def rotation(shape: ModelShape) -> dict[str, Any]:
-    """The arguments of a rotation that do not depend on the position."""
-    return {"frequencies": shape.family.frequencies, "scale": shape.family.rope_scale}
+def rotation(shape: ModelShape, layer: int) -> dict[str, Any]:
+    """The arguments of a layer's rotation that do not depend on the position."""
+    frequencies, scale = shape.family.rotation_of(layer)
+    return {"frequencies": frequencies, "scale": scale}
 
 
-def norm_and_rotate(ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
+def norm_and_rotate(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, layer: int, **place: Any
+) -> Launch:
     """Normalises queries and keys, if the model does, and rotates them. `place`: the `length` of the samples, or the
     `positions` of one token per sequence."""
-    options = rotation(shape) | place
+    options = rotation(shape, layer) | place
     if act.heads is None:
         return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
     norm = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
@@ -120,7 +140,7 @@ def backward(
     stages = [Stage("head", head, done=True)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
-        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, recompute)
+        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, layer, recompute)
         stages.append(Stage(f"blocks.{layer}", run, done=True))
     embedding = partial(
         ops.token_embedding_backward, g.wte, d.dresidual, act.tokens, act.sorted_positions, scratch=act.scratch
@@ -139,13 +159,14 @@ def block_backward(
     dx: Tensor,
     whole: Activations,
     shape: ModelShape,
+    layer: int,
     recompute: int,
 ) -> None:
     """d.dresidual_out -> dx in place, in one buffer; adds the weights' gradients to `g`."""
-    s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
+    s, epsilon, length, mask = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2], mask_of(whole, shape, layer)
     if recompute == WHOLE_BLOCKS:
-        rotated = norm_and_rotate(ops, w, act, shape, length=length)
-        block_forward(ops, w, act, x, rotated, s, epsilon, rerun=True)
+        rotated = norm_and_rotate(ops, w, act, shape, layer, length=length)
+        block_forward(ops, w, act, x, rotated, s, epsilon, mask, rerun=True)
     elif recompute:
         if recompute == 2:
             ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
@@ -158,19 +179,27 @@ def block_backward(
     if recompute == 2:
         ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, epsilon=epsilon)
         if act.heads is not None:
-            norm_and_rotate(ops, w, act, shape, length=length)()
+            norm_and_rotate(ops, w, act, shape, layer, length=length)()
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
-    norm_and_rotate_backward(ops, w, g, act, d.dqkv, s, shape)
+    attention = d.dqkv, shared.datty, act.atty, act.lse, act.qkv
+    ops.attention_backward(*attention, scratch=shared.attention_scratch, **mask)
+    norm_and_rotate_backward(ops, w, g, act, d.dqkv, s, shape, layer)
     ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     ops.rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)
 
 
 def norm_and_rotate_backward(
-    ops: ModuleType, w: BlockWeights, g: BlockWeights, act: BlockActivations, dqkv: Tensor, s: Tensor, shape: ModelShape
+    ops: ModuleType,
+    w: BlockWeights,
+    g: BlockWeights,
+    act: BlockActivations,
+    dqkv: Tensor,
+    s: Tensor,
+    shape: ModelShape,
+    layer: int,
 ) -> None:
     """The backward of `norm_and_rotate`, in place in `dqkv`."""
-    options = rotation(shape) | {"length": act.lse.shape[2]}
+    options = rotation(shape, layer) | {"length": act.lse.shape[2]}
     if act.heads is None:
         ops.rotary_backward(dqkv, num_heads=shape.num_heads, **options)
     else:
@@ -189,6 +218,8 @@ RESIDUAL = Init("normal", 0.02, residual=True)
 def has(shape: ModelShape, name: str) -> bool:
     """True if the model has the tensor of this name."""
     family, last = shape.family, name.rpartition(".")[2]
+    if last == "window_starts":
+        return shape.window > 0
     if last in ("q_gain", "k_gain", "heads", "heads_rstd"):
         return family.qk_norm
     if last == "qkv_bias":
@@ -253,6 +284,7 @@ class BlockActivations:
 
 @dataclass
 class Activations(PassTensors):
+    window_starts: Tensor = activation("B T", torch.int32, optional=True)  # the first key that each query sees
     embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head)
@@ -325,8 +357,10 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     epsilon = shape.family.norm_epsilon
     ops.token_embedding_decode(x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
-        rotated = norm_and_rotate(ops, weights, act, shape, positions=b.positions)
-        block_forward(ops, weights, act, x, rotated, s, epsilon, attend=step_attention(ops, act, b, layer))
+        rotated = norm_and_rotate(ops, weights, act, shape, layer, positions=b.positions)
+        block_forward(
+            ops, weights, act, x, rotated, s, epsilon, attend=step_attention(ops, act, b, layer, shape.windows[layer])
+        )
     norm = act.norm1, act.norm1_rstd, x, w.lnf_gain
     ops.rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
 
@@ -346,10 +380,10 @@ def prefill(
     place: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}
     ops.token_embedding_forward(x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks[:-1]):
-        rotated = norm_and_rotate(at_places, weights, act, shape, **place)
-        attention = prompt_attention(ops, act, b, layer, batch, append=append)
+        rotated = norm_and_rotate(at_places, weights, act, shape, layer, **place)
+        attention = prompt_attention(ops, act, b, layer, batch, append=append, window=shape.windows[layer])
         block_forward(ops, weights, act, x, rotated, s, epsilon, attend=attention)
     last = w.blocks[-1]  # prefill needs only its keys and values
     queries_keys_values(ops, last, act, x, s, epsilon)
-    norm_and_rotate(at_places, last, act, shape, **place)()
+    norm_and_rotate(at_places, last, act, shape, len(w.blocks) - 1, **place)()
     store_prompts(ops, act, b, len(w.blocks) - 1, batch, append=append)

@@ -86,6 +86,16 @@ class ModelShape:
         """K: heads of keys and values."""
         return self.network.kv_heads(self)
 
+    @functools.cached_property
+    def windows(self) -> tuple[int, ...]:
+        """By layer: the keys that a query attends to, the last of them its own; 0: all before it too."""
+        return self.network.windows(self)
+
+    @property
+    def window(self) -> int:
+        """The window of the layers that have one, or 0."""
+        return max(self.windows)
+
     @property
     def kernel_sizes(self) -> dict[str, int]:
         """The arguments of a backend's `check_sizes`."""
@@ -124,11 +134,15 @@ class ModelShape:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of forward and backward: 6 per GEMM parameter, and 6 L H D T for attention's two causal products. Embedding
-        lookups cost none. Scalars, gates and norms are negligible and count only if their network's `counted` says so."""
+        """FLOPs of forward and backward: 6 per GEMM parameter, and 6 H D T for a layer's two causal products, fewer within
+        a window. Embedding lookups cost none. Scalars, gates and norms are negligible and count only if their network's
+        `counted` says so."""
         in_blocks = self.num_layers * sum(gemm.inputs * sum(gemm.outputs.values()) for gemm in self.gemms)
         parameters = in_blocks + self.vocab_size * self.channels + self.network.counted(self)
-        return 6.0 * parameters + 6.0 * self.num_layers * self.num_heads * self.head_width * self.sequence_length
+        T = self.sequence_length
+        spans = (min(w or T, T) for w in self.windows)
+        seen = sum(w * (2 * T - w) / T for w in spans)  # twice the keys of a mean query, over all layers
+        return 6.0 * parameters + 6.0 * self.num_heads * self.head_width * seen
 
 
 def check_network(config: Any) -> None:

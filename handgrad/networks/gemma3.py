@@ -94,6 +94,7 @@ GEMMA3 = Network(
     head_width=lambda shape: family_of(shape).head_width,
     kv_heads=lambda shape: family_of(shape).kv_heads,
     feed_forward=lambda shape: family_of(shape).feed_forward,
+    windows=lambda shape: tuple(map(family_of(shape).window_of, range(shape.num_layers))),
     setting="gemma3",
     settle=lambda shape: str(family_of(shape).resolved(shape.num_heads, shape.channels)),
     check=lambda config: parse_gemma3(config.gemma3).check(config.num_heads),

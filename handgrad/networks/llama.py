@@ -1,4 +1,4 @@
-"""The Llama family: Llama, Qwen2, Qwen3 and their relatives. models/llama.py computes them.
+"""The Llama family: Llama, Qwen2, Qwen3, SmolLM3 and their relatives. models/llama.py computes them.
 
 A configuration writes the sizes that only this family has as a text: `kv_heads=2,rotary_base=500000.0,tied`. A size left
 out has its default; a switch is its bare name.
@@ -43,6 +43,8 @@ class LlamaShape:
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # per head, with gains: Qwen3
     rotary_base: float = 10000.0
+    window: int = 0  # keys that a query attends to, the last of them its own: Mistral; 0: all before it
+    nope_interval: int = 0  # every layer whose number, from 1, is a multiple has no rotation: SmolLM3; 0: all rotate
     # Frequencies for contexts longer than in pretraining; see `frequencies`.
     rope: str = "plain"
     rope_factor: float = 1.0
@@ -69,6 +71,12 @@ class LlamaShape:
         """Angle per position of each channel pair of a head, in radians: base^(-2i/D), or less to extend the pretraining
         context (docs/operations/rotary.md)."""
         return tuple(self.stretched(pair, self.rotary_base ** (-2 * pair / self.head_width)) for pair in self.pairs)
+
+    def rotation_of(self, layer: int) -> tuple[tuple[float, ...], float]:
+        """(frequencies, scale) of a layer's queries and keys: zeros and 1 for a layer without a rotation."""
+        if self.nope_interval and (layer + 1) % self.nope_interval == 0:
+            return (0.0,) * len(self.pairs), 1.0
+        return self.frequencies, self.rope_scale
 
     @property
     def pairs(self) -> range:
@@ -110,6 +118,8 @@ class LlamaShape:
             (0 < made.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
             (0 < made.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
             (1 < made.rotary_base < math.inf, "rotary_base above 1"),
+            (made.window >= 0, "window of 0 or more"),
+            (made.nope_interval >= 0, "nope_interval of 0 or more"),
             (1 <= made.rope_factor < math.inf, "rope_factor of 1 or more"),
             (made.rope_length > 0, "rope_length of 1 or more"),
             (0 < made.rope_slow < made.rope_fast < math.inf, "rope_slow between 0 and rope_fast"),
@@ -164,6 +174,7 @@ LLAMA = Network(
     head_width=lambda shape: shape.family.head_width,
     kv_heads=lambda shape: shape.family.kv_heads,
     feed_forward=lambda shape: shape.family.feed_forward,
+    windows=lambda shape: (shape.family.window,) * shape.num_layers,
     setting="llama",
     settle=settle,
     check=check,
@@ -171,7 +182,7 @@ LLAMA = Network(
     tied=lambda shape: shape.family.tied,
     sides=sides,
     fp8=lambda shape: FP8,
-    model_types=("llama", "qwen2", "qwen3"),
+    model_types=("llama", "qwen2", "qwen3", "smollm3", "mistral"),
     blocks="model.layers",
     modules={
         "wte": ("model.embed_tokens",),

@@ -54,6 +54,7 @@ class Network:
     head_width: Callable[["ModelShape"], int] | None = None  # D; None: channels / num_heads
     kv_heads: Callable[["ModelShape"], int] = lambda shape: shape.num_heads  # K
     feed_forward: Callable[["ModelShape"], int] = lambda shape: 4 * shape.channels  # F
+    windows: Callable[["ModelShape"], tuple[int, ...]] = lambda shape: (0,) * shape.num_layers  # see `ModelShape.windows`
     softcap: Callable[["ModelShape"], float] = lambda shape: 0.0  # the bound c of logits c tanh(x / c), or 0 for none
     letters: Callable[["ModelShape"], dict[str, int]] = lambda shape: {}  # sizes of letters that only it has
     # A setting that only it has.

@@ -39,7 +39,7 @@ class GgufModel:
         return y + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else y
 
     def rotated(self, x: np.ndarray) -> np.ndarray:
-        """(T, heads, D): ggml's rope, of pairs of neighbours for `llama` and of halves for the others."""
+        """(T, heads, D): ggml's rope, of pairs of neighbours for `llama` and `smollm3`, of halves for the others."""
         width = self.size("rope.dimension_count")
         frequencies = self.size("rope.freq_base") ** (-2 * np.arange(width // 2) / width)
         if "rope_freqs.weight" in self.tensors:
@@ -53,7 +53,7 @@ class GgufModel:
         cos, sin = scale * np.cos(angles), scale * np.sin(angles)
         found = np.empty_like(x)
         halves = slice(0, width // 2), slice(width // 2, width)
-        first, second = (slice(0, None, 2), slice(1, None, 2)) if self.network == "llama" else halves
+        first, second = (slice(0, None, 2), slice(1, None, 2)) if self.network in ("llama", "smollm3") else halves
         found[..., first] = x[..., first] * cos - x[..., second] * sin
         found[..., second] = x[..., first] * sin + x[..., second] * cos
         return found
@@ -84,7 +84,8 @@ class GgufModel:
             k, v = (part.reshape(length, shared, -1) for part in (k, v))
             if f"{layer}.attn_q_norm.weight" in self.tensors:
                 q, k = self.norm(q, f"{layer}.attn_q_norm"), self.norm(k, f"{layer}.attn_k_norm")
-            q, k = self.rotated(q), self.rotated(k)
+            if not (self.network == "smollm3" and (int(layer.split(".")[1]) + 1) % 4 == 0):  # no key says so
+                q, k = self.rotated(q), self.rotated(k)
             k, v = (np.repeat(part, self.heads // shared, axis=1) for part in (k, v))
         scores = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
         scores[:, np.triu(np.ones((length, length), dtype=bool), 1)] = -np.inf

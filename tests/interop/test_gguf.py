@@ -34,6 +34,11 @@ FAMILIES = {
     "gpt2": {"architecture": "gpt2", "sizes": (2, 2, 32, 96)},
     "llama": {"architecture": "llama", "sizes": (2, 4, 32, 96), "llama": f"kv_heads=2,feed_forward=64,tied,{LLAMA3}"},
     "qwen2": {"architecture": "llama", "sizes": (2, 4, 32, 96), "llama": f"kv_heads=1,feed_forward=40,qkv_bias,{YARN}"},
+    "smollm3": {
+        "architecture": "llama",
+        "sizes": (5, 4, 32, 96),
+        "llama": "kv_heads=2,feed_forward=64,tied,nope_interval=4",
+    },
     "qwen3": {
         "architecture": "llama",
         "sizes": (2, 3, 32, 96),
@@ -128,7 +133,7 @@ def test_every_tensor(family: str, run: Callable, tmp_path: Path) -> None:
             assert found.pop("rope_freqs.weight").shape == (4,)
         for name, values in found.items():
             ours = of_ours(model, name)
-            if family == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
+            if family in ("llama", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k"):
                 ours = in_their_order(ours, model.shape.head_width)
             there = torch.from_numpy(values.copy())
             assert there.shape == ours.shape, name

@@ -229,7 +229,7 @@ def test_a_tokenizer_that_is_named(exported: Callable, tmp_path: Path) -> None:
     assert checkpoint.find(str(tmp_path / "run")).manifest["tokenizer"]["kind"] == "bpe"
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "smollm3", "mistral"])
 def test_what_a_file_leaves_out_is_their_default(kind: str) -> None:
     sizes = {"vocab_size": 99, "max_position_embeddings": 64, "num_hidden_layers": 1, "num_attention_heads": 64}
     content = {"model_type": kind, **sizes, "hidden_size": 2048, "intermediate_size": 128}
@@ -238,6 +238,8 @@ def test_what_a_file_leaves_out_is_their_default(kind: str) -> None:
     assert family.kv_heads == config.num_key_value_heads and family.norm_epsilon == config.rms_norm_eps
     assert family.head_width == (getattr(config, "head_dim", None) or 32) and family.tied == config.tie_word_embeddings
     assert family.rotary_base == config.rope_parameters["rope_theta"]
+    assert family.window == (config.sliding_window if kind == "mistral" else 0)
+    assert family.nope_interval == (config.no_rope_layer_interval if kind == "smollm3" else 0)
 
 
 @pytest.mark.parametrize(("base", "length"), [(1e4, 131072), (1e6, 32768), (1e4, 64)])

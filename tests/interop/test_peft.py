@@ -45,8 +45,8 @@ GPT2 = transformers.GPT2Config(
     bos_token_id=256,
     eos_token_id=256,
 )
-EVERY = ["gpt2", "llama", "qwen2", "qwen3"]
-SOME = {"gpt2": "qkv+o", "llama": "q+v", "qwen2": "k+up+down", "qwen3": "q+k+v+o"}
+EVERY = ["gpt2", "llama", "qwen2", "qwen3", "smollm3"]
+SOME = {"gpt2": "qkv+o", "llama": "q+v", "qwen2": "k+up+down", "qwen3": "q+k+v+o", "smollm3": "q+o+down"}
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,25 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
         rope_theta=1000000.0,
         rope_scaling=YARN,
     ),
+    "smollm3": transformers.SmolLM3Config(
+        **(COMMON | {"num_hidden_layers": 5}),
+        hidden_size=40,
+        intermediate_size=51,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        no_rope_layer_interval=2,
+        pad_token_id=None,  # its row of the embedding would have no gradient
+        rope_parameters={"rope_type": "default", "rope_theta": 5000000.0},
+    ),
+    "mistral": transformers.MistralConfig(
+        **COMMON,
+        hidden_size=36,
+        intermediate_size=50,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        sliding_window=17,
+        rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+    ),
     "qwen3": transformers.Qwen3Config(
         **COMMON, hidden_size=24, intermediate_size=77, num_attention_heads=3, num_key_value_heads=3, head_dim=14
     ),
@@ -282,7 +301,7 @@ def test_its_weights_are_finetuned_on_text_of_its_tokenizer(run: Callable, saved
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "another type": ({"model_type": "qwen3_moe"}, '"handgrad_modern", "llama", "qwen2", "qwen3" in'),
+    "another type": ({"model_type": "qwen3_moe"}, '"handgrad_modern", "llama", "qwen2", "qwen3", "smollm3", "mistral" in'),
     "sliding window": ({"use_sliding_window": True}, "expected use_sliding_window false in"),
     "layers with windows": ({"layer_types": ["full_attention", "sliding_attention"]}, "expected layer_types of full_atten"),
     "activation": ({"hidden_act": "gelu"}, 'expected hidden_act "silu" in'),
@@ -320,6 +339,16 @@ def test_what_handgrad_lacks_is_named(name: str, saved: Callable, tmp_path: Path
     capsys.readouterr()  # of the library that saved it
     assert told in refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_other_lists_of_rotating_layers_are_refused(saved: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = shutil.copytree(saved("smollm3"), tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["no_rope_layers"] == [1, 0, 1, 0, 1]
+    for layers in ([1, 0, 1, 0, 0], [0, 1, 1, 1, 1], [1, 0, 1, 0], "all", [1, 0, 1, 0, 2]):
+        (folder / "config.json").write_text(json.dumps(config | {"no_rope_layers": layers}))
+        line = refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
+        assert "expected no_rope_layers with a 0 at every so manyth layer and 1 elsewhere in" in line
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}

@@ -73,7 +73,9 @@ def swiglu_product(draw: Draw, C: int, F: int) -> Case:
     return inputs, run
 
 
-def split_attention(draw: Draw, H: int, K: int, maxT: int, D: int, position: int, *, with_bias: bool = True) -> Case:
+def split_attention(
+    draw: Draw, H: int, K: int, maxT: int, D: int, position: int, *, with_bias: bool = True, window: int = 0
+) -> Case:
     """Attention of one row and the product after it: what lies behind the position may be anything, and stays."""
     C = 24
     inputs = {"qkv": draw.normal(1, (H + 2 * K) * D), "weight": draw.normal(C, H * D) / (H * D) ** 0.5}
@@ -85,18 +87,19 @@ def split_attention(draw: Draw, H: int, K: int, maxT: int, D: int, position: int
         caches = t["keys"].clone(), t["values"].clone()
         for cache in caches:
             cache[:, :, position:] = torch.nan
+            cache[:, :, : max(0, position + 1 - window) if window and ops is kernels else 0] = torch.nan
         out, attended = nan(t["qkv"], 1, C), nan(t["qkv"], 1, H * D)
         scratch = torch.full((1 << 20,), 255, dtype=torch.uint8, device=draw.device)
         bias = t["bias"] if with_bias else None
         tensors = *caches, t["residual"], t["qkv"], positions, t["weight"], bias
-        ops.attention_linear_residual_forward(out, attended, *tensors, scratch=scratch)
+        ops.attention_linear_residual_forward(out, attended, *tensors, window=window, scratch=scratch)
         assert all(torch.isnan(cache[:, :, position + 1 :]).all() for cache in caches)
         return {"out": out, "written": torch.stack([cache[:, :, position] for cache in caches])}
 
     return inputs, run
 
 
-def attention_append(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT: int, D: int) -> Case:
+def attention_append(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT: int, D: int, window: int = 0) -> Case:
     """New tokens of sequences in slots of a larger batch, some padded beyond the cache's end."""
     B, slots = len(starts), torch.arange(len(starts), device=draw.device).flip(0) * 2
     inputs = {name: draw.normal(2 * B, K, maxT, D) for name in ("keys", "values")}
@@ -111,7 +114,7 @@ def attention_append(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT
             for slot, start in zip(slots.tolist(), starts, strict=True):
                 cache[slot, :, start:] = torch.nan
         ops.store_keys_values_at(*caches, t["qkv"], slots, positions)
-        ops.attention_append(out, *caches, t["qkv"], slots, positions, scratch=torch.empty(0))
+        ops.attention_append(out, *caches, t["qkv"], slots, positions, window=window, scratch=torch.empty(0))
         return {"out": out[real]}
 
     return inputs, run
@@ -129,8 +132,9 @@ def advance(draw: Draw, B: int) -> None:
     assert torch.equal(*results) and results[0][0, 0] == 0
 
 
-def attention(draw: Draw, B: int, H: int, maxT: int, D: int, positions: list[int]) -> Case:
-    """The result, and the caches: what lies behind a sequence's position may be anything, and stays."""
+def attention(draw: Draw, B: int, H: int, maxT: int, D: int, positions: list[int], window: int = 0) -> Case:
+    """The result, and the caches: what lies behind a sequence's position may be anything, and stays. So may what lies
+    before its window, but for the reference, which multiplies it by 0."""
     inputs = {"qkv": draw.normal(B, 3 * H * D), "positions": torch.tensor(positions, device=draw.device)}
     inputs |= {name: draw.normal(B, H, maxT, D) for name in ("keys", "values")}
 
@@ -140,7 +144,10 @@ def attention(draw: Draw, B: int, H: int, maxT: int, D: int, positions: list[int
         for b, position in enumerate(positions):
             keys[b, :, position:] = torch.nan
             values[b, :, position:] = torch.nan
-        ops.attention_decode(out, keys, values, t["qkv"], t["positions"], scratch=torch.empty(0))
+            if window and ops is kernels:
+                keys[b, :, : max(0, position + 1 - window)] = torch.nan
+                values[b, :, : max(0, position + 1 - window)] = torch.nan
+        ops.attention_decode(out, keys, values, t["qkv"], t["positions"], window=window, scratch=torch.empty(0))
         written = [cache[b, :, p] for cache in (keys, values) for b, p in enumerate(positions)]
         untouched = [cache[b, :, p + 1 :] for cache in (keys, values) for b, p in enumerate(positions)]
         assert all(torch.isnan(part).all() for part in untouched)

@@ -85,20 +85,32 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
         "few": attention_decode.FEW_ATTENTIONS,
         "many": attention_decode.MANY_ATTENTIONS,
     }.items():
-        found[f"attention, {name}"] = attention_decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 1}, warps
+        found[f"attention, {name}"] = (
+            attention_decode._attention,
+            {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 1, "WINDOW": 0},
+            warps,
+        )
         found[f"grouped attention, {name}"] = (
             attention_decode._attention,
-            {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3},
+            {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3, "WINDOW": 0},
             warps,
         )
         wide = {"KEYS": elements // 256, "BLOCK": 256, "GROUP": 4}
-        found[f"grouped attention of 256, {name}"] = attention_decode._attention, wide, max(warps, 4)
+        for window in (0, 512):
+            kernel = f"grouped attention of 256{', within a window' * bool(window)}, {name}"
+            found[kernel] = attention_decode._attention, wide | {"WINDOW": window}, max(warps, 4)
     for D, parts in ((64, 4), (64, 16), (128, 4)):
-        constants = {"KEYS": attention_decode.PART_TILE // D, "D": D, "GROUP": 1, "SPLITS": parts}
+        constants = {
+            "KEYS": attention_decode.PART_TILE // D,
+            "D": D,
+            "GROUP": 1,
+            "SPLITS": parts,
+            "WINDOW": 4096 * (parts == 16),
+        }
         found[f"a part of {parts}, heads of {D}"] = attention_decode._attention_part, constants, attention_decode.PART_WARPS
     queries, keys, warps = attention_decode.TURING_APPEND_TILE if turing else attention_decode.APPEND_TILE
     for D, group in ((64, 1), (128, 1), (64, 4), (128, 2)):
-        constants = {"QUERIES": queries, "KEYS": keys, "BLOCK": D, "GROUP": group}
+        constants = {"QUERIES": queries, "KEYS": keys, "BLOCK": D, "GROUP": group, "WINDOW": 4096 * (group == 4)}
         name = f"attention of new tokens, heads of {D}, {group} to a key"
         found[name] = attention_decode._attention_append, constants, warps
     found["advance"] = decode._advance, {"BLOCK": 1}, 1

@@ -9,13 +9,13 @@ from handgrad.joins.dropout import cuda as dropout_kernels, reference as dropout
 from handgrad.joins.dropout.reference import Dropout
 from handgrad.ops import cuda as kernels
 from handgrad.ops.reference.attention import Mask
-from tests.documents import document_starts
+from tests.documents import document_starts, within
 from tests.kernels.memory_checks import Case, Draw, Tensors, classifier_inputs, copy, nan, statistics_dtype
 
 
-def attention(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int) -> Case:
+def attention(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int, window: int = 0) -> Case:
     """out, lse and the gradients of q, k and v; of documents of one token, whose q and k have none, in one piece."""
-    starts = document_starts(lengths).to(draw.device)
+    starts = within(document_starts(lengths), window).to(draw.device)
     B, T = starts.shape
     inputs = {"qkv": draw.normal(B * T, (H + 2 * K) * D), "dout": draw.normal(B * T, H * D), "starts": starts}
 
@@ -25,8 +25,8 @@ def attention(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int) -> C
         sizes = {"batch": B, "length": T, "num_heads": H, "kv_heads": K, "head_width": D, "dtype": qkv.dtype}
         size = ops.attention_scratch_bytes(**sizes, documents=t["starts"] is not None)
         scratch = torch.full((size + 16,), 255, dtype=torch.uint8, device=qkv.device)
-        ops.attention_forward(out, lse, qkv, scratch=scratch, mask=Mask(t["starts"]))
-        ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, mask=Mask(t["starts"]))
+        ops.attention_forward(out, lse, qkv, scratch=scratch, mask=Mask(t["starts"], window))
+        ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, mask=Mask(t["starts"], window))
         assert not checked or (scratch[size:] == 255).all()  # a graph that is captured has no numbers yet
         if max(map(max, lengths)) == 1:
             return {"out": out, "lse": lse, "dqkv": dqkv}

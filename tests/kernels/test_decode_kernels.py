@@ -71,6 +71,19 @@ def test_attention_over_several_tiles(draw: Draw, positions: list[int], monkeypa
     check(checks.attention(draw, 3, 2, 80, 24, positions))
 
 
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 40, 79, 200])
+def test_attention_within_a_window(draw: Draw, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 keys; nothing before the window is read."""
+    monkeypatch.setattr(attention_decode, "FEW_ATTENTIONS", (16 * 32, 1))
+    check(checks.attention(draw, 4, 2, 80, 24, [0, 15, 41, 79], window))
+
+
+@pytest.mark.parametrize("window", [1, 5, 32, 33, 64])
+def test_attention_of_new_tokens_within_a_window(draw: Draw, window: int) -> None:
+    check(checks.attention_append(draw, 70, [0, 130], 3, 3, 201, 64, window))
+    check(checks.attention_append(draw, 5, [3, 0, 11], 4, 2, 16, 24, window))
+
+
 # Shared keys at each border of a tile or a part; keys of one head each in no part, in one and in all.
 IN_PARTS = [*((6, 2, position) for position in (0, 1, 15, 16, 63, 64, 65, 129, 199)), (3, 3, 0), (3, 3, 16), (3, 3, 199)]
 
@@ -83,6 +96,8 @@ def test_heads_in_parts(draw: Draw, H: int, K: int, position: int, monkeypatch: 
         monkeypatch.setattr(attention_decode, "KEYS_PER_PART", keys_of_part)
         assert attention_decode.splits(200, 32) == parts
         check(checks.split_attention(draw, H, K, 200, 32, position, with_bias=position != 64))
+        for window in (1, 17, 64) if position in (16, 199) else ():
+            check(checks.split_attention(draw, H, K, 200, 32, position, window=window))
 
 
 @pytest.mark.parametrize(

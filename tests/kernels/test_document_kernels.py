@@ -47,6 +47,18 @@ def test_attention(draw: Draw, tiles: None, packing: int, heads: tuple[int, int,
     check(checks.attention(draw, LENGTHS[packing], *heads))
 
 
+WINDOWS = [1, 2, 15, 16, 17, 40, 95]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "window", "heads"), every_pair((t, w, h) for t in TILES for w in WINDOWS for h in HEADS), indirect=["tiles"]
+)
+def test_attention_within_a_window(draw: Draw, tiles: None, window: int, heads: tuple[int, int, int]) -> None:
+    """In one document longer than the window, and in several."""
+    check(checks.attention(draw, [[96], [3, 40, 1, 32, 20]], *heads, window))
+    check(checks.attention(draw, [[64], [64]], *heads, window))
+
+
 @pytest.mark.parametrize(("tiles", "packing"), [("wide", 2), ("tall", 3), ("shipped", 3)], indirect=["tiles"])
 def test_attention_with_dropout(draw: Draw, tiles: None, packing: int) -> None:
     check(checks.attention_with_dropout(draw, [[3, 40, 1, 32, 20], [96]][: packing - 1], 2, 24))

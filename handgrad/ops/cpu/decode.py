@@ -26,7 +26,14 @@ mix_rmsnorm_linear_forward = compose.after_mix(
 
 
 def attention_decode(
-    out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor | None = None
+    out: Tensor,
+    keys_inout: Tensor,
+    values_inout: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    *,
+    window: int = 0,
+    scratch: Tensor | None = None,
 ) -> None:
     B, K, _, D = keys_inout.shape
     reference.store_keys_values_at(keys_inout, values_inout, qkv, torch.arange(B), positions)
@@ -34,7 +41,8 @@ def attention_decode(
     q = q.view(B, K, -1, D)  # query heads that share keys and values become rows of one GEMM
     y = out.view(*q.shape)
     for b, position in enumerate(positions.tolist()):
-        keys, values = (cache[b, :, : position + 1].to(q.dtype) for cache in (keys_inout, values_inout))
+        seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
+        keys, values = (cache[b, :, seen].to(q.dtype) for cache in (keys_inout, values_inout))
         y[b] = torch.matmul(torch.softmax(torch.matmul(q[b], keys.transpose(-1, -2)), -1), values)
 
 

@@ -43,7 +43,14 @@ def splits(maxT: int, D: int) -> int:
 
 
 def attention_decode(
-    out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor
+    out: Tensor,
+    keys_inout: Tensor,
+    values_inout: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    *,
+    window: int = 0,
+    scratch: Tensor,
 ) -> None:
     B, K, maxT, D = keys_inout.shape
     H = out.shape[1] // D
@@ -51,11 +58,11 @@ def attention_decode(
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
     elements, warps = FEW_ATTENTIONS if B * H < FEW_PROGRAMS else MANY_ATTENTIONS
     tile, warps = (max(16, elements // block), block), max(warps, block // 64)  # two warps spill heads of 256
-    launch(_attention, (H, B), *tensors, H, maxT, D, scale, *tile, H // K, **overlapping(out, warps))
+    launch(_attention, (H, B), *tensors, H, maxT, D, scale, *tile, H // K, WINDOW=window, **overlapping(out, warps))
 
 
 def attention_parts(
-    keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor
+    keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, window: int = 0, scratch: Tensor
 ) -> AttentionParts:
     """The parts of `attention_decode` for one row, in scratch; `row_gemm` adds them up."""
     _, K, maxT, D = keys_inout.shape
@@ -67,19 +74,28 @@ def attention_parts(
     found = AttentionParts(sums.view(H, parts, D), tops.view(H, parts), totals.view(H, parts))
     tensors, scale = (keys_inout, values_inout, qkv, positions), 1 / (math.sqrt(D) * math.log(2))
     sizes = H, maxT, scale, max(16, PART_TILE // D), D, H // K, parts
-    launch(_attention_part, (H, parts), *found, *tensors, *sizes, **overlapping(qkv, PART_WARPS))
+    launch(_attention_part, (H, parts), *found, *tensors, *sizes, WINDOW=window, **overlapping(qkv, PART_WARPS))
     return found
 
 
 def attention_append(
-    out: Tensor, keys: Tensor, values: Tensor, qkv: Tensor, slots: Tensor, positions: Tensor, *, scratch: Tensor
+    out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    qkv: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    window: int = 0,
+    scratch: Tensor,
 ) -> None:
     (_, K, maxT, D), B = keys.shape, slots.shape[0]
     H, T = out.shape[1] // D, out.shape[0] // B
     tensors, scale = (out, keys, values, qkv, slots, positions), 1 / (math.sqrt(D) * math.log(2))
     queries, keys_at_once, warps = TURING_APPEND_TILE if is_before_ampere(capability(qkv.device)) else APPEND_TILE
     tile = queries, keys_at_once, max(16, triton.next_power_of_2(D)), H // K
-    launch(_attention_append, (triton.cdiv(T, queries), H, B), *tensors, H, T, maxT, D, scale, *tile, num_warps=warps)
+    grid, options = (triton.cdiv(T, queries), H, B), {"WINDOW": window, "num_warps": warps}
+    launch(_attention_append, grid, *tensors, H, T, maxT, D, scale, *tile, **options)
 
 
 @triton.jit
@@ -91,7 +107,7 @@ def tile_of(keys, values, place, here, inside):
 @triton.jit
 def _attention_part(
     sums_out, tops_out, totals_out, keys, values, qkv, positions, H, maxT, SCALE, KEYS: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A part of one head's keys. Part 0 includes the new token and stores its key and value; heads that share them store
     the same numbers."""
@@ -102,7 +118,11 @@ def _attention_part(
     kv_heads, kv_head = H // GROUP, h // GROUP
     cache = kv_head.to(tl.int64) * maxT * D
     place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
-    key, value = tile_of(keys, values, place, n < position, inside)
+    count = position  # of the keys before the new one that it sees
+    if WINDOW:
+        count = tl.minimum(position, WINDOW - 1)
+        place += (position - count).to(tl.int64) * D
+    key, value = tile_of(keys, values, place, n < count, inside)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -117,10 +137,10 @@ def _attention_part(
     largest = tl.full([KEYS], NOTHING, tl.float32)
     total = tl.zeros([KEYS], tl.float32)
     y = tl.zeros([KEYS, D], tl.float32)
-    for start in range(0, position - part * KEYS, SPLITS * KEYS):
-        here = start + n < position
+    for start in range(0, count - part * KEYS, SPLITS * KEYS):
+        here = start + n < count
         later = start + SPLITS * KEYS  # requested before this tile's scores
-        next_key, next_value = tile_of(keys, values, place + later * D, later + n < position, inside)
+        next_key, next_value = tile_of(keys, values, place + later * D, later + n < count, inside)
         scores = tl.where(here, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
         above = tl.maximum(largest, scores)
         weights = tl.where(here, tl.exp2(scores - above), 0.0)
@@ -142,7 +162,7 @@ def _attention_part(
 @triton.jit
 def _attention(
     out, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    WINDOW: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One query head. Heads that share keys and values all store the same new key and value."""
     h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -153,7 +173,11 @@ def _attention(
     kv_heads, kv_head = H // GROUP, h // GROUP
     cache = (b * kv_heads + kv_head) * maxT * D
     place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
-    key, value = tile_of(keys, values, place, n < position, inside)
+    count = position  # of the keys before the new one that it sees
+    if WINDOW:
+        count = tl.minimum(position, WINDOW - 1)
+        place += (position - count).to(tl.int64) * D
+    key, value = tile_of(keys, values, place, n < count, inside)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -166,11 +190,11 @@ def _attention(
     tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside)
     # Every row of the tile keeps its own softmax over the keys it sees: no warp in the loop waits for another.
     # A row that sees none keeps a maximum far below all scores and a sum of 0.
-    largest = tl.where(n < position, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
-    total = tl.where(n < position, 1.0, 0.0)
+    largest = tl.where(n < count, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
+    total = tl.where(n < count, 1.0, 0.0)
     y = total[:, None] * value.to(tl.float32)
-    for start in range(KEYS, position, KEYS):
-        earlier = start + n < position
+    for start in range(KEYS, count, KEYS):
+        earlier = start + n < count
         mask = earlier[:, None] & inside[None, :]
         key = tl.load(keys + place + start * D, mask=mask, other=0.0)
         value = tl.load(values + place + start * D, mask=mask, other=0.0)
@@ -194,7 +218,7 @@ def _attention(
 @triton.jit
 def _attention_append(
     out, keys, values, qkv, slots, positions, H, T, maxT, D, SCALE, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     query, channel = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, BLOCK)
@@ -209,12 +233,19 @@ def _attention_append(
     total = tl.zeros([QUERIES], tl.float32)
     y = tl.zeros([QUERIES, BLOCK], tl.float32)
     last = tl.max(position).to(tl.int32)
-    for first in range(0, last + 1, KEYS):
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(tl.min(tl.where(real, position, maxT)).to(tl.int32) - WINDOW + 1, 0) // KEYS * KEYS
+    for first in range(begin, last + 1, KEYS):
         n = first + tl.arange(0, KEYS)
         place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
         key, value = tile_of(keys, values, place, n <= last, inside)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * SCALE
-        scores = tl.where(n[None, :] <= position[:, None], scores, NOTHING)
+        seen = n[None, :] <= position[:, None]
+        if WINDOW:
+            seen &= n[None, :] > position[:, None] - WINDOW
+        # A query that sees no key of the first tiles weighs these by 1, and by 0 once it sees one.
+        scores = tl.where(seen, scores, NOTHING)
         above = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - above[:, None])
         before = tl.exp2(largest - above)

@@ -152,15 +152,17 @@ def attention_linear_residual_forward(
     weight: Tensor,
     bias: Tensor | None,
     *,
+    window: int = 0,
     scratch: Tensor,
     tf32: bool = False,
 ) -> None:
     """For one row with split heads `attended` stays unwritten: the row GEMM adds the parts itself."""
     attention = keys_inout, values_inout, qkv, positions
     if takes(attended, weight) and splits(*keys_inout.shape[2:]) > 1:
-        row_gemm(out, attended, weight, bias, residual=residual, parts=attention_parts(*attention, scratch=scratch))
+        parts = attention_parts(*attention, window=window, scratch=scratch)
+        row_gemm(out, attended, weight, bias, residual=residual, parts=parts)
     else:
-        attention_decode(attended, *attention, scratch=scratch)
+        attention_decode(attended, *attention, window=window, scratch=scratch)
         linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch, tf32=tf32)
 
 

@@ -19,9 +19,11 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Mask:
     """Causal. With `document_starts` (B, T) int32, attention also stays within the documents packed in a row. It holds, for
-    each position, where its document starts; query i sees key j if document_starts[i] <= j <= i."""
+    each position, where its document starts; query i sees key j if document_starts[i] <= j <= i. With a `window` of w keys
+    it holds max(start of the document, i - w + 1) instead, which never falls along a row either."""
 
     document_starts: Tensor | None = None
+    window: int = 0  # 0: none
 
     def hidden(self, sample: int, length: int, device: torch.device) -> Tensor:
         """(T, T) bool, queries by keys of this sample: True where the query does not see the key."""

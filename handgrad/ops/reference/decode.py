@@ -81,13 +81,21 @@ def gained_qk_norm_rotary_forward(
 
 
 def attention_decode(
-    out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor | None = None
+    out: Tensor,
+    keys_inout: Tensor,
+    values_inout: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    *,
+    window: int = 0,
+    scratch: Tensor | None = None,
 ) -> None:
     """Attention of one new token per sequence: appends its key and value to the caches (B, K, maxT, D) at positions (B) and
-    attends to 0..positions[b]. out (B, H D), qkv (B, (H + 2K) D). It reads nothing after that position."""
+    attends to 0..positions[b], or to the last `window` of these. out (B, H D), qkv (B, (H + 2K) D). It reads nothing after
+    that position."""
     slots = torch.arange(len(positions), device=qkv.device)
     store_keys_values_at(keys_inout, values_inout, qkv, slots, positions)
-    attention_append(out, keys_inout, values_inout, qkv, slots, positions)
+    attention_append(out, keys_inout, values_inout, qkv, slots, positions, window=window)
 
 
 def advance(tokens: Tensor, positions_inout: Tensor, places_inout: Tensor, chosen: Tensor, active: Tensor) -> None:
@@ -129,17 +137,20 @@ def attention_append(
     slots: Tensor,
     positions: Tensor,
     *,
+    window: int = 0,
     scratch: Tensor | None = None,
 ) -> None:
     """Attention of several new tokens for each of B' sequences. The caches (B, K, maxT, D) already hold their keys and
-    values; each token attends to positions up to its own. out (B' T, H D), qkv (B' T, (H + 2K) D), slots (B'),
-    positions (B' T) as in `store_keys_values_at`."""
+    values; each token attends to positions up to its own, or to the last `window` of these. out (B' T, H D),
+    qkv (B' T, (H + 2K) D), slots (B'), positions (B' T) as in `store_keys_values_at`."""
     B, (_, K, maxT, D) = slots.shape[0], keys.shape
     q, _, _ = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
     H, T = q.shape[1:3]
     q = q.to(accumulation_dtype(qkv.dtype))
-    later = torch.arange(maxT, device=qkv.device) > positions.view(B, 1, T, 1)
-    weights = torch.softmax(attention.masked_scores(q, for_queries(keys[slots], H, 1).to(q.dtype), later), -1)
+    places, own = torch.arange(maxT, device=qkv.device), positions.view(B, 1, T, 1)
+    later = places > own
+    hidden = later | (places <= own - window) if window else later
+    weights = torch.softmax(attention.masked_scores(q, for_queries(keys[slots], H, 1).to(q.dtype), hidden), -1)
     # Unwritten cache memory may hold NaN, and a weight of 0 does not remove it.
     unseen = later.all(2).view(B, 1, maxT, 1)
     y = torch.matmul(weights, for_queries(values[slots], H, 1).to(q.dtype).masked_fill(unseen, 0))
