@@ -14,10 +14,6 @@ FAMILIES = {
 }
 
 
-def shape_of(family: str, vocab_size: int = 57, length: int = 19, layers: int = 4) -> ModelShape:
-    return ModelShape(vocab_size, length, layers, 4, 24, "gemma3", gemma3=FAMILIES[family])
-
-
 def normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), None, epsilon) * (1 + weight)
 

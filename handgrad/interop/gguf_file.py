@@ -271,10 +271,10 @@ def token_list(tokenizer: Tokenizer, tables: dict[str, Any]) -> tuple[list[str],
 
 def scores(tokens: list[str], tables: dict[str, Any]) -> list[float]:
     """A score per token. SentencePiece merges the pair whose token has the highest: that of the first merge of all."""
-    ranks: dict[str, float] = {}
-    for rank, merge in enumerate(tables["model"]["merges"]):
+    ranks, merges = dict[str, float](), tables["model"]["merges"]
+    for rank, merge in enumerate(merges):
         ranks.setdefault("".join(merge) if isinstance(merge, list) else merge.replace(" ", ""), -float(rank))
-    return [ranks.get(token, -float(len(ranks))) for token in tokens]
+    return [ranks.get(token, -float(len(merges))) for token in tokens]
 
 
 def splitter(tables: dict[str, Any]) -> str:

@@ -204,7 +204,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
         with opened(path) as stored:
             for name in stored.keys():  # noqa: SIM118
                 plain = name.removeprefix(prefix).replace("model.language_model.", "model.").removeprefix("language_model.")
-                if IMAGES.match(name) and shape.architecture == "gemma3":
+                if IMAGES.match(name):
                     aside += 1
                     continue
                 if BUFFERS.fullmatch(plain):

@@ -60,7 +60,8 @@ class Gemma3Shape:
             (0 < made.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
             (min(made.window, made.full_every, made.score_width) > 0, "window, full_every and score_width of 1 or more"),
             (0 < made.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
-            (1 < min(made.rotary_base, made.window_rotary_base) < math.inf, "rotary bases above 1"),
+            (1 < made.rotary_base < math.inf, "rotary_base above 1"),
+            (1 < made.window_rotary_base < math.inf, "window_rotary_base above 1"),
             (1 <= made.rope_factor < math.inf, "rope_factor of 1 or more"),
         )
         for holds, wanted in rules:
