@@ -175,8 +175,5 @@ def named_values(kind: type[T], setting: str, text: str, example: str) -> T:
 
 def named_text(values: Any) -> str:
     """The text of a dataclass that `named_values` parses, without the fields that have their defaults."""
-    parts = []
-    for f in dataclasses.fields(values):
-        if (value := getattr(values, f.name)) != f.default:
-            parts.append(f.name if value is True else f"{f.name}={value}")
-    return ",".join(parts)
+    found = {f.name: value for f in dataclasses.fields(values) if (value := getattr(values, f.name)) != f.default}
+    return ",".join(name if value is True else f"{name}={value}" for name, value in found.items())

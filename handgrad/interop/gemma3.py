@@ -38,12 +38,12 @@ FAMILY = {
     "window": ("sliding_window", 4096),
     "score_width": ("query_pre_attn_scalar", 256),
 }
-OTHERS = "rms_norm_eps rope_theta rope_local_base_freq rope_scaling rope_parameters layer_types sliding_window_pattern"
+READ = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters", "layer_types"}
+READ |= {"sliding_window_pattern", *(key for key, *_ in (*KNOWN, *SIZES.values(), *FAMILY.values()))}
 # Keys that change no logits. The last line's are of a model with images.
 WITHOUT_EFFECT = """architectures model_type dtype torch_dtype transformers_version initializer_range use_cache
     cache_implementation bos_token_id eos_token_id pad_token_id _name_or_path _sliding_window_pattern unsloth_fixed
     unsloth_version text_config vision_config boi_token_index eoi_token_index image_token_index mm_tokens_per_image"""
-READ = {*OTHERS.split(), *(key for key, _, _ in KNOWN), *(key for key, _ in (*SIZES.values(), *FAMILY.values()))}
 FULL, WINDOWED = "full_attention", "sliding_attention"
 LLAMACPP = {"full_every": 6, "window_rotary_base": 10000.0}  # its own constants
 
@@ -76,11 +76,10 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     """The model of a config.json; `DataError` if it asks for anything that our network does not compute."""
     text = content.get("text_config") or content
-    for table in (content, text):
-        check_keys(table, {*READ, *WITHOUT_EFFECT.split()}, path)
+    check_keys(content | text, {*READ, *WITHOUT_EFFECT.split()}, path)
     config = Config(text, path)
     config.expect(KNOWN)
-    sizes = {ours: config.whole(*theirs) for ours, theirs in SIZES.items()}
+    sizes: dict[str, Any] = {ours: config.whole(*theirs) for ours, theirs in SIZES.items()}
     family = Gemma3Shape(
         **{ours: config.whole(*theirs) for ours, theirs in FAMILY.items()},
         norm_epsilon=config.number("rms_norm_eps", 1e-6, text),
@@ -107,7 +106,7 @@ def read_pattern(config: Config, layers: int) -> int:
     return every
 
 
-def read_rope(config: Config) -> dict[str, float]:
+def read_rope(config: Config) -> dict[str, Any]:
     """The bases and the factor of the rotary positions, from `rope_parameters` or the keys of older versions."""
     content, rope = config.content, config.content.get("rope_parameters") or {}
     full = {**(rope.get(FULL) or {}), **(content.get("rope_scaling") or {})}

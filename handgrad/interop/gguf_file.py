@@ -122,8 +122,8 @@ def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
             found = names.get_name(shape.network.prefix + name, try_suffixes=(".weight", ".bias"))
             assert found, name
             turned = network in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name)
-            stores_gain = network == "gemma3" and part.dim() == 1  # where we have w, it has 1 + w
-            yield Part(found, part, len(part) // shape.head_width if turned else 0, float(stores_gain))
+            offset = float(network == "gemma3" and part.dim() == 1)  # a gain is w here, 1 + w there
+            yield Part(found, part, len(part) // shape.head_width if turned else 0, offset)
     if network == "llama" and shape.family.rope == "llama3":
         family = shape.family
         plain = (family.rotary_base ** (-2 * pair / family.head_width) for pair in family.pairs)

@@ -230,8 +230,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
             " the file is not this config's"
         )
     if aside:
-        message = f"{folder} has a vision tower of {aside} tensors; handgrad leaves it aside and reads the text model"
-        print_message(message, ends=False)
+        print_message(f"{folder} has a vision tower of {aside} tensors; handgrad leaves it aside", ends=False)
     tied = HEAD in tensors and HEAD not in wanted
     if tied and not torch.equal(*(load_tensor(*tensors[name]) for name in (HEAD, embedding))):
         raise DataError(

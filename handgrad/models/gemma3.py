@@ -22,9 +22,9 @@ from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
 from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
-from handgrad.memory.rows import ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
+from handgrad.memory.rows import ZEROS, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompts_attend, step_attends, store_prompts
-from handgrad.models.llama import mask_of
+from handgrad.models.llama import ATTENTION, FEED_FORWARD, NEXT_BLOCK, NORMAL, RESIDUAL, mask_of
 from handgrad.models.passes import Launch, Stage, fill_window_starts, head_backward
 from handgrad.networks import ModelShape
 from handgrad.networks.gemma3 import family_of, rotation
@@ -37,19 +37,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     x, s, norm = act.embedded, act.scratch, norm_options(shape)
     stages = [Stage("embedding", partial(embedding_forward, ops, w, act, shape))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        rotated = norm_and_rotate(ops, weights, block, shape, layer, length=block.lse.shape[2])
-        run = partial(
-            block_forward,
-            ops,
-            weights,
-            block,
-            block.residual_out,
-            x,
-            rotated,
-            attends(ops, block, act, shape, layer),
-            s,
-            norm,
-        )
+        inside = attention(ops, weights, block, act, shape, layer)
+        run = partial(block_forward, ops, weights, block, block.residual_out, x, inside, s, norm)
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     return [*stages, Stage("lnf", partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, **norm))]
@@ -61,15 +50,14 @@ def block_forward(
     act: BlockActivations,
     out: Tensor,
     x: Tensor,
-    before_attention: Launch,
-    attend: Launch,
+    inside: tuple[Launch, Launch],
     s: Tensor,
     norm: dict[str, float],
 ) -> None:
-    """x (N, C) -> out (N, C), which may be x. `before_attention`: act.heads -> act.qkv; `attend`: act.qkv -> act.atty."""
+    """x (N, C) -> out (N, C), which may be x. `inside`: act.heads -> act.qkv, act.qkv -> act.atty."""
     ops.rmsnorm_linear_forward(act.heads, act.norm1, act.norm1_rstd, x, w.norm1_gain, w.qkv_weight, None, **norm, scratch=s)
-    before_attention()  # q, k = R(N(q)), R(N(k))
-    attend()  # y = softmax(q k^T / sqrt(D)) v
+    for launch in inside:  # q, k = R(N(q)), R(N(k)); y = softmax(q k^T / sqrt(D)) v
+        launch()
     ops.linear_forward(act.proj, act.atty, w.proj_weight, None, scratch=s)
     ops.rmsnorm_forward(act.residual_mid, act.proj_rstd, act.proj, w.after1_gain, **norm)
     ops.residual_forward(act.residual_mid, x, act.residual_mid)  # a = x + N(y W^T)
@@ -81,9 +69,13 @@ def block_forward(
     ops.residual_forward(out, act.residual_mid, out)  # a + N(h W^T)
 
 
-def attends(ops: ModuleType, act: BlockActivations, whole: Activations, shape: ModelShape, layer: int) -> Launch:
+def attention(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, whole: Activations, shape: ModelShape, layer: int
+) -> tuple[Launch, Launch]:
     """The tokens of a row attend to each other."""
-    return partial(ops.attention_forward, act.atty, act.lse, act.qkv, scratch=whole.scratch, **mask_of(whole, shape, layer))
+    options = {"scratch": whole.scratch} | mask_of(whole, shape, layer)
+    rotated = norm_and_rotate(ops, w, act, shape, layer, length=act.lse.shape[2])
+    return rotated, partial(ops.attention_forward, act.atty, act.lse, act.qkv, **options)
 
 
 def norm_and_rotate(
@@ -160,13 +152,10 @@ def block_backward(
     recompute: int,
 ) -> None:
     """d.dresidual, of the block's output -> of x, in place; adds the weights' gradients to `g`."""
-    norm, length, dx, s = norm_options(shape), act.lse.shape[2], d.dresidual, whole.scratch
-    rotated = norm_and_rotate(ops, w, act, shape, layer, length=length)
-    through_norm = partial(ops.rmsnorm_backward, plus=1, scratch=s)
+    norm, dx, s = norm_options(shape), d.dresidual, whole.scratch
+    inside, through_norm = attention(ops, w, act, whole, shape, layer), partial(ops.rmsnorm_backward, plus=1, scratch=s)
     if recompute == WHOLE_BLOCKS:
-        block_forward(
-            ops, w, act, d.dbranch, x, rotated, attends(ops, act, whole, shape, layer), s, norm
-        )  # nothing reads its output
+        block_forward(ops, w, act, d.dbranch, x, inside, s, norm)  # nothing reads its output
     elif recompute:
         if recompute == 2:
             ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, **norm)
@@ -182,25 +171,17 @@ def block_backward(
     through_norm(d.dbranch, g.after1_gain, dx, act.proj, act.proj_rstd, w.after1_gain)
     if recompute == 2:
         ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, **norm)
-        rotated()
+        inside[0]()
     ops.linear_backward(d.datty, g.proj_weight, None, d.dbranch, act.atty, w.proj_weight, scratch=s)
-    attention = d.dqkv, d.datty, act.atty, act.lse, act.qkv
-    ops.attention_backward(*attention, scratch=d.attention_scratch, **mask_of(whole, shape, layer))
-    heads = g.q_gain, g.k_gain, act.heads, act.heads_rstd, w.q_gain, w.k_gain
-    turn = rotation(family_of(shape), layer) | {"length": length, "plus": 1}
-    ops.gained_qk_norm_rotary_backward(d.dqkv, *heads, **turn, scratch=s)
+    options = {"scratch": d.attention_scratch} | mask_of(whole, shape, layer)
+    ops.attention_backward(d.dqkv, d.datty, act.atty, act.lse, act.qkv, **options)
+    heads, turn = (g.q_gain, g.k_gain, act.heads, act.heads_rstd, w.q_gain, w.k_gain), rotation(family_of(shape), layer)
+    ops.gained_qk_norm_rotary_backward(d.dqkv, *heads, **turn, length=act.lse.shape[2], plus=1, scratch=s)
     ops.linear_backward(d.dnorm, g.qkv_weight, None, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     through_norm(dx, g.norm1_gain, d.dnorm, x, act.norm1_rstd, w.norm1_gain)
 
 
-# Tables.
-
-ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the next block's first
-
-NORMAL, RESIDUAL = Init("normal", 0.02), Init("normal", 0.02, residual=True)
-
-
-# Parameters. Matrices come before vectors, so that the optimizer decays one contiguous range. A gain is stored as w.
+# Tables. Matrices come before vectors, so that the optimizer decays one contiguous range. A gain is stored as w.
 
 
 @dataclass
@@ -267,8 +248,7 @@ class Activations(PassTensors):
 
 @dataclass
 class Gradients:
-    """Gradients of activations. The backward updates the residual stream's gradient in place: the identity path passes it
-    through, and each norm before a half adds its own path."""
+    """Gradients of activations. Each norm before a half adds its path to the residual stream's gradient, in place."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
     dresidual: Tensor = activation("N C", lives=in_backward)
@@ -311,7 +291,8 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     embed(ops.token_embedding_decode, x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
         rotated = norm_and_rotate(ops, weights, act, shape, layer, positions=b.positions)
-        block_forward(ops, weights, act, x, x, rotated, step_attends(ops, act, b, layer, shape.windows[layer]), s, norm)
+        inside = rotated, step_attends(ops, act, b, layer, shape.windows[layer])
+        block_forward(ops, weights, act, x, x, inside, s, norm)
     last = act.norm1, act.norm1_rstd, x, w.lnf_gain
     ops.rmsnorm_linear_forward(b.logits, *last, w.head, None, **norm, scratch=s)
 
@@ -320,10 +301,8 @@ def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
     """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
-    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens.
-
-    Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
-    it."""
+    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens. Right padding is harmless: attention is
+    causal, and a decode step writes a padded cache position before it reads it."""
     N, s, norm = batch * length, b.scratch, norm_options(shape)
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
@@ -334,7 +313,7 @@ def prefill(
         rotated = norm_and_rotate(at_places, weights, act, shape, layer, **place)
         if layer + 1 < len(w.blocks):
             attend = prompts_attend(ops, act, b, layer, batch, append=append, window=shape.windows[layer])
-            block_forward(ops, weights, act, x, x, rotated, attend, s, norm)
+            block_forward(ops, weights, act, x, x, (rotated, attend), s, norm)
         else:  # of the last block, prefill needs only keys and values
             first = act.norm1, act.norm1_rstd, x, weights.norm1_gain
             ops.rmsnorm_linear_forward(act.heads, *first, weights.qkv_weight, None, **norm, scratch=s)

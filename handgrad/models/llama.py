@@ -54,7 +54,7 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations, shape: Mode
         fill_window_starts(act.window_starts, act.document_starts, shape.window)
 
 
-def mask_of(act: Activations, shape: ModelShape, layer: int) -> dict[str, Mask]:
+def mask_of(act: Any, shape: ModelShape, layer: int) -> dict[str, Mask]:
     """The argument by which a layer's attention stays within its window, if it has one."""
     return {"mask": Mask(act.window_starts, shape.window)} if shape.windows[layer] else {}
 

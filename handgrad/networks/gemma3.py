@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from handgrad.errors import UsageError
 from handgrad.names import named_text, named_values
-from handgrad.networks.llama import WIDEST_HEAD, gemms, sides
+from handgrad.networks.llama import LLAMA, WIDEST_HEAD, gemms, sides
 from handgrad.networks.network import Network
 
 if TYPE_CHECKING:
     from handgrad.networks import ModelShape
-
-EXAMPLE = "kv_heads=1,head_width=256,feed_forward=2048,window=512"
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def rotation(family: Gemma3Shape, layer: int) -> dict[str, Any]:
 @functools.lru_cache(maxsize=64)
 def parse_gemma3(text: str) -> Gemma3Shape:
     """Parses the text of a configuration. Raises `UsageError` for an unknown name or an invalid value."""
-    return named_values(Gemma3Shape, "gemma3", text, EXAMPLE)
+    return named_values(Gemma3Shape, "gemma3", text, "kv_heads=1,feed_forward=2048,window=512")
 
 
 def family_of(shape: "ModelShape") -> Gemma3Shape:
@@ -102,19 +100,11 @@ GEMMA3 = Network(
     any_context=True,
     sides=sides,
     model_types=("gemma3_text", "gemma3"),
-    blocks="model.layers",
+    blocks=LLAMA.blocks,
     modules={
-        "wte": ("model.embed_tokens",),
-        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "proj": ("self_attn.o_proj",),
-        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "down": ("mlp.down_proj",),
-        "norm1": ("input_layernorm",),
+        **LLAMA.modules,
         "after1": ("post_attention_layernorm",),
         "norm2": ("pre_feedforward_layernorm",),
         "after2": ("post_feedforward_layernorm",),
-        "q": ("self_attn.q_norm",),
-        "k": ("self_attn.k_norm",),
-        "lnf": ("model.norm",),
     },
 )
