@@ -270,7 +270,7 @@ def token_list(tokenizer: Tokenizer, tables: dict[str, Any]) -> tuple[list[str],
 
 
 def scores(tokens: list[str], tables: dict[str, Any]) -> list[float]:
-    """A score per token. SentencePiece merges the pair whose token has the highest: that of the first merge of all."""
+    """A score per token. SentencePiece joins the pair whose token scores highest, `tokenizers` the first merge's."""
     ranks, merges = dict[str, float](), tables["model"]["merges"]
     for rank, merge in enumerate(merges):
         ranks.setdefault("".join(merge) if isinstance(merge, list) else merge.replace(" ", ""), -float(rank))

@@ -1,7 +1,6 @@
 """Gemma 3's text models. models/gemma3.py computes them.
 
-A configuration writes the sizes that only they have as a text: `kv_heads=1,head_width=256,feed_forward=2048,window=512`. A
-size left out has its default.
+A configuration writes the sizes that only they have as a text: `kv_heads=1,window=512`. One left out has its default.
 """
 
 import functools

@@ -88,9 +88,7 @@ class RunConfig:
     out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", free=True)
 
     # the model
-    architecture: str = option(
-        "gpt2", "the network: gpt2, modern, llama or gemma3 (docs/modern.md, llama.md, gemma.md)", choices=ARCHITECTURES
-    )
+    architecture: str = option("gpt2", "the network: gpt2, modern, llama or gemma3 (docs/README.md)", choices=ARCHITECTURES)
     techniques: str = option("", f"all that the modern network has, of {', '.join(TECHNIQUES)}; or none (empty: defaults)")
     llama: str = option("", "settings of a Llama beside its sizes, like kv_heads=2,rotary_base=500000.0,tied")
     gemma3: str = option("", "settings of a Gemma 3 beside its sizes, like kv_heads=1,feed_forward=2048,window=512")
