@@ -27,6 +27,8 @@ MODERN_NEW = replace(MODERN, techniques=toggled("residual_scalars,input_scalars,
 ALL = "kv_heads=2,head_width=24,feed_forward=160,tied,qkv_bias,qk_norm,rope=llama3,rope_length=16"
 LLAMA = ModelShape(301, 48, 3, 4, 64, "llama", llama=ALL)
 LLAMA_UNTIED = replace(LLAMA, llama="kv_heads=1")
+WINDOWED = "kv_heads=2,head_width=24,feed_forward=160,window=9,full_every=2,score_width=16"
+GEMMA = ModelShape(301, 48, 3, 4, 64, "gemma3", gemma3=WINDOWED)
 BATCH, LENGTH = 5, 48
 SEED = 1337  # of dropout
 

@@ -25,7 +25,18 @@ from handgrad.run.resolve import resolve
 from handgrad.settings import presets
 from handgrad.settings.config import ModelShape, RunConfig
 from handgrad.training.step import StepResult
-from tests.gpu.models import LLAMA, LLAMA_UNTIED, MODERN, MODERN_NEW, SHAPE, ZipfBytes, ZipfTokens, gradients, statistics
+from tests.gpu.models import (
+    GEMMA,
+    LLAMA,
+    LLAMA_UNTIED,
+    MODERN,
+    MODERN_NEW,
+    SHAPE,
+    ZipfBytes,
+    ZipfTokens,
+    gradients,
+    statistics,
+)
 from tests.gpu.runs import check_allocations, leave_the_same_bits
 from tests.test_runs import elsewhere, records
 
@@ -192,8 +203,8 @@ def test_tuning_writes_a_table_that_products_then_use(
 )
 @pytest.mark.parametrize(
     "shape",
-    [SHAPE, MODERN, MODERN_NEW, LLAMA, LLAMA_UNTIED],
-    ids=["gpt2", "modern", "modern, all techniques", "llama", "llama, untied"],
+    [SHAPE, MODERN, MODERN_NEW, LLAMA, LLAMA_UNTIED, GEMMA],
+    ids=["gpt2", "modern", "modern, all techniques", "llama", "llama, untied", "gemma3"],
 )
 def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype, precision: str, shape: ModelShape) -> None:
     exact = with_scalars_joined(gradients(reference, GPU, torch.float64, shape=shape))
