@@ -15,7 +15,8 @@ from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
 from handgrad.memory.arena import Clock
-from handgrad.models.passes import Attention, fill_window_starts
+from handgrad.models.passes import Attention
+from handgrad.models.windows import fill_window_starts
 from handgrad.networks import ModelShape
 from handgrad.ops.reference.attention import Mask
 
