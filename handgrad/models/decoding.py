@@ -99,7 +99,9 @@ def prompt_attention(
         elif window:
             starts = torch.empty(batch, block.lse.shape[2], dtype=torch.int32, device=block.qkv.device)
             fill_window_starts(starts, None, window)
-            ops.attention_forward(block.atty, block.lse, block.qkv, mask=Mask(starts, window), **scratch)
+            ops.attention_forward(
+                block.atty, block.lse, block.qkv, mask=Mask(starts, window, has_documents=False), **scratch
+            )
         else:
             ops.attention_forward(block.atty, block.lse, block.qkv, **scratch)
         ops.linear_residual_forward(out, residual, block.atty, weight, bias, scratch=sequences.scratch)

@@ -34,4 +34,4 @@ class WindowedPass(PassTensors):
 
     def masks(self, window: int) -> dict[str, Mask]:
         """The argument by which a layer's attention stays within its window; none for 0."""
-        return {"mask": Mask(self.window_starts, window)} if window else {}
+        return {"mask": Mask(self.window_starts, window, self.document_starts is not None)} if window else {}

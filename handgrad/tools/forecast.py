@@ -145,7 +145,14 @@ class Sizes:
     decode = sizes
 
     def attention_scratch_bytes(
-        self, *, head_width: int, dtype: torch.dtype, kv_heads: int = 0, documents: bool = False, **heads: int
+        self,
+        *,
+        head_width: int,
+        dtype: torch.dtype,
+        kv_heads: int = 0,
+        documents: bool = False,
+        window: int = 0,
+        **heads: int,
     ) -> int:
         """Scratch of Triton's kernels, or of cuDNN's, which cannot separate documents."""
         if self.cudnn and not documents and dtype.itemsize == 2 and head_width in sizes.CUDNN_HEADS:
