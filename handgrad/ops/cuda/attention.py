@@ -117,11 +117,10 @@ def forward_graph(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype, wi
 
 
 @functools.cache
-def backward_graph(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype, window: int = 0) -> Graph:
+def backward_graph(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype) -> Graph:
     g = Graph(B, H, K, T, D, dtype)
     q, k, v, out, dout, lse = (g.input(name) for name in ("q", "k", "v", "out", "dout", "lse"))
-    options: dict[str, Any] = {"attn_scale": 1.0 / math.sqrt(D), "use_causal_mask": True, **within(T, window)}
-    options["use_deterministic_algorithm"] = True
+    options = {"attn_scale": 1.0 / math.sqrt(D), "use_causal_mask": True, "use_deterministic_algorithm": True}
     gradients = g.graph.sdpa_backward(name="backward", q=q, k=k, v=v, o=out, dO=dout, stats=lse, **options)
     for name, tensor in zip(("dq", "dk", "dv"), gradients, strict=True):
         g.output(name, tensor)
@@ -137,14 +136,12 @@ def cudnn_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, win
     graph.execute(scratch, q=q, k=k, v=v, out=y, lse=lse.unsqueeze(-1))
 
 
-def cudnn_backward(
-    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, window: int = 0
-) -> None:
+def cudnn_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
     B, H, T = lse.shape
     q, k, v = split_heads(qkv, B, H, out.shape[1] // H)
     dq, dk, dv = split_heads(dqkv, B, H, out.shape[1] // H)
     y, dy = (t.view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
-    graph = backward_graph(B, H, k.shape[1], T, q.shape[-1], qkv.dtype, window)
+    graph = backward_graph(B, H, k.shape[1], T, q.shape[-1], qkv.dtype)
     graph.execute(scratch, q=q, k=k, v=v, out=y, dout=dy, lse=lse.unsqueeze(-1), dq=dq, dk=dk, dv=dv)
 
 
@@ -159,15 +156,16 @@ def attention_scratch_bytes(
     documents: bool = False,
     window: int = 0,
 ) -> int:
-    if cudnn_runs(dtype, head_width) and not documents:
-        sizes_of_graph = batch, num_heads, kv_heads or num_heads, length, head_width, dtype
-        return max(backward_graph(*sizes_of_graph, each).workspace_bytes for each in {0, window})
+    if cudnn_runs(dtype, head_width) and not documents and not 0 < window < length:
+        heads = num_heads, kv_heads or num_heads
+        return backward_graph(batch, *heads, length, head_width, dtype).workspace_bytes
     return sizes.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 
-def takes(mask: Mask) -> bool:
-    """True if cuDNN's graphs have this mask."""
-    return mask.document_starts is None or not mask.has_documents
+def takes(mask: Mask, length: int = 0) -> bool:
+    """True if cuDNN's graphs have this mask; in the backward, over rows of a `length`, if it hides nothing: there cuDNN
+    computes what a window hides as well (a quarter of the rate for the rest, benchmarks/windows.py)."""
+    return mask.document_starts is None or (not mask.has_documents and mask.window >= length)
 
 
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL) -> None:
@@ -181,7 +179,7 @@ def attention_backward(
     dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL
 ) -> None:
     inputs = dout, out, lse, qkv
-    if cudnn_runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and takes(mask):
-        cudnn_backward(dqkv, *inputs, scratch=scratch, window=mask.window)
+    if cudnn_runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and takes(mask, lse.shape[2]):
+        cudnn_backward(dqkv, *inputs, scratch=scratch)
     else:
         attention_triton.attention_backward(dqkv, *inputs, scratch=scratch, mask=mask)
