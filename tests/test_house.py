@@ -142,7 +142,7 @@ def test_files_stay_short(folder: str) -> None:
 
 
 # A cap rises only beside an entry in docs/decisions.md that names what was cut for it.
-MOST_LINES, MOST_FILES = 43_800, 288
+MOST_LINES, MOST_FILES = 44_000, 288
 MOST_FILES_OF = {"run": 20, "models": 7, "networks": 7}
 
 

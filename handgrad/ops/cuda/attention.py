@@ -164,7 +164,7 @@ def attention_scratch_bytes(
 
 def takes(mask: Mask, length: int = 0) -> bool:
     """True if cuDNN's graphs have this mask; in the backward, over rows of a `length`, if it hides nothing: there cuDNN
-    computes what a window hides as well (a quarter of the rate for the rest, benchmarks/windows.py)."""
+    computes what a window hides as well."""
     return mask.document_starts is None or (not mask.has_documents and mask.window >= length)
 
 
