@@ -127,7 +127,7 @@ LIBRARY = re.compile(r"torch\.ops\b|torch\.nn\b|scaled_dot_product|_fused_")
 
 def test_a_librarys_gradients_have_a_room_of_their_own() -> None:
     callers = {path.relative_to(PACKAGE) for path in MODULES if LIBRARY.search(path.read_text())}
-    room = {Path("ops/cpu") / f"{name}.py" for name in ("attention", "linear", "norms", "optimizer")}
+    room = {Path("ops/cpu") / f"{name}.py" for name in ("attention", "linear", "norms", "optimizer", "windows")}
     assert callers == room
 
 
@@ -142,8 +142,8 @@ def test_files_stay_short(folder: str) -> None:
 
 
 # A cap rises only beside an entry in docs/decisions.md that names what was cut for it.
-MOST_LINES, MOST_FILES = 43_800, 288
-MOST_FILES_OF = {"run": 20, "models": 6, "networks": 7}
+MOST_LINES, MOST_FILES = 44_000, 288
+MOST_FILES_OF = {"run": 20, "models": 7, "networks": 7}
 
 
 def test_the_package_keeps_its_budget() -> None:
@@ -156,7 +156,7 @@ def test_the_package_keeps_its_budget() -> None:
         assert len([*(PACKAGE / folder).glob("*.py")]) <= most, folder
 
 
-MOST_WORDS = 66_500  # of all chapters, their code included
+MOST_WORDS = 67_500  # of all chapters, their code included
 
 
 def test_the_docs_keep_their_budget() -> None:

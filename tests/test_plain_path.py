@@ -22,7 +22,7 @@ PACKAGE = Path(cli.__file__).parent
 MOST_FRAMES, MOST_FILES = 6, 5  # from the entry point to an operation, which does not count
 MOST_LAUNCH_FRAMES, MOST_LAUNCH_FILES = 9, 7  # from the entry point to the launch of a kernel, which does not count
 # Of a whole step of GPT-2 in bf16 on a CPU, after the first: docs/decisions.md has these counts and when they grew.
-STEP_FILES, STEP_LINES = 19, 699
+STEP_FILES, STEP_LINES = 19, 705
 STEP_ROOMS = {"data", "errors.py", "memory", "networks", "ops", "optimizers", "training"}
 STEP_ROOMS |= {"models/gpt2.py", "models/passes.py", "settings/batch_schedule.py"}
 
@@ -110,7 +110,7 @@ def test_a_plain_step_runs_few_lines_and_no_room_beside_it(config: RunConfig) ->
 
 CORE = ("memory", "models", "ops", "optimizers", "training")
 # docs/architecture.md says what they count. Aim: a core of 10,500 lines.
-CORE_LINES, PATH_LINES = 10_819, 4_972
+CORE_LINES, PATH_LINES = 11_030, 5_040
 
 
 def imported_files(path: Path) -> set[Path]:
@@ -170,6 +170,7 @@ ASIDE = re.compile(
 )
 # Files of the plain path that may name some of these, and why.
 EXCEPTIONS = {
+    "ops/cpu/windows.py": "document",  # whose starts are a window's too; attention imports it
     "ops/cuda/cublaslt.py": "fp8|frozen|lane",  # multiplies fp8 operands like others; its tables freeze algorithms
     "ops/__init__.py": "lane|rank",  # the list of all operations
     "ops/sizes.py": "lane|document",  # of every CUDA kernel, also of attention within documents

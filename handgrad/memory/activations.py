@@ -118,8 +118,7 @@ def rows_of_pass(
     sizes = {**shape.letters, "B": batch, "T": length, "N": N, "chunk": chunk}
     sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=shape.channels, widest=shape.widest)
     if clock.training:
-        kernels = [{}, {"documents": True}] if shape.window else [{}]  # a window's kernels are those of documents
-        attention |= {"batch": batch, "length": length}
-        sizes["attention_scratch"] = max(ops.attention_scratch_bytes(dtype=dtype, **attention, **more) for more in kernels)
+        attention |= {"batch": batch, "length": length, "window": shape.window}
+        sizes["attention_scratch"] = ops.attention_scratch_bytes(dtype=dtype, **attention)
     for table in tables if clock.training else tables[:1]:
         yield from activation_rows(table, sizes, dtypes_of(dtype), clock)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
 from handgrad.memory.arena import Clock
-from handgrad.models.passes import Attention, Launch, fill_window_starts
+from handgrad.models.passes import Attention, Launch
+from handgrad.models.windows import fill_window_starts
 from handgrad.networks import ModelShape
 from handgrad.ops.reference.attention import Mask
 
@@ -112,7 +113,9 @@ def prompts_attend(
         elif window:
             starts = torch.empty(batch, block.lse.shape[2], dtype=torch.int32, device=block.qkv.device)
             fill_window_starts(starts, None, window)
-            ops.attention_forward(block.atty, block.lse, block.qkv, mask=Mask(starts, window), **scratch)
+            ops.attention_forward(
+                block.atty, block.lse, block.qkv, mask=Mask(starts, window, has_documents=False), **scratch
+            )
         else:
             ops.attention_forward(block.atty, block.lse, block.qkv, **scratch)
 

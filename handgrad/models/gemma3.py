@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
+from handgrad.memory.activations import ActivationRow, activation, rows_of_pass
 from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ZEROS, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompts_attend, step_attends, store_prompts
-from handgrad.models.llama import ATTENTION, FEED_FORWARD, NEXT_BLOCK, NORMAL, RESIDUAL, mask_of
-from handgrad.models.passes import Launch, Stage, fill_window_starts, head_backward
+from handgrad.models.llama import ATTENTION, FEED_FORWARD, NEXT_BLOCK, NORMAL, RESIDUAL
+from handgrad.models.passes import Launch, Stage, head_backward
+from handgrad.models.windows import WindowedPass
 from handgrad.networks import ModelShape
 from handgrad.networks.gemma3 import family_of, rotation
 
@@ -35,7 +36,8 @@ from handgrad.networks.gemma3 import family_of, rotation
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
     x, s, norm = act.embedded, act.scratch, norm_options(shape)
-    stages = [Stage("embedding", partial(embedding_forward, ops, w, act, shape))]
+    begin = Stage("embedding", partial(act.begin_windows, shape.window))
+    stages = [begin, Stage("embedding", partial(embed, ops.token_embedding_forward, x, act.tokens, w.wte))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         inside = attention(ops, weights, block, act, shape, layer)
         run = partial(block_forward, ops, weights, block, block.residual_out, x, inside, s, norm)
@@ -73,7 +75,7 @@ def attention(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, whole: Activations, shape: ModelShape, layer: int
 ) -> tuple[Launch, Launch]:
     """The tokens of a row attend to each other."""
-    options = {"scratch": whole.scratch} | mask_of(whole, shape, layer)
+    options = {"scratch": whole.scratch} | whole.masks(shape.windows[layer])
     rotated = norm_and_rotate(ops, w, act, shape, layer, length=act.lse.shape[2])
     return rotated, partial(ops.attention_forward, act.atty, act.lse, act.qkv, **options)
 
@@ -91,11 +93,6 @@ def norm_and_rotate(
 def norm_options(shape: ModelShape) -> dict[str, float]:
     """The options of every norm's forward."""
     return {"epsilon": family_of(shape).norm_epsilon, "plus": 1}
-
-
-def embedding_forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
-    embed(ops.token_embedding_forward, act.embedded, act.tokens, w.wte)
-    fill_window_starts(act.window_starts, act.document_starts, shape.window)
 
 
 def embed(lookup: Callable[..., None], x: Tensor, tokens: Tensor, wte: Tensor) -> None:
@@ -173,7 +170,7 @@ def block_backward(
         ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, **norm)
         inside[0]()
     ops.linear_backward(d.datty, g.proj_weight, None, d.dbranch, act.atty, w.proj_weight, scratch=s)
-    options = {"scratch": d.attention_scratch} | mask_of(whole, shape, layer)
+    options = {"scratch": d.attention_scratch} | whole.masks(shape.windows[layer])
     ops.attention_backward(d.dqkv, d.datty, act.atty, act.lse, act.qkv, **options)
     heads, turn = (g.q_gain, g.k_gain, act.heads, act.heads_rstd, w.q_gain, w.k_gain), rotation(family_of(shape), layer)
     ops.gained_qk_norm_rotary_backward(d.dqkv, *heads, **turn, length=act.lse.shape[2], plus=1, scratch=s)
@@ -237,8 +234,7 @@ class BlockActivations:
 
 
 @dataclass
-class Activations(PassTensors):
-    window_starts: Tensor = activation("B T", torch.int32)  # the first key that each query of a windowed layer sees
+class Activations(WindowedPass):
     embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head)

@@ -12,7 +12,7 @@ A model allocates only its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -21,16 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
+from handgrad.memory.activations import ActivationRow, activation, rows_of_pass
 from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
-from handgrad.models.passes import Attention, Launch, Stage, fill_window_starts, head_backward
+from handgrad.models.passes import Attention, Launch, Stage, head_backward
+from handgrad.models.windows import WindowedPass
 from handgrad.networks import ModelShape
 from handgrad.networks.network import NEVER
-from handgrad.ops.reference.attention import Mask
-
-NO_MASK: Mapping[str, Mask] = {}
 
 # Forward. A stage is the section of the pass that first reads one bucket's weights.
 
@@ -38,25 +36,15 @@ NO_MASK: Mapping[str, Mask] = {}
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
     x, s, epsilon = act.embedded, act.scratch, shape.family.norm_epsilon
-    stages = [Stage("embedding", partial(embedding_forward, ops, w, act, shape))]
+    begin = Stage("embedding", partial(act.begin_windows, shape.window))
+    stages = [begin, Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        mask = mask_of(act, shape, layer)
+        masks = act.masks(shape.windows[layer])
         rotated = norm_and_rotate(ops, weights, block, shape, layer, length=block.lse.shape[2])
-        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, rotated, s, epsilon, mask)))
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, rotated, s, epsilon, masks)))
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
     return [*stages, Stage("head", last_norm)]
-
-
-def embedding_forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
-    ops.token_embedding_forward(act.embedded, act.tokens, w.wte)
-    if act.window_starts is not None:
-        fill_window_starts(act.window_starts, act.document_starts, shape.window)
-
-
-def mask_of(act: Any, shape: ModelShape, layer: int) -> dict[str, Mask]:
-    """The argument by which a layer's attention stays within its window, if it has one."""
-    return {"mask": Mask(act.window_starts, shape.window)} if shape.windows[layer] else {}
 
 
 def block_forward(
@@ -67,7 +55,7 @@ def block_forward(
     before_attention: Launch,
     s: Tensor,
     epsilon: float,
-    mask: Mapping[str, Mask] = NO_MASK,
+    masks: dict[str, Any],
     *,
     attend: Attention | None = None,
     rerun: bool = False,
@@ -78,7 +66,7 @@ def block_forward(
     queries_keys_values(ops, w, act, x, s, epsilon)
     before_attention()  # q, k = R(q), R(k)
     if attend is None:
-        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s, **mask)  # y = softmax(q k^T / sqrt(D)) v
+        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s, **masks)  # y = softmax(q k^T / sqrt(D)) v
         ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
     else:
         attend(act.residual_mid, x, w.proj_weight, None)
@@ -163,10 +151,15 @@ def block_backward(
     recompute: int,
 ) -> None:
     """d.dresidual_out -> dx in place, in one buffer; adds the weights' gradients to `g`."""
-    s, epsilon, length, mask = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2], mask_of(whole, shape, layer)
+    s, epsilon, length, masks = (
+        whole.scratch,
+        shape.family.norm_epsilon,
+        act.lse.shape[2],
+        whole.masks(shape.windows[layer]),
+    )
     if recompute == WHOLE_BLOCKS:
         rotated = norm_and_rotate(ops, w, act, shape, layer, length=length)
-        block_forward(ops, w, act, x, rotated, s, epsilon, mask, rerun=True)
+        block_forward(ops, w, act, x, rotated, s, epsilon, masks, rerun=True)
     elif recompute:
         if recompute == 2:
             ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
@@ -182,7 +175,7 @@ def block_backward(
             norm_and_rotate(ops, w, act, shape, layer, length=length)()
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
     attention = d.dqkv, shared.datty, act.atty, act.lse, act.qkv
-    ops.attention_backward(*attention, scratch=shared.attention_scratch, **mask)
+    ops.attention_backward(*attention, scratch=shared.attention_scratch, **masks)
     norm_and_rotate_backward(ops, w, g, act, d.dqkv, s, shape, layer)
     ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     ops.rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)
@@ -283,8 +276,7 @@ class BlockActivations:
 
 
 @dataclass
-class Activations(PassTensors):
-    window_starts: Tensor = activation("B T", torch.int32, optional=True)  # the first key that each query sees
+class Activations(WindowedPass):
     embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head)
@@ -358,9 +350,8 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     ops.token_embedding_decode(x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
         rotated = norm_and_rotate(ops, weights, act, shape, layer, positions=b.positions)
-        block_forward(
-            ops, weights, act, x, rotated, s, epsilon, attend=step_attention(ops, act, b, layer, shape.windows[layer])
-        )
+        attention = step_attention(ops, act, b, layer, shape.windows[layer])
+        block_forward(ops, weights, act, x, rotated, s, epsilon, {}, attend=attention)
     norm = act.norm1, act.norm1_rstd, x, w.lnf_gain
     ops.rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
 
@@ -382,7 +373,7 @@ def prefill(
     for layer, weights in enumerate(w.blocks[:-1]):
         rotated = norm_and_rotate(at_places, weights, act, shape, layer, **place)
         attention = prompt_attention(ops, act, b, layer, batch, append=append, window=shape.windows[layer])
-        block_forward(ops, weights, act, x, rotated, s, epsilon, attend=attention)
+        block_forward(ops, weights, act, x, rotated, s, epsilon, {}, attend=attention)
     last = w.blocks[-1]  # prefill needs only its keys and values
     queries_keys_values(ops, last, act, x, s, epsilon)
     norm_and_rotate(at_places, last, act, shape, len(w.blocks) - 1, **place)()

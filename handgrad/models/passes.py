@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from handgrad.networks import ModelShape
@@ -34,14 +33,6 @@ class Stage:
 def run(stages: Iterable[Stage]) -> None:
     for stage in stages:
         stage.run()
-
-
-def fill_window_starts(out: Tensor, document_starts: Tensor | None, window: int) -> None:
-    """out (B, T) int32: the first key that each query sees within a window and its document. See `Mask`."""
-    T = out.shape[1]
-    out.copy_(torch.arange(1 - window, T + 1 - window, dtype=out.dtype, device=out.device).clamp_(min=0))
-    if document_starts is not None:
-        torch.maximum(out, document_starts, out=out)
 
 
 def head_logits(ops: ModuleType, w: Any, act: Any) -> Iterator[tuple[slice, Tensor]]:

@@ -145,10 +145,23 @@ class Sizes:
     decode = sizes
 
     def attention_scratch_bytes(
-        self, *, head_width: int, dtype: torch.dtype, kv_heads: int = 0, documents: bool = False, **heads: int
+        self,
+        *,
+        head_width: int,
+        dtype: torch.dtype,
+        kv_heads: int = 0,
+        documents: bool = False,
+        window: int = 0,
+        **heads: int,
     ) -> int:
         """Scratch of Triton's kernels, or of cuDNN's, which cannot separate documents."""
-        if self.cudnn and not documents and dtype.itemsize == 2 and head_width in sizes.CUDNN_HEADS:
+        if (
+            self.cudnn
+            and not documents
+            and not 0 < window < heads["length"]
+            and dtype.itemsize == 2
+            and head_width in sizes.CUDNN_HEADS
+        ):
             return sizes.cudnn_scratch_bytes(**heads, head_width=head_width)
         return sizes.attention_scratch_bytes(**heads)
 

@@ -61,6 +61,15 @@ def test_attention_of_new_tokens(draw: Draw, T: int, starts: list[int], H: int, 
     check(checks.attention_append(draw, T, starts, H, K, maxT, D))
 
 
+@pytest.mark.parametrize("window", [1, 63, 64, 512, 3000])
+def test_attention_within_a_window(draw: Draw, window: int) -> None:
+    """Of a step, in parts of a head's keys and whole, and of new tokens; nothing before the window is read by a step."""
+    for H, K, D in ((12, 12, 64), (8, 2, 128), (4, 1, 256)):
+        check(checks.split_attention(draw, H, K, 2048, D, 1500, window=window))
+        check(checks.attention_append(draw, 130, [64, 900], H, K, 1100, D, window))
+    check(checks.attention(draw, 3, 4, 1024, 256, [1023, 500, 0], window))
+
+
 @pytest.mark.parametrize("B", [1, 3, 65])
 def test_advance(draw: Draw, B: int) -> None:
     checks.advance(draw, B)

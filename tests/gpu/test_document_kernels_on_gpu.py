@@ -42,6 +42,16 @@ def test_attention(draw: Draw, packing: int, heads: tuple[int, int, int]) -> Non
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("window", [1, 17, 64, 512, 1000])
+def test_attention_within_a_window(draw: Draw, window: int, heads: tuple[int, int, int]) -> None:
+    """Of one document in a row of 1024 tokens, which cuDNN may compute, and of several."""
+    for lengths in ([[1024], [1024]], [[1024], TALKS[0]]):
+        case = checks.attention(draw, lengths, *heads, window)
+        check(case, checks.terms([[window]], heads[2]))
+        check_repeats(case)
+
+
 @pytest.mark.parametrize(("H", "D"), [(12, 64), (4, 128), (3, 24), (2, 256)])
 def test_attention_with_dropout(draw: Draw, H: int, D: int) -> None:
     case = checks.attention_with_dropout(draw, TALKS, H, D)

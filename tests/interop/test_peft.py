@@ -28,9 +28,10 @@ from handgrad.settings.config import to_dict
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Stored
 from handgrad.storage.run_files import CHECKPOINTS
+from tests.interop.llama_configs import CONFIGS
 from tests.interop.models import random_tokens, their_logits
 from tests.interop.test_transformers_gemma import CONFIGS as GEMMAS, piece_tokenizer
-from tests.interop.test_transformers_llama import CONFIGS, byte_tokenizer
+from tests.interop.test_transformers_llama import byte_tokenizer
 
 peft = pytest.importorskip("peft")  # of the extra `test`
 

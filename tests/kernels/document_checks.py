@@ -23,10 +23,12 @@ def attention(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int, wind
         qkv, dout = t["qkv"], t["dout"]
         out, lse, dqkv = nan(qkv, *dout.shape), nan(qkv, B, H, T, dtype=statistics_dtype(qkv)), nan(qkv, *qkv.shape)
         sizes = {"batch": B, "length": T, "num_heads": H, "kv_heads": K, "head_width": D, "dtype": qkv.dtype}
-        size = ops.attention_scratch_bytes(**sizes, documents=t["starts"] is not None)
+        documents = t["starts"] is not None and (not window or max(map(len, lengths)) > 1)
+        size = ops.attention_scratch_bytes(**sizes, documents=documents, window=window)
+        mask = Mask(t["starts"], window, documents)
         scratch = torch.full((size + 16,), 255, dtype=torch.uint8, device=qkv.device)
-        ops.attention_forward(out, lse, qkv, scratch=scratch, mask=Mask(t["starts"], window))
-        ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, mask=Mask(t["starts"], window))
+        ops.attention_forward(out, lse, qkv, scratch=scratch, mask=mask)
+        ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, mask=mask)
         assert not checked or (scratch[size:] == 255).all()  # a graph that is captured has no numbers yet
         if max(map(max, lengths)) == 1:
             return {"out": out, "lse": lse, "dqkv": dqkv}

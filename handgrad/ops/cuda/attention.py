@@ -1,5 +1,6 @@
 """Causal attention by the faster of two: cuDNN's flash attention, with its deterministic backward, for heads of more than
-64 channels; Triton kernels otherwise, and for rows that hold documents, because cuDNN's graphs lack that mask.
+64 channels; Triton kernels otherwise, and for rows that hold documents, because cuDNN's graphs have windows but not that
+mask.
 
 This module builds a cuDNN graph once per shape; the graph reads the packed buffers through strides. The cuDNN backward
 that torch binds is not deterministic; this one, with `use_deterministic_algorithm`, is.
@@ -98,12 +99,18 @@ class Graph:
         self.graph.execute({self.tensors[name]: value for name, value in values.items()}, scratch, handle=handle())
 
 
+def within(T: int, window: int) -> dict[str, int]:
+    """The option by which a graph over rows of T tokens stays within a window."""
+    return {"diagonal_band_left_bound": window} if 0 < window < T else {}
+
+
 @functools.cache
-def forward_graph(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype) -> Graph:
+def forward_graph(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype, window: int = 0) -> Graph:
     g = Graph(B, H, K, T, D, dtype)
     q, k, v = (g.input(name) for name in "qkv")
     scale = 1.0 / math.sqrt(D)
-    out, lse = g.graph.sdpa(name="forward", q=q, k=k, v=v, generate_stats=True, attn_scale=scale, use_causal_mask=True)
+    options = {"attn_scale": scale, "use_causal_mask": True, **within(T, window)}
+    out, lse = g.graph.sdpa(name="forward", q=q, k=k, v=v, generate_stats=True, **options)
     g.output("out", out)
     g.output("lse", lse)
     return g.build()
@@ -120,11 +127,11 @@ def backward_graph(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype) -
     return g.build()
 
 
-def cudnn_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+def cudnn_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, window: int = 0) -> None:
     """Runs cuDNN's graph. Its workspace was 256 bytes wherever observed, so it fits the operations' common scratch."""
     B, H, T = lse.shape
     q, k, v = split_heads(qkv, B, H, out.shape[1] // H)
-    graph = forward_graph(B, H, k.shape[1], T, q.shape[-1], qkv.dtype)
+    graph = forward_graph(B, H, k.shape[1], T, q.shape[-1], qkv.dtype, window)
     y = out.view(B, T, H, -1).transpose(1, 2)
     graph.execute(scratch, q=q, k=k, v=v, out=y, lse=lse.unsqueeze(-1))
 
@@ -147,16 +154,23 @@ def attention_scratch_bytes(
     dtype: torch.dtype,
     kv_heads: int = 0,
     documents: bool = False,
+    window: int = 0,
 ) -> int:
-    if cudnn_runs(dtype, head_width) and not documents:
+    if cudnn_runs(dtype, head_width) and not documents and not 0 < window < length:
         heads = num_heads, kv_heads or num_heads
         return backward_graph(batch, *heads, length, head_width, dtype).workspace_bytes
     return sizes.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 
+def takes(mask: Mask, length: int = 0) -> bool:
+    """True if cuDNN's graphs have this mask; in the backward, over rows of a `length`, if it hides nothing: there cuDNN
+    computes what a window hides as well."""
+    return mask.document_starts is None or (not mask.has_documents and mask.window >= length)
+
+
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL) -> None:
-    if cudnn_runs(qkv.dtype, out.shape[1] // lse.shape[1]) and mask.document_starts is None:
-        cudnn_forward(out, lse, qkv, scratch=scratch)
+    if cudnn_runs(qkv.dtype, out.shape[1] // lse.shape[1]) and takes(mask):
+        cudnn_forward(out, lse, qkv, scratch=scratch, window=mask.window)
     else:
         attention_triton.attention_forward(out, lse, qkv, mask=mask)
 
@@ -165,7 +179,7 @@ def attention_backward(
     dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL
 ) -> None:
     inputs = dout, out, lse, qkv
-    if cudnn_runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and mask.document_starts is None:
+    if cudnn_runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and takes(mask, lse.shape[2]):
         cudnn_backward(dqkv, *inputs, scratch=scratch)
     else:
         attention_triton.attention_backward(dqkv, *inputs, scratch=scratch, mask=mask)

@@ -24,6 +24,7 @@ class Mask:
 
     document_starts: Tensor | None = None
     window: int = 0  # 0: none
+    has_documents: bool = True  # False: `document_starts` is of a window alone
 
     def hidden(self, sample: int, length: int, device: torch.device) -> Tensor:
         """(T, T) bool, queries by keys of this sample: True where the query does not see the key."""
@@ -82,8 +83,10 @@ def attention_scratch_bytes(
     dtype: torch.dtype,
     kv_heads: int = 0,
     documents: bool = False,
+    window: int = 0,
 ) -> int:
-    """Bytes of `scratch` that attention's backward needs, `documents`: with documents in a row. None here."""
+    """Bytes of `scratch` that attention's backward needs, `documents`: with documents in a row, `window`: also within it.
+    None here."""
     return 0
 
 
