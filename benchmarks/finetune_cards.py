@@ -30,8 +30,10 @@ LLAMA32 = "tied,rotary_base=500000.0,rope=llama3,rope_factor=32.0"
 MODELS: dict[str, tuple[int, int, int, int, str]] = {
     "SmolLM2-135M": SHAPES["SmolLM2-135M"],
     "SmolLM2-360M": (49152, 32, 15, 960, "kv_heads=5,feed_forward=2560,tied,rotary_base=100000.0"),
+    "Gemma-3-270M": (262144, 18, 4, 640, "kv_heads=1,feed_forward=2048"),
     "Qwen2.5-0.5B": (151936, 24, 14, 896, f"kv_heads=2,feed_forward=4864,tied,{QWEN25}"),
     "Qwen3-0.6B": SHAPES["Qwen3-0.6B"],
+    "Gemma-3-1B": (262144, 26, 4, 1152, "kv_heads=1,feed_forward=6912"),
     "Llama-3.2-1B": SHAPES["Llama-3.2-1B"],
     "Qwen2.5-1.5B": SHAPES["Qwen2.5-1.5B"],
     "SmolLM2-1.7B": (49152, 24, 32, 2048, "feed_forward=8192,tied,rotary_base=130000.0"),
@@ -78,13 +80,22 @@ IN_SHORT = ("SmolLM2-1.7B", "Llama-3.2-3B", "Qwen3-8B")  # the README's models
 MOST_ROWS = 16  # that `train` takes by itself
 
 
+def network_of(model: str) -> str:
+    return "gemma3" if model.startswith("Gemma") else "llama"
+
+
+def has_forms(model: str, method: Method) -> bool:
+    """Whether the model's network trains in the method's precision."""
+    return method.precision != "fp8" or network_of(model) == "llama"
+
+
 @cache
 def needed(model: str, method: Method, rows: int = 1) -> int:
     """Bytes of a plan whose micro-batch has so many rows."""
-    vocab_size, layers, heads, channels, llama = MODELS[model]
+    vocab_size, layers, heads, channels, family = MODELS[model]
+    network = network_of(model)
     config = RunConfig(
-        architecture="llama",
-        llama=llama,
+        architecture=network,
         num_layers=layers,
         num_heads=heads,
         channels=channels,
@@ -97,6 +108,7 @@ def needed(model: str, method: Method, rows: int = 1) -> int:
         lora=LORA if method.lora else "",
         init_from=model,
         lanes=1,
+        **{network: family},
     )
     return sum(memory_bytes(resolve_for(GPU, check(config), vocab_size)).values())
 
@@ -114,13 +126,20 @@ def needs() -> Iterator[str]:
     yield "| | " + " | ".join(method.title for method in METHODS) + " |"
     yield "|---" * (1 + len(METHODS)) + "|"
     for model in MODELS:
-        sizes = [needed(model, method) for method in METHODS]
-        yield f"| {model} | " + " | ".join(f"{size / GIB:.1f} {smallest_card(size)}" for size in sizes) + " |"
+        yield f"| {model} | " + " | ".join(need(model, method) for method in METHODS) + " |"
+
+
+def need(model: str, method: Method) -> str:
+    if not has_forms(model, method):
+        return "no fp8"
+    size = needed(model, method)
+    return f"{size / GIB:.1f} {smallest_card(size)}"
 
 
 def largest(card: int, method: Method) -> str:
     """The largest model that a card holds by a method, and the most rows of a micro-batch, a power of two."""
-    model = next((model for model in reversed(MODELS) if needed(model, method) <= usable(card)), "")
+    models = (model for model in reversed(MODELS) if has_forms(model, method))
+    model = next((model for model in models if needed(model, method) <= usable(card)), "")
     rows = MOST_ROWS
     while model and needed(model, method, rows) > usable(card):
         rows //= 2
