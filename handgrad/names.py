@@ -171,3 +171,9 @@ def named_values(kind: type[T], setting: str, text: str, example: str) -> T:
         except ValueError:
             raise UsageError(f"{setting} must be like {example!r}, found {part!r}") from None
     return kind(**found)
+
+
+def named_text(values: Any) -> str:
+    """The text of a dataclass that `named_values` parses, without the fields that have their defaults."""
+    found = {f.name: value for f in dataclasses.fields(values) if (value := getattr(values, f.name)) != f.default}
+    return ",".join(name if value is True else f"{name}={value}" for name, value in found.items())

@@ -1,10 +1,11 @@
-"""A Llama in plain PyTorch with autograd, from a table of tensors under handgrad's names."""
+"""A Llama in plain PyTorch with autograd, from a table of tensors under handgrad's names; `gemma3_twin` has a Gemma 3."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from handgrad.settings.config import ModelShape
+from tests import gemma3_twin
 
 # A member of each family, of odd sizes: (layers, heads, channels), the family's numbers.
 FAMILIES = {
@@ -16,9 +17,12 @@ FAMILIES = {
     "mistral": "kv_heads=2,window=5",
     "wide": "head_width=4",
 }
+EVERY = FAMILIES | gemma3_twin.FAMILIES
 
 
 def shape_of(family: str, vocab_size: int = 57, length: int = 19, layers: int = 3) -> ModelShape:
+    if family in gemma3_twin.FAMILIES:
+        return ModelShape(vocab_size, length, layers, 4, 24, "gemma3", gemma3=EVERY[family])
     return ModelShape(vocab_size, length, layers, 4, 24, "llama", llama=FAMILIES[family])
 
 
@@ -57,6 +61,8 @@ def block(x: Tensor, w: dict[str, Tensor], shape: ModelShape, layer: int) -> Ten
 
 def logits(weights: dict[str, Tensor], tokens: Tensor, shape: ModelShape) -> Tensor:
     """(B, T, V); `weights` without padding rows."""
+    if shape.architecture == "gemma3":
+        return gemma3_twin.logits(weights, tokens, shape)
     x = weights["wte"][tokens]
     for layer in range(shape.num_layers):
         start = f"blocks.{layer}."

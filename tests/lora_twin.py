@@ -16,13 +16,14 @@ PRODUCTS = {
         "down_weight": ["down"],
     },
 }
+PRODUCTS["gemma3"] = PRODUCTS["llama"]
 
 
 def outputs(shape: ModelShape, name: str) -> list[int]:
     """Those of each product of a matrix, if it has several."""
     if shape.architecture == "gpt2":
         return []
-    D, H, K = shape.head_width, shape.num_heads, shape.family.kv_heads
+    D, H, K = shape.head_width, shape.num_heads, shape.kv_heads
     return {"qkv_weight": [H * D, K * D, K * D], "gate_up_weight": [shape.feed_forward] * 2}.get(name, [])
 
 

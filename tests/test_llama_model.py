@@ -1,4 +1,4 @@
-"""The Llama family: gradients against float64 autograd for each of its members, recompute levels, generation."""
+"""The Llama family and Gemma 3: gradients against float64 autograd for each member, recompute levels, generation."""
 
 import math
 from functools import partial
@@ -9,15 +9,13 @@ from torch import Tensor
 
 from handgrad.generation.decode import prefill
 from handgrad.memory.rows import count_parameters
-from handgrad.models import llama, parameter_table
+from handgrad.models import parameter_table
 from handgrad.ops import cpu, reference
 from handgrad.settings.config import ModelShape
 from tests.conftest import Model, make_model
-from tests.llama_twin import FAMILIES, autograd, logits, shape_of
+from tests.llama_twin import EVERY, autograd, logits, shape_of
 from tests.model_checks import check_forward_alone, check_gradients, exact_and_bf16
 from tests.test_sampling import make_buffers
-
-EVERY = list(FAMILIES)
 
 
 def stored(model: Model, flat: Tensor) -> dict[str, Tensor]:
@@ -52,10 +50,15 @@ def test_recomputation_keeps_the_bits(family: str) -> None:
         found.append(model.flat_gradients)
         kept.append({b.name.partition(".")[2] for b in model.plan.buffers if len(b.lifetimes) == 2})
     assert all(torch.equal(gradients, found[0]) for gradients in found[1:])
-    hidden, norms = {"hidden", "swiglu"}, {"norm1", "norm2"} | ({"qkv"} if family == "qwen3" else set())
+    gates = "geglu" if model.shape.architecture == "gemma3" else "swiglu"
+    hidden, norms = {"hidden", gates}, {"norm1", "norm2"} | ({"qkv"} if "heads" in names_of(model) else set())
     again = [{name.partition(".")[2] for name in names if "." in name} for names in kept]
-    names = {b.name.rpartition(".")[2] for b in model.plan.buffers if b.name.startswith("blocks.")}
-    assert again == [set(), hidden, hidden | norms, names - {"residual_out"}]
+    assert again == [set(), hidden, hidden | norms, names_of(model) - {"residual_out"}]
+
+
+def names_of(model: Model) -> set[str]:
+    """Of the activations of a block."""
+    return {b.name.rpartition(".")[2] for b in model.plan.buffers if b.name.startswith("blocks.")}
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -83,29 +86,36 @@ def test_cached_logits_are_the_forwards(ops: object, family: str) -> None:
     model = make_model(shape, 1, 80, noise=0.4)
     texts = [torch.randint(57, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
     buf = make_buffers(shape, 3, torch.float64, prefill_tokens=160)
-    launch = partial(llama.prefill, ops, model.weights, buf, shape)
+    launch = partial(model.module.prefill, ops, model.weights, buf, shape)
     prefill(launch, buf, [text[:start] for text, start in zip(texts, starts, strict=True)], range(3))
     expected = [logits(stored(model, model.flat), torch.tensor([text]), shape)[0] for text in texts]
     for step in range(9):
         places = [min(start + step, length - 1) for start, length in zip(starts, lengths, strict=True)]
         buf.tokens.copy_(torch.tensor([text[place] for text, place in zip(texts, places, strict=True)]))
         buf.positions.copy_(torch.tensor(places))
-        llama.decode_step(ops.decode, model.weights, buf, shape)  # type: ignore[attr-defined]
+        model.module.decode_step(ops.decode, model.weights, buf, shape)  # type: ignore[attr-defined]
         for row, place in enumerate(places):
             torch.testing.assert_close(buf.logits[row, :57], expected[row][place], rtol=1e-9, atol=1e-9)
 
 
-# The sizes as published: https://huggingface.co/HuggingFaceTB/SmolLM2-135M and https://huggingface.co/Qwen/Qwen3-0.6B.
+# The sizes as published: https://huggingface.co/HuggingFaceTB/SmolLM2-135M, https://huggingface.co/Qwen/Qwen3-0.6B,
+# https://huggingface.co/google/gemma-3-270m and https://huggingface.co/google/gemma-3-1b-pt.
 SMOLLM2 = ModelShape(49152, 8192, 30, 9, 576, "llama", llama="kv_heads=3,feed_forward=1536,tied,rotary_base=100000.0")
 QWEN3 = ModelShape(151936, 40960, 28, 16, 1024, "llama", llama="kv_heads=8,head_width=128,feed_forward=3072,tied,qk_norm")
 
+GEMMA = ModelShape(262144, 32768, 18, 4, 640, "gemma3", gemma3="kv_heads=1,feed_forward=2048")
+GEMMA_1B = ModelShape(262144, 32768, 26, 4, 1152, "gemma3", gemma3="kv_heads=1,feed_forward=6912")
+SIZES = [(SMOLLM2, 134_515_008), (QWEN3, 596_049_920), (GEMMA, 268_098_176), (GEMMA_1B, 999_885_952)]
 
-@pytest.mark.parametrize(("shape", "parameters"), [(SMOLLM2, 134_515_008), (QWEN3, 596_049_920)])
+
+@pytest.mark.parametrize(("shape", "parameters"), SIZES)
 def test_parameters(shape: ModelShape, parameters: int) -> None:
     table = parameter_table(shape)
     assert count_parameters(table) == parameters
     vectors = sum(row.elements for row in table if len(row.shape) == 1)
-    attention = shape.num_layers * shape.num_heads * shape.head_width * shape.sequence_length
+    T, full = shape.sequence_length, shape.windows.count(0)
+    seen = full * T + (shape.num_layers - full) * 512 * (2 - 512 / T)
+    attention = shape.num_heads * shape.head_width * seen
     assert shape.flops_per_token == 6 * (parameters - vectors + attention)
 
 

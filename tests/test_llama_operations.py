@@ -1,5 +1,5 @@
-"""The operations of the Llama family against float64 autograd, by the reference and by a CPU's: RMS norm with a gain,
-SwiGLU, rotation with other frequencies, norms of queries and keys with gains, attention of grouped heads."""
+"""The operations of the Llama family and of Gemma against float64 autograd, by the reference and by a CPU's: RMS norm with
+a gain, SwiGLU and GEGLU, rotation with other frequencies, norms of queries and keys with gains, grouped heads."""
 
 import math
 from types import ModuleType
@@ -22,12 +22,23 @@ def ops(request: pytest.FixtureRequest) -> ModuleType:
     return request.param
 
 
+@pytest.mark.parametrize("plus", [0, 1])
 @pytest.mark.parametrize(("N", "C"), [(1, 1), (5, 7), (33, 48)])
-def test_gained_rmsnorm(ops: ModuleType, N: int, C: int) -> None:
+def test_gained_rmsnorm(ops: ModuleType, N: int, C: int, plus: int) -> None:
     def definition(inp: Tensor, gain: Tensor, epsilon: float, **_: Any) -> dict[str, Tensor]:
-        return {"out": F.rms_norm(inp, (C,), gain, epsilon)}
+        return {"out": F.rms_norm(inp, (C,), plus + gain, epsilon)}
 
-    equal_autograd(ops, "rmsnorm_backward", definition, N=N, C=C)
+    equal_autograd(ops, "rmsnorm_backward", definition, N=N, C=C, plus=plus)
+
+
+def test_a_gain_of_one_and_a_little_in_bf16(ops: ModuleType) -> None:
+    """1 + w in float32, rounded once with the output: w of a thousandth would be lost in a gain of 16 bits."""
+    inp, w = randn(5, 48).bfloat16(), (randn(48, seed=1) * 1e-3).bfloat16()
+    out, rstd = torch.empty_like(inp), torch.empty(5)
+    ops.rmsnorm_forward(out, rstd, inp, w, epsilon=1e-6, plus=1)
+    x = inp.float()
+    exact = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6) * (1.0 + w.float())
+    assert torch.equal(out, exact.bfloat16()) and not torch.equal((1 + w).float(), 1 + w.float())
 
 
 @pytest.mark.parametrize(("N", "C", "width"), [(1, 1, 1), (5, 3, 7), (17, 12, 50)])
@@ -47,6 +58,18 @@ def test_feed_forward_half(ops: ModuleType, N: int, C: int, width: int) -> None:
     close(ddown, expected_ddown)
 
 
+GATES = {"swiglu": F.silu, "geglu": lambda gate: F.gelu(gate, approximate="tanh")}
+
+
+@pytest.mark.parametrize(("N", "width"), [(1, 1), (5, 7), (17, 50)])
+def test_geglu(ops: ModuleType, N: int, width: int) -> None:
+    def definition(hidden: Tensor, **_: Any) -> dict[str, Tensor]:
+        gate, up = hidden.chunk(2, 1)
+        return {"out": GATES["geglu"](gate) * up}
+
+    equal_autograd(ops, "geglu_backward", definition, N=N, F=width)
+
+
 def test_swiglu_of_large_gates(ops: ModuleType) -> None:
     """No exponential overflows: a closed gate lets nothing through, an open one lets g u through."""
     hidden = torch.tensor([[-1e4, 1e4, 0.0, 2.0, 3.0, 5.0]])
@@ -56,15 +79,16 @@ def test_swiglu_of_large_gates(ops: ModuleType) -> None:
     assert out.tolist() == [[0, 3e4, 0]] and dhidden.tolist() == [[0, 3, 2.5, 0, 1e4, 0]]
 
 
-def test_swiglu_in_bf16(ops: ModuleType) -> None:
+@pytest.mark.parametrize("name", GATES)
+def test_gates_in_bf16(ops: ModuleType, name: str) -> None:
     """float32 inside, and one rounding at the end."""
     hidden, dout = randn(33, 130).bfloat16(), randn(33, 65, seed=1).bfloat16()
     out, dhidden = torch.empty_like(dout), torch.empty_like(hidden)
-    ops.swiglu_forward(out, hidden)
-    ops.swiglu_backward(dhidden, dout, hidden)
+    getattr(ops, f"{name}_forward")(out, hidden)
+    getattr(ops, f"{name}_backward")(dhidden, dout, hidden)
     leaf = hidden.double().requires_grad_()
     gate, up = leaf.chunk(2, 1)
-    exact = F.silu(gate) * up
+    exact = GATES[name](gate) * up
     assert ((out - exact).abs() <= BF16 * exact.abs() + 1e-6).all()
     (dexact,) = gradients(exact, dout.double(), leaf)
     assert ((dhidden - dexact).abs() <= BF16 * dexact.abs() + 1e-5).all()
@@ -99,18 +123,19 @@ def test_rotation(ops: ModuleType, N: int, length: int, H: int, K: int, D: int) 
     equal_autograd(ops, "rotary_backward", definition, N=N, T=length, H=H, K=K, D=D, **options)
 
 
+@pytest.mark.parametrize("plus", [0, 1])
 @pytest.mark.parametrize(("N", "length", "H", "K", "D"), HEADS)
-def test_gained_qk_norm_and_rotation(ops: ModuleType, N: int, length: int, H: int, K: int, D: int) -> None:
+def test_gained_qk_norm_and_rotation(ops: ModuleType, N: int, length: int, H: int, K: int, D: int, plus: int) -> None:
     """A gain of zero among them, after which no output tells what the input was."""
     q_gain = randn(D, seed=2)
-    q_gain[0] = 0
+    q_gain[0] = -plus
 
     def definition(qkv: Tensor, q_gain: Tensor, k_gain: Tensor, epsilon: float, **_: Any) -> dict[str, Tensor]:
         q, k, v = qkv.view(N, -1, D).split((H, K, K), 1)
-        normed = (F.rms_norm(heads, (D,), gain, epsilon) for heads, gain in ((q, q_gain), (k, k_gain)))
+        normed = (F.rms_norm(heads, (D,), plus + gain, epsilon) for heads, gain in ((q, q_gain), (k, k_gain)))
         return {"out": torch.cat([*(rotated(heads, length, 1.3) for heads in normed), v], 1).flatten(1)}
 
-    options = {"frequencies": frequencies(D), "scale": 1.3, "q_gain": q_gain}
+    options = {"frequencies": frequencies(D), "scale": 1.3, "q_gain": q_gain, "plus": plus}
     equal_autograd(ops, "gained_qk_norm_rotary_backward", definition, N=N, T=length, H=H, K=K, D=D, **options)
 
 

@@ -29,7 +29,7 @@ from tests.lora_twin import PRODUCTS, added, gpt2_logits
 from tests.test_sampling import make_buffers
 
 GPT2 = ModelShape(57, 19, 2, 4, 24)
-SHAPES = {"gpt2": GPT2, **{family: llama_twin.shape_of(family, layers=2) for family in llama_twin.FAMILIES}}
+SHAPES = {"gpt2": GPT2, **{family: llama_twin.shape_of(family, layers=2) for family in llama_twin.EVERY}}
 
 
 class Adapted:
@@ -82,7 +82,7 @@ def autograd(
     return loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-EVERY = {"gpt2": "qkv+o+up+down", "llama": "q+k+v+o+gate+up+down"}
+EVERY = {"gpt2": "qkv+o+up+down", **dict.fromkeys(("llama", "gemma3"), "q+k+v+o+gate+up+down")}
 
 
 @pytest.mark.parametrize("recompute", [0, 1, 2, 3])

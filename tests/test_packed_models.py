@@ -16,7 +16,7 @@ from handgrad.settings.config import ModelShape
 from handgrad.training.feed import fill_inputs, inputs_of
 from tests.conftest import Model, make_model
 from tests.documents import document_starts
-from tests.llama_twin import FAMILIES, autograd, shape_of
+from tests.llama_twin import EVERY, autograd, shape_of
 from tests.model_checks import twin_of
 from tests.techniques import toggled
 
@@ -25,7 +25,7 @@ SHAPES = {
     "gpt2": ModelShape(57, 19, 3, 3, 33),
     "modern": MODERN,
     "modern, all": replace(MODERN, techniques=toggled("residual_scalars,input_scalars,value_embeddings")),
-    **{name: shape_of(name) for name in FAMILIES},
+    **{name: shape_of(name) for name in EVERY},
 }
 LENGTHS = [[5, 1, 9, 4], [12, 7]]
 PADDING = 7  # tokens at the end of the last row
@@ -79,7 +79,7 @@ def alone_by_autograd(model: Model, source: Documents) -> tuple[float, dict[str,
     for tokens, targets in source.alone():
         share = int((targets >= 0).sum()) / trained
         targets = targets.where(targets >= 0, -100)  # which torch's cross-entropy leaves out
-        if model.shape.architecture == "llama":
+        if model.shape.architecture in ("llama", "gemma3"):
             mean, found = autograd(weights, tokens, targets, model.shape)
         else:
             twin = twin_of(model)

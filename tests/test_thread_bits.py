@@ -82,7 +82,7 @@ def test_any_number_of_threads_gives_the_same_bits(network: str, runs: Path) -> 
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("operation", ["swiglu", "gelu", "classifier"])
+@pytest.mark.parametrize("operation", ["swiglu", "geglu", "gelu", "classifier"])
 def test_functions_that_round_otherwise_in_vectors(operation: str) -> None:
     """Of many numbers, as few of those between two threads' stretches differ."""
     hidden = torch.randn(513, 2 * 1360, generator=torch.Generator().manual_seed(0))
@@ -93,6 +93,9 @@ def test_functions_that_round_otherwise_in_vectors(operation: str) -> None:
         if operation == "swiglu":
             cpu.swiglu_forward(out, hidden)
             cpu.swiglu_backward(changed, out, hidden)
+        elif operation == "geglu":
+            cpu.geglu_forward(out, hidden)
+            cpu.geglu_backward(changed, out, hidden)
         elif operation == "gelu":
             cpu.gelu_forward(changed, hidden)
             cpu.gelu_backward(changed, hidden)

@@ -37,6 +37,7 @@ class Settings(TypedDict, total=False):
     architecture: str
     techniques: str
     llama: str
+    gemma3: str
     num_layers: int
     num_heads: int
     channels: int

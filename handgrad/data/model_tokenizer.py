@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,19 @@ OTHERS = (
     *("chat_template.jinja", "chat_template.json", GENERATION_FILE),
 )
 MAX_TOKENS = 1 << 24
+# Gemma's SentencePiece in the library: blanks are written as this character, any character that has no token as its bytes.
+BLANK, BYTE = "▁", re.compile("<0x([0-9A-F]{2})>")
+UNBLANKED = {"type": "Replace", "pattern": {"String": BLANK}, "content": " "}
+PIECES = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": BLANK},
+    "decoder": {"type": "Sequence", "decoders": [UNBLANKED, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+}
+IMAGE = "<image_soft_token>"  # Gemma's text models have no row for it
+IMAGE_ROWS = 262208  # of the vocabulary of a Gemma 3 with images, where config.json leaves it out
 
 
 def read_model_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a transformers folder. Raises `DataError` if there is none, or none that is byte-level."""
+    """The tokenizer of a transformers folder. Raises `DataError` if there is none, or none that handgrad supports."""
     path, config = folder / TOKENIZER_FILE, read_object(folder / MODEL_FILE)
     if not path.is_file():
         raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; add the model's tokenizer files")
@@ -62,9 +72,15 @@ def read_model_tokenizer(folder: Path) -> Tokenizer:
     if (pad := config.get("pad_token_id")) is not None:
         others[MODEL_FILE] = json.dumps({"pad_token_id": pad})
     first = ends[0] if isinstance(ends, list) and ends else ends
-    tokenizer = model_tokenizer(read_small(path), others, config.get("vocab_size"), first, str(path))
+    tokenizer = model_tokenizer(read_small(path), others, vocabulary_rows(config), first, str(path))
     check_added(folder, tokenizer)
     return tokenizer
+
+
+def vocabulary_rows(config: Mapping[str, Any]) -> Any:
+    """The size of the vocabulary in a config.json, which is its text model's in one of a model with images."""
+    text = config.get("text_config")
+    return text.get("vocab_size", IMAGE_ROWS) if isinstance(text, dict) else config.get("vocab_size")
 
 
 def check_added(folder: Path, tokenizer: Tokenizer) -> None:
@@ -119,12 +135,12 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
         raise DataError(f"expected a tokenizer in {where}, found {error!s:.200}; fetch it again") from None
     steps = tables.get("decoder") or {}
     kinds = {step.get("type") for step in steps.get("decoders", [steps])}
-    if kinds != {"ByteLevel"}:
+    if not (pieces := has_pieces(tables)) and kinds != {"ByteLevel"}:
         found = ", ".join(map(str, sorted(kinds, key=str)))
-        ours = "handgrad has tokenizers of bytes alone, no SentencePiece as of Llama 2, TinyLlama and Mistral"
+        ours = "handgrad has tokenizers of bytes and Gemma's, no SentencePiece as of Llama 2, TinyLlama and Mistral"
         raise DataError(f"expected a ByteLevel decoder in {where}, found {found}; {ours}")
     about = json.loads(library.about)
-    least = about["size"]
+    least = about["size"] - ([about["size"] - 1, IMAGE] in about["added"])
     if type(vocab_size) is not int or not least <= vocab_size <= MAX_TOKENS:
         raise DataError(
             f"expected a vocab_size of {least} or more beside {where}, found {vocab_size!r:.80}; for added tokens call"
@@ -135,12 +151,13 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
             f"expected a token that ends texts as eos_token_id beside {where}, found {end_of_text!r:.80}; name it"
         )
     try:
-        token_bytes = {number: bytes(map(BYTE_OF_CHARACTER.__getitem__, token or "")) for number, token in about["tokens"]}
+        bytes_of = piece_bytes if pieces else lambda token: bytes(map(BYTE_OF_CHARACTER.__getitem__, token))
+        token_bytes = {number: bytes_of(token or "") for number, token in about["tokens"]}
     except KeyError:
         raise DataError(
             f"expected tokens in the byte-level alphabet in {where}, found others; handgrad has no such tokenizer"
         ) from None
-    token_bytes |= {number: token.encode() for number, token in about["added"]}
+    token_bytes |= {number: piece_bytes(token) if pieces else token.encode() for number, token in about["added"]}
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
@@ -153,6 +170,17 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
     sha256 = hashlib.sha256(content + f"{vocab_size} {end_of_text}".encode()).hexdigest()
     every = tuple(token_bytes.get(number, b"") for number in range(vocab_size))
     return Tokenizer(KIND, every, end_of_text, sha256, encode, content, others=dict(others), begins=tuple(about["begins"]))
+
+
+def has_pieces(tables: Mapping[str, Any]) -> bool:
+    """True for Gemma's rules: they give every text back, but for `BLANK` as a blank."""
+    same = all(tables.get(key) == step for key, step in PIECES.items())
+    return same and (tables.get("model") or {}).get("byte_fallback") is True
+
+
+def piece_bytes(piece: str) -> bytes:
+    byte = BYTE.fullmatch(piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace(BLANK, " ").encode()
 
 
 def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from handgrad.data.model_tokenizer import MODEL_FILE, of_record, of_transformers, read_object
+from handgrad.data.model_tokenizer import MODEL_FILE, of_record, of_transformers, read_object, vocabulary_rows
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, bytes_tokenizer, gpt2_tokenizer, parse_bpe, read_small
 from handgrad.errors import DataError, UsageError
 from handgrad.storage.run_files import BEST, CHECKPOINTS, named_run
@@ -54,7 +54,7 @@ def of_folder(folder: Path) -> Tokenizer:
     record = read_object(manifest).get("tokenizer") if manifest.is_file() else None
     if isinstance(record, dict):
         return read_tokenizer(manifest.parent, record)
-    return of_transformers(folder, read_object(folder / MODEL_FILE).get("vocab_size"))
+    return of_transformers(folder, vocabulary_rows(read_object(folder / MODEL_FILE)))
 
 
 def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
@@ -94,7 +94,8 @@ ANSWERS = {
 }
 # Families whose tokenizer comes with a model's folder: how their names begin -> a model of the family on the Hub.
 FAMILIES = {"llama": "meta-llama/Llama-3.2-1B", "qwen": "Qwen/Qwen3-0.6B", "smollm": "HuggingFaceTB/SmolLM2-135M"}
-WITH_PIECES = r"(llama-?2|tinyllama|mistral|mixtral|gemma|t5)[-\w.]*"  # models without a byte-level tokenizer
+FAMILIES |= {"gemma-?3": "google/gemma-3-270m"}
+WITH_PIECES = r"(llama-?2|tinyllama|mistral|mixtral|gemma(?!-?3(-|$))|t5)[-\w.]*"  # models without a byte-level tokenizer
 SUFFIXES = (".json", ".model", ".bin", ".txt")  # of files
 HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
 LARGEST = 1 << 16

@@ -9,6 +9,7 @@
     fcproj, down                ffn_down                             (C, F)
     ln1 and ln2, norm1, norm2   attn_norm, ffn_norm                  (C)
     q_gain, k_gain              attn_q_norm, attn_k_norm             (D)
+    after1, after2              post_attention_norm, post_ffw_norm   (C)
 
 The package maps transformers' names to the names there. Vectors and positions are float32.
 
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from handgrad.data.chat_template import CHAT_TEMPLATE_FILE
-from handgrad.data.model_tokenizer import characters, vocabulary_files
+from handgrad.data.model_tokenizer import BLANK, BYTE, characters, has_pieces, vocabulary_files
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from handgrad.errors import StorageError, UsageError
 from handgrad.files import check_free, whole
@@ -57,14 +58,16 @@ class Part:
     name: str
     values: Tensor  # (rows, ...) float32, a view of the model's weights, or numbers only in the file
     heads: int = 0  # whose rows are interleaved; 0: as they are
+    offset: float = 0.0  # of the file's numbers from ours
 
     def theirs(self) -> np.ndarray:
         """The values in float32, in the file's order."""
-        return (interleaved(self.values, self.heads) if self.heads else self.values).contiguous().numpy()
+        values = interleaved(self.values, self.heads) if self.heads else self.values
+        return (values + self.offset if self.offset else values).contiguous().numpy()
 
     def read(self, found: np.ndarray) -> None:
         """Sets our part to `found`, numbers of the file."""
-        values = torch.from_numpy(np.array(found)).view(self.values.shape)
+        values = torch.from_numpy(np.array(found)).view(self.values.shape) - self.offset
         self.values.copy_(in_halves(values, self.heads) if self.heads else values)
 
 
@@ -119,7 +122,8 @@ def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
             found = names.get_name(shape.network.prefix + name, try_suffixes=(".weight", ".bias"))
             assert found, name
             turned = network in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name)
-            yield Part(found, part, len(part) // shape.head_width if turned else 0)
+            offset = float(network == "gemma3" and part.dim() == 1)  # a gain is w here, 1 + w there
+            yield Part(found, part, len(part) // shape.head_width if turned else 0, offset)
     if network == "llama" and shape.family.rope == "llama3":
         family = shape.family
         plain = (family.rotary_base ** (-2 * pair / family.head_width) for pair in family.pairs)
@@ -213,43 +217,64 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, template: str = "") -> None
 
     files = vocabulary_files(tokenizer, 0) | ({CHAT_TEMPLATE_FILE: template.encode()} if template else {})
     tables: Any = parse_json(files[TOKENIZER_FILE])
+    pieces = has_pieces(tables)
     tokens, types = token_list(tokenizer, tables)
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
         ids = {"eos_token_id": tokenizer.end_of_text}
         (Path(folder) / "config.json").write_text(json.dumps(ids))  # where tokenizer_config.json names none
-        special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=len(tokens))
-    special.merges = special.merges or list(NO_MERGES)
+        special = gguf.SpecialVocab(folder, load_merges=not pieces, n_vocab=len(tokens))
+    special.merges = special.merges or list(() if pieces else NO_MERGES)
     if tokenizer.kind != "model":  # documents of ours begin with end-of-text
         special.add_special_token["bos"] = True
     elif tokenizer.begins:
         special.special_token_ids["bos"], special.add_special_token["bos"] = tokenizer.begins[0], True
     else:  # llama.cpp's own choice depends on the splitter's name
         special.add_special_token.setdefault("bos", False)
-    writer.add_tokenizer_model("gpt2")  # byte-level BPE
-    writer.add_tokenizer_pre(splitter(tables))
+    if pieces:
+        writer.add_tokenizer_model("llama")  # SentencePiece's BPE
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores(scores(tokens, tables))
+        writer.add_add_space_prefix(False)
+    else:
+        writer.add_tokenizer_model("gpt2")  # byte-level BPE
+        writer.add_tokenizer_pre(splitter(tables))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     special.add_to_gguf(writer, quiet=True)
 
 
 def token_list(tokenizer: Tokenizer, tables: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """(tokens by id, their types). Added tokens are plain text, the others are in the byte-level alphabet."""
+    """(tokens by id, their types). Added tokens are plain text, the others are in the byte-level alphabet or, of a
+    SentencePiece, as in `tables`."""
     from gguf import TokenType
 
     added = {token["id"]: token for token in tables["added_tokens"]}
+    pieces = {number: piece for piece, number in tables["model"]["vocab"].items()} if has_pieces(tables) else {}
     tokens, types = list[str](), list[int]()
     for number, content in enumerate(tokenizer.token_bytes):
         if number in added:
             text, kind = added[number]["content"], TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED
         elif content:
-            text, kind = characters(content), TokenType.NORMAL
+            text, kind = pieces.get(number) or characters(content), TokenType.NORMAL
         else:  # a row of the vocabulary without a token
             text, kind = f"[PAD{number}]", TokenType.UNUSED
+        if pieces:
+            kind = TokenType.UNKNOWN if text == tables["model"].get("unk_token") else kind
+            kind = TokenType.BYTE if BYTE.fullmatch(text) else kind
+            text = text.replace(BLANK, " ") if kind == TokenType.USER_DEFINED else text
         tokens.append(text)
         types.append(kind)
     return tokens, types
+
+
+def scores(tokens: list[str], tables: dict[str, Any]) -> list[float]:
+    """A score per token. SentencePiece joins the pair whose token scores highest, `tokenizers` the first merge's."""
+    ranks, merges = dict[str, float](), tables["model"]["merges"]
+    for rank, merge in enumerate(merges):
+        ranks.setdefault("".join(merge) if isinstance(merge, list) else merge.replace(" ", ""), -float(rank))
+    return [ranks.get(token, -float(len(merges))) for token in tokens]
 
 
 def splitter(tables: dict[str, Any]) -> str:

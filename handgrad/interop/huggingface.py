@@ -1,7 +1,7 @@
 """A model in transformers' format: a folder with config.json, safetensors and a tokenizer.
 
-`handgrad.networks` has the names of a network's tensors there; `gpt2`, `modern` and `llama` in this package read and write
-its part of config.json. `Config` checks the values of such a file, and of PEFT's, as it reads them.
+`handgrad.networks` has the names of a network's tensors there; the file of its name in this package reads and writes its
+part of config.json. `Config` checks the values of such a file, and of PEFT's, as it reads them.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import GENERATION_FILE, MODEL_FILE, of_transformers, read_object
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
-from handgrad.errors import DataError
+from handgrad.errors import DataError, print_message
 from handgrad.evaluation.load import imported_config
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
@@ -35,6 +35,16 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 # Buffers of old versions: the causal mask, and the angles of positions.
 BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# A model with images: its text model's tensors have another prefix, by version; these are of its other parts.
+IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+# Other networks of the families that handgrad knows: the part that it lacks.
+LACKING = {
+    "gemma2": "cap of attention's scores",
+    "gemma3n": "embeddings in every layer",
+    "gemma4": "layers that share keys and values",
+    "qwen3_5": "linear attention",
+    "gpt_oss": "experts and attention sinks",
+}
 DTYPES = ("F32", "BF16", "F16")
 SMALL_FILES = ("*.json", "merges.txt", "*.jinja")  # without the weights
 MODEL_FILES = (*SMALL_FILES, "model*.safetensors")
@@ -160,7 +170,8 @@ def read_shape(path: Path) -> ModelShape:
             imported_config(shape, str(path))
             return shape
     types = ", ".join(json.dumps(known) for network in NETWORKS.values() for known in network.model_types)
-    raise DataError(f"expected model_type {types} in {path}, found {kind!r:.80}; handgrad has no such model")
+    part = next((f"lacks its {part}" for name, part in LACKING.items() if str(kind).startswith(name)), "has no such model")
+    raise DataError(f"expected model_type {types} in {path}, found {kind!r:.80}; handgrad {part}")
 
 
 @contextlib.contextmanager
@@ -188,10 +199,14 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
         wanted |= theirs
         embedding = next(iter(theirs)) if row.name == "wte" else embedding
     tensors: dict[str, tuple[Path, str]] = {}
+    aside = 0
     for path in weight_files(folder):
         with opened(path) as stored:
             for name in stored.keys():  # noqa: SIM118
-                plain = name.removeprefix(prefix)
+                plain = name.removeprefix(prefix).replace("model.language_model.", "model.").removeprefix("language_model.")
+                if IMAGES.match(name):
+                    aside += 1
+                    continue
                 if BUFFERS.fullmatch(plain):
                     continue
                 if plain in tensors:
@@ -214,6 +229,8 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
             f"expected a tensor {prefix}{missing} of shape {wanted[missing]} in {path}, found none;"
             " the file is not this config's"
         )
+    if aside:
+        print_message(f"{folder} has a vision tower of {aside} tensors; handgrad leaves it aside", ends=False)
     tied = HEAD in tensors and HEAD not in wanted
     if tied and not torch.equal(*(load_tensor(*tensors[name]) for name in (HEAD, embedding))):
         raise DataError(

@@ -4,6 +4,7 @@ passes       a pass as a list of stages, attention with its output projection, t
 gpt2         GPT-2
 modern       the network of docs/modern.md
 llama        Llama, Qwen2, Qwen3 and their relatives
+gemma3       Gemma 3
 decoding     the buffers of generation
 overlay      operations with some of them replaced
 

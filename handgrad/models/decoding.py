@@ -7,6 +7,7 @@ block overwrites the same buffers, and updates the residual stream in place.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
 from handgrad.memory.arena import Clock
-from handgrad.models.passes import Attention
+from handgrad.models.passes import Attention, Launch
 from handgrad.models.windows import fill_window_starts
 from handgrad.networks import ModelShape
 from handgrad.ops.reference.attention import Mask
@@ -86,11 +87,24 @@ def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int,
 def prompt_attention(
     ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool, window: int = 0
 ) -> Attention:
-    """Stores the prompts' keys and values. Their tokens attend to their own prompt or, with `append`, to the whole cache of
-    the layer; in both within a `window`, if it is not 0."""
-    scratch = {"scratch": sequences.scratch}
+    """`prompts_attend`, with the output projection."""
+    attend = prompts_attend(ops, block, sequences, layer, batch, append=append, window=window)
 
     def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        attend()
+        ops.linear_residual_forward(out, residual, block.atty, weight, bias, scratch=sequences.scratch)
+
+    return attention
+
+
+def prompts_attend(
+    ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool, window: int
+) -> Launch:
+    """Stores the prompts' keys and values. Their tokens attend to their own prompt or, with `append`, to the whole cache of
+    the layer; in both within a `window`, if it is not 0. Fills block.atty."""
+    scratch = {"scratch": sequences.scratch}
+
+    def attend() -> None:
         store_prompts(ops, block, sequences, layer, batch, append=append)
         if append:
             cache = sequences.keys[layer], sequences.values[layer]
@@ -104,9 +118,14 @@ def prompt_attention(
             )
         else:
             ops.attention_forward(block.atty, block.lse, block.qkv, **scratch)
-        ops.linear_residual_forward(out, residual, block.atty, weight, bias, scratch=sequences.scratch)
 
-    return attention
+    return attend
+
+
+def step_attends(ops: ModuleType, block: Any, sequences: Sequences, layer: int, window: int) -> Launch:
+    """`step_attention` without the output projection: fills block.atty."""
+    tensors = sequences.keys[layer], sequences.values[layer], block.qkv, sequences.positions
+    return partial(ops.attention_decode, block.atty, *tensors, window=window, scratch=sequences.scratch)
 
 
 def prefill_block(buffers: Block, batch: int, length: int, num_heads: int) -> Block:

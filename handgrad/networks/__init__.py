@@ -4,6 +4,7 @@ network  the record
 gpt2     GPT-2
 modern   the network of docs/modern.md, and the list of its techniques
 llama    Llama, Qwen2, Qwen3 and their relatives, and the sizes in which they differ
+gemma3   Gemma 3
 lora     the adapters of a run
 fp8      the shapes and settings that fp8 GEMMs support
 """
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from handgrad.errors import UsageError
+from handgrad.networks.gemma3 import GEMMA3
 from handgrad.networks.gpt2 import GPT2
 from handgrad.networks.llama import LLAMA, LlamaShape, parse_llama
 from handgrad.networks.modern import MODERN, names_of
 from handgrad.networks.network import Fp8, Gemm, Network
 
 VOCABULARY_MULTIPLE = 128  # padding of the vocabulary, so that GEMMs run on full tiles
-NETWORKS: dict[str, Network] = {"gpt2": GPT2, "modern": MODERN, "llama": LLAMA}
+NETWORKS: dict[str, Network] = {"gpt2": GPT2, "modern": MODERN, "llama": LLAMA, "gemma3": GEMMA3}
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class ModelShape:
     architecture: str = "gpt2"  # of `NETWORKS`, and a file of `models`
     techniques: str = ""  # a modern network's techniques, separated by commas; empty: the defaults
     llama: str = ""  # a Llama's further sizes, as the text of a `LlamaShape`
+    gemma3: str = ""  # a Gemma 3's, of a `Gemma3Shape`
 
     def __post_init__(self) -> None:
         if setting := self.network.setting:

@@ -4,14 +4,13 @@ A configuration writes the sizes that only this family has as a text: `kv_heads=
 out has its default; a switch is its bare name.
 """
 
-import dataclasses
 import functools
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from handgrad.errors import UsageError
-from handgrad.names import check_choice, named_values
+from handgrad.names import check_choice, named_text, named_values
 from handgrad.networks.network import COMMON_FORMS, Fp8, Gemm, Network
 
 if TYPE_CHECKING:
@@ -55,11 +54,7 @@ class LlamaShape:
     rope_scale: float = 1.0  # multiplies rotated queries and keys
 
     def __str__(self) -> str:
-        parts = []
-        for f in dataclasses.fields(self):
-            if (value := getattr(self, f.name)) != f.default:
-                parts.append(f.name if value is True else f"{f.name}={value}")
-        return ",".join(parts)
+        return named_text(self)
 
     def resolved(self, num_heads: int, channels: int) -> "LlamaShape":
         """Replaces zeros by the sizes they stand for."""

@@ -31,6 +31,7 @@ OPERATIONS = (
     *("qk_norm_rotary_forward", "qk_norm_rotary_backward"),
     *("gained_qk_norm_rotary_forward", "gained_qk_norm_rotary_backward"),
     *("swiglu_forward", "swiglu_backward", "linear_swiglu_forward", "swiglu_linear_backward"),
+    *("geglu_forward", "geglu_backward"),
     *("mix_rmsnorm_forward", "mix_rmsnorm_backward", "value_embedding_forward", "value_embedding_backward"),
     *("relu2_forward", "relu2_backward", "linear_relu2_forward", "relu2_linear_backward"),
     *("attention_forward", "attention_backward"),
@@ -53,6 +54,7 @@ DECODE_OPERATIONS = (
     *("attention_linear_residual_forward", "store_keys_values_at", "attention_append"),
     *("gained_qk_norm_rotary_forward", "mix_rmsnorm_linear_forward", "value_embedding_decode"),
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "rmsnorm_linear_swiglu_forward"),
+    *("linear_forward", "residual_forward", "geglu_forward"),
 )
 
 # Every backend also has these functions, which set-up calls.

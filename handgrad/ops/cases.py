@@ -72,6 +72,8 @@ CALLS = {
     "swiglu_backward": "dhidden[N 2F] <- dout[N F] hidden[N 2F]*3",
     "linear_swiglu_forward": "out[N F] hidden[N 2F] <- inp[N C] weight[2F C]",
     "swiglu_linear_backward": "dhidden[N 2F] dinp[N F] dweight_acc[C F] <- dout[N C] inp[N F] hidden[N 2F] weight[C F]",
+    "geglu_forward": "out[N F] <- hidden[N 2F]*3",
+    "geglu_backward": "dhidden[N 2F] <- dout[N F] hidden[N 2F]*3",
     "classifier_forward": "losses[N] logits_inout[N Vp]*4 <- targets[N] | vocab_size",
     "classifier_forward_backward": "losses[N] logits_to_dlogits_inout[N Vp]*4 <- targets[N] scale[1] | vocab_size",
     "softcap_forward": "logits_inout[N V]*4 <- | softcap",
@@ -283,6 +285,7 @@ GRADIENTS = {
     " <- qkv_inout:dqkv norm:dnorm_inout gate_weight:dgate_weight_acc table:dvalues",
     "relu2_backward": "hidden_inout:dhidden_inout <- hidden_inout:dhidden_inout",
     "swiglu_backward": "out:dout <- hidden:dhidden",
+    "geglu_backward": "out:dout <- hidden:dhidden",
 }
 
 

@@ -38,11 +38,11 @@ def after_layernorm(layernorm_forward: Operation, gemm: Operation) -> Operation:
 def after_rmsnorm(rmsnorm_forward: Operation, gemm: Operation, outs: int) -> Operation:
     """Returns the operation (*outs, norm, rstd, x, gain, *weights). It runs `gemm` on RMSnorm(x), x (N, C), gain (C) or
     None, with the weights that the GEMM takes. `outs`: number of GEMM outputs. norm (N, C) receives RMSnorm(x), rstd (N)
-    its statistic; `epsilon` as in `rmsnorm_forward`."""
+    its statistic; `options`: `epsilon` and `plus` as in `rmsnorm_forward`."""
 
-    def both(*tensors: Tensor | None, scratch: Tensor | None = None, **epsilon: float) -> None:
+    def both(*tensors: Tensor | None, scratch: Tensor | None = None, **options: float) -> None:
         norm, rstd, x, gain = tensors[outs : outs + 4]
-        rmsnorm_forward(norm, rstd, x, gain, **epsilon)
+        rmsnorm_forward(norm, rstd, x, gain, **options)
         gemm(*tensors[:outs], norm, *tensors[outs + 4 :], scratch=scratch)
 
     return both

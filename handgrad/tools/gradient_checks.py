@@ -27,7 +27,7 @@ GROUPED = {"K": 2}
 CASES: dict[str, Arguments] = {backward: {} for backward in PAIRS}
 CASES |= {"attention_backward": GROUPED, "gained_qk_norm_rotary_backward": GROUPED}
 CASES |= {"classifier_forward_backward, with a cap": {"softcap": 3.0}}
-CASES |= {"rmsnorm_backward, without a gain": {"gain": None, "dgain_acc": None}}
+CASES |= {"rmsnorm_backward, without a gain": {"gain": None, "dgain_acc": None}, "rmsnorm_backward, of 1 + w": {"plus": 1}}
 
 BATCH, LENGTH = 2, 5
 GPT2 = ModelShape(vocab_size=57, sequence_length=LENGTH, num_layers=2, num_heads=2, channels=32)
@@ -35,6 +35,7 @@ SHAPES = (
     GPT2,
     replace(GPT2, architecture="modern"),
     replace(GPT2, architecture="llama", llama="kv_heads=1,feed_forward=48,qk_norm"),
+    replace(GPT2, architecture="gemma3", gemma3="kv_heads=1,head_width=8,feed_forward=48,window=3,full_every=2"),
 )
 
 

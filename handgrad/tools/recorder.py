@@ -86,6 +86,7 @@ MOVING = {
     "GELU alone": "gelu_forward gelu_backward",
     "squared ReLU": "relu2_forward relu2_backward",
     "SwiGLU": "swiglu_forward swiglu_backward",
+    "GEGLU": "geglu_forward geglu_backward",
     "bias sums": "bias_backward",
     "classifier": "classifier_forward classifier_forward_backward softcap_forward",
     "loss and verdict": "loss_sum verdict",

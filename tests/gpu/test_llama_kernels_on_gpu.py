@@ -25,15 +25,18 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     return Draw(request.param, "cuda")
 
 
-@pytest.mark.parametrize(("N", "C"), [(65536, 576), (32768, 1024), (16384, 2048), (1, 24), (7, 48), (333, 100)])
+@pytest.mark.parametrize(
+    ("N", "C"), [(65536, 576), (32768, 1024), (16384, 2048), (1, 24), (7, 48), (333, 100), (9999, 640)]
+)
 def test_gained_rmsnorm(draw: Draw, N: int, C: int) -> None:
-    for each in both(draw, "rmsnorm", N=N, C=C):
+    for each in both(draw, "rmsnorm", N=N, C=C, plus=int(C == 640)):
         check_all(each)
 
 
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
 @pytest.mark.parametrize(("N", "F"), [(65536, 1536), (16384, 3072), (1, 1), (9, 31)])
-def test_swiglu(draw: Draw, N: int, F: int) -> None:
-    for each in both(draw, "swiglu", N=N, F=F):
+def test_gates(draw: Draw, N: int, F: int, name: str) -> None:
+    for each in both(draw, name, N=N, F=F):
         check_all(each)
 
 
@@ -42,10 +45,11 @@ def test_swiglu(draw: Draw, N: int, F: int) -> None:
     [
         *((32768, 9, 3, 64, 2048), (8192, 16, 8, 128, 1024), (8192, 32, 8, 64, 8192), (1, 1, 1, 2, 1), (333, 4, 2, 24, 7)),
         (8192, 16, 8, 256, 4096),
+        (8192, 4, 1, 256, 2048),
     ],
 )
 def test_heads(draw: Draw, N: int, H: int, K: int, D: int, length: int) -> None:
-    for each in checks.heads(draw, N, H, K, D, length, 1.2 if K > 1 else 1.0):
+    for each in checks.heads(draw, N, H, K, D, length, 1.2 if K > 1 else 1.0, plus=D == 256):
         check_all(each)
 
 

@@ -54,6 +54,7 @@ def make_checkpoint(
     architecture: str = "gpt2",
     techniques: str = "",
     llama: str = "",
+    gemma3: str = "",
     chat: bool = False,
     **settings: object,
 ) -> tuple[Path, ModelShape]:
@@ -61,7 +62,7 @@ def make_checkpoint(
     settings, on conversations or on text."""
     tokenizer = TOKENIZERS[kind]() if isinstance(kind, str) else kind
     layers, heads, channels, context = sizes or SIZES[tokenizer.kind]
-    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels, architecture, techniques, llama)
+    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels, architecture, techniques, llama, gemma3)
     generator = torch.Generator().manual_seed(seed)
     state = []
     for row in parameter_table(shape):

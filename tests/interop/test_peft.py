@@ -30,6 +30,7 @@ from handgrad.storage.checkpoint import Stored
 from handgrad.storage.run_files import CHECKPOINTS
 from tests.interop.llama_configs import CONFIGS
 from tests.interop.models import random_tokens, their_logits
+from tests.interop.test_transformers_gemma import CONFIGS as GEMMAS, piece_tokenizer
 from tests.interop.test_transformers_llama import byte_tokenizer
 
 peft = pytest.importorskip("peft")  # of the extra `test`
@@ -46,8 +47,9 @@ GPT2 = transformers.GPT2Config(
     bos_token_id=256,
     eos_token_id=256,
 )
-EVERY = ["gpt2", "llama", "qwen2", "qwen3", "smollm3"]
+EVERY = ["gpt2", "llama", "qwen2", "qwen3", "smollm3", "gemma3"]
 SOME = {"gpt2": "qkv+o", "llama": "q+v", "qwen2": "k+up+down", "qwen3": "q+k+v+o", "smollm3": "q+o+down"}
+SOME["gemma3"] = "q+gate+down"
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +61,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if kind not in made:
             torch.manual_seed(1)
             folder = made[kind] = tmp_path_factory.mktemp(kind)
-            config = GPT2 if kind == "gpt2" else CONFIGS[kind]
+            config = {"gpt2": GPT2, "gemma3": GEMMAS["4B"]}.get(kind) or CONFIGS[kind]
             model = transformers.AutoModelForCausalLM.from_config(config)
             model.config.eos_token_id = 256 if kind == "gpt2" else 259
             model.save_pretrained(folder)
             if kind == "gpt2":
                 for name, content in vocabulary_files(load_tokenizer("bytes"), 260).items():
                     (folder / name).write_bytes(content)
+            elif kind == "gemma3":
+                piece_tokenizer().save(str(folder / "tokenizer.json"))
             else:
                 byte_tokenizer().save(str(folder / "tokenizer.json"))
                 (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')

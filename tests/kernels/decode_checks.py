@@ -48,12 +48,14 @@ def row_gemms(draw: Draw, C: int, O: int) -> Case:
 
 
 def gained(ops: ModuleType, t: Tensors, O: int) -> Tensors:
-    """The products of the Llama family after an RMS norm with a gain, with and without bias."""
-    out = {name: nan(t["x"], 1, O) for name in ("gained", "gained with bias")}
+    """The products of the Llama family after an RMS norm with a gain, with and without bias, and of Gemma."""
+    out = {name: nan(t["x"], 1, O) for name in ("gained", "gained with bias", "of 1 + w", "alone")}
     rstd, options = nan(t["x"], 1, dtype=statistics_dtype(t["x"])), {"epsilon": 1e-3, "scratch": torch.empty(0)}
     norm = nan(t["x"], *t["x"].shape), rstd, t["x"], t["ln_weight"]
     ops.rmsnorm_linear_forward(out["gained"], *norm, t["weight"], None, **options)
     ops.rmsnorm_linear_forward(out["gained with bias"], *norm, t["weight"], t["bias"], **options)
+    ops.rmsnorm_linear_forward(out["of 1 + w"], *norm, t["weight"], None, **options, plus=1)
+    ops.linear_forward(out["alone"], t["x"], t["weight"], None, scratch=torch.empty(0))
     return out
 
 

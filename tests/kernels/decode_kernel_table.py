@@ -54,6 +54,7 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
             "ACTIVATION": "",
             "RMS_NORM": False,
             "STAGES": row_gemms.stages_of(triton.cdiv(O, rows)),
+            "PLUS": 0,
         }
         absent = dict.fromkeys(set(everything) - set(present))
         found[name] = row_gemms._row_gemm, plain | constants | absent, warps
@@ -66,6 +67,7 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
         product(f"gained RMS norm, SwiGLU of {name}", 2 * F, C, "norm_weight", RMS_NORM=True, ACTIVATION="swiglu")
         product(f"down of {name}", C, F, "residual")
         product(f"parts and proj of {name}", C, C, "residual", head=64)
+    product("RMS norm of 1 + w, gates of 640", 4096, 640, "norm_weight", RMS_NORM=True, PLUS=1)
     product("proj of 4096", 4096, 4096, "residual")
     for C in (768, 1600):
         product(f"qkv of {C}", 3 * C, C, "norm_weight", "norm_bias", "bias")

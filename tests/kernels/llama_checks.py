@@ -10,11 +10,12 @@ from handgrad.ops import reference
 from tests.kernels.memory_checks import Case, Draw, Tensors, both, nan, poisoned, statistics_dtype
 
 
-def heads(draw: Draw, N: int, H: int, K: int, D: int, length: int, scale: float) -> list[Case]:
-    """Rotation alone, and after a norm with gains; forward and backward."""
+def heads(draw: Draw, N: int, H: int, K: int, D: int, length: int, scale: float, *, plus: int = 0) -> list[Case]:
+    """Rotation alone, and after a norm with gains, from which `plus` is missing; forward and backward."""
     turn = {"frequencies": LlamaShape(head_width=D, rotary_base=500000.0).frequencies, "scale": scale}
     sizes = {"N": N, "T": length, "H": H, "K": K, "D": D}
-    return [each for name in ("rotary", "gained_qk_norm_rotary") for each in both(draw, name, **sizes, **turn)]
+    stored = {"rotary": {}, "gained_qk_norm_rotary": {"plus": int(plus)}}
+    return [each for name, more in stored.items() for each in both(draw, name, **sizes, **turn, **more)]
 
 
 def attention_decode(draw: Draw, positions: list[int], H: int, K: int, D: int, longest: int) -> Case:
@@ -43,7 +44,7 @@ def heads_decode(draw: Draw, positions: list[int], H: int, K: int, D: int) -> Ca
         out, rstd, turned = nan(qkv, B, columns), nan(qkv, B, H + K, dtype=statistics_dtype(qkv)), qkv.clone()
         ops.decode.rotary_forward(turned, num_heads=H, positions=places, **turn)
         norm = out, rstd, qkv, t["q"], t["k"]
-        ops.decode.gained_qk_norm_rotary_forward(*norm, positions=places, **turn, epsilon=1e-6)
+        ops.decode.gained_qk_norm_rotary_forward(*norm, positions=places, **turn, epsilon=1e-6, plus=int(K == 1))
         return {"turned": turned, "out": out, "rstd": rstd}
 
     return inputs, run

@@ -73,20 +73,21 @@ def launches(itemsize: int) -> dict[str, Launch]:
 def llama_launches(itemsize: int) -> dict[str, Launch]:
     """Of the Llama family: SmolLM2's sizes, Qwen3's, and heads of 256."""
     found: dict[str, Launch] = {
-        "swiglu_forward": (activations._swiglu_forward, {"BLOCK": activations.SWIGLU_BLOCK}, activations.SWIGLU_WARPS),
-        "swiglu_backward": (activations._swiglu_backward, {"BLOCK": activations.SWIGLU_BLOCK}, activations.SWIGLU_WARPS),
+        f"{name}_{way}": (kernel, {"BLOCK": activations.GATES_BLOCK, "GELU": name == "geglu"}, activations.GATES_WARPS)
+        for name in ("swiglu", "geglu")
+        for way, kernel in (("forward", activations._gates_forward), ("backward", activations._gates_backward))
     }
-    for C in (576, 1024, 2048):
+    for C in (576, 640, 1024, 2048):  # 640: of Gemma 3 270M
         block, rows, warps = forward_tile(C)
-        constants = {"C": C, "BLOCK_C": block, "ROWS": rows}
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "PLUS": int(C == 640)}
         found[f"gained_rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
         _, block, rows, warps, stages = backward_tile(1 << 16, C, itemsize)
-        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages}
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages, "PLUS": int(C == 640)}
         found[f"gained_rmsnorm_backward of {C}"] = rmsnorm._gain_backward, constants, warps
-    for H, K, D in ((9, 3, 64), (16, 8, 128), (8, 4, 256)):
+    for H, K, D in ((9, 3, 64), (16, 8, 128), (8, 4, 256), (4, 1, 256)):
         columns, turned = (H + 2 * K) * D, H + K
         heads, pairs, warps = rotary.tile(turned, D, itemsize, rotary.FORWARD_BYTES_PER_WARP)
-        sizes = {"COLUMNS": columns, "HEADS": turned, "QUERIES": H, "D": D, "SCALE": 1.0}
+        sizes = {"COLUMNS": columns, "HEADS": turned, "QUERIES": H, "D": D, "SCALE": 1.0, "PLUS": int(K == 1)}
         constants = {**sizes, "BLOCK_H": heads, "BLOCK_P": pairs, "positions": None}
         constants["VALUES"] = triton.next_power_of_2(K * D)
         found[f"gained_qk_norm_forward of {H} heads"] = rotary._gained_forward, constants, warps

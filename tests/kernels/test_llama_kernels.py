@@ -20,15 +20,16 @@ def draw() -> Draw:
     return Draw(torch.float32, "cpu")
 
 
-@pytest.mark.parametrize(("N", "C"), [(1, 24), (7, 48), (33, 100), (5, 576), (3, 2048)])
-def test_gained_rmsnorm(draw: Draw, N: int, C: int) -> None:
-    for each in both(draw, "rmsnorm", N=N, C=C):
+@pytest.mark.parametrize(("N", "C", "plus"), [(1, 24, 0), (7, 48, 1), (33, 100, 1), (5, 576, 0), (3, 640, 1), (3, 2048, 0)])
+def test_gained_rmsnorm(draw: Draw, N: int, C: int, plus: int) -> None:
+    for each in both(draw, "rmsnorm", N=N, C=C, plus=plus):
         check(each)
 
 
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
 @pytest.mark.parametrize(("N", "F"), [(1, 1), (9, 31), (3, 1536), (2, 3000)])
-def test_swiglu(draw: Draw, N: int, F: int) -> None:
-    for each in both(draw, "swiglu", N=N, F=F):
+def test_gates(draw: Draw, N: int, F: int, name: str) -> None:
+    for each in both(draw, name, N=N, F=F):
         check(each)
 
 
@@ -44,7 +45,7 @@ HEADS = [
 
 @pytest.mark.parametrize(("N", "H", "K", "D", "length"), HEADS)
 def test_heads(draw: Draw, N: int, H: int, K: int, D: int, length: int) -> None:
-    for each in checks.heads(draw, N, H, K, D, length, 1.2 if K > 1 else 1.0):
+    for each in checks.heads(draw, N, H, K, D, length, 1.2 if K > 1 else 1.0, plus=D == 256 or K == 3):
         check(each)
 
 

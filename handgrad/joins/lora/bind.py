@@ -213,9 +213,9 @@ class WithAdapters(Overlay):
         *_, weight, _ = inputs
         self.ops.layernorm_backward(dresidual_inout, *self.discarded(weight), *inputs, scratch=scratch)
 
-    def rmsnorm_backward(self, dresidual_inout: Tensor, dgain_acc: None, *inputs: Tensor, scratch: Tensor) -> None:
+    def rmsnorm_backward(self, dresidual_inout: Tensor, dgain_acc: None, *inputs: Tensor, **options: Any) -> None:
         discarded, _ = self.discarded(inputs[-1])
-        self.ops.rmsnorm_backward(dresidual_inout, discarded, *inputs, scratch=scratch)
+        self.ops.rmsnorm_backward(dresidual_inout, discarded, *inputs, **options)
 
     def gained_qk_norm_rotary_backward(
         self, dqkv_inout: Tensor, dq_gain_acc: None, dk_gain_acc: None, *inputs: Tensor, **options: Any

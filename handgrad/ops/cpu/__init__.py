@@ -14,6 +14,8 @@ from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.attention import attention_backward, attention_forward
 from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.cpu.linear import (
+    geglu_backward,
+    geglu_forward,
     gelu_backward,
     gelu_forward,
     gelu_linear_backward,

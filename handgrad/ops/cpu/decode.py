@@ -9,6 +9,7 @@ from torch import Tensor
 from handgrad.machine.devices import accumulation_dtype
 from handgrad.ops import compose
 from handgrad.ops.cpu.linear import (
+    geglu_forward,  # noqa: F401
     linear_forward,
     linear_gelu_forward,  # noqa: F401
     linear_relu2_forward,  # noqa: F401

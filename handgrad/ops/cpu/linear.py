@@ -1,5 +1,5 @@
 """GEMMs with weights, float32 ones by the faster of torch's two libraries: MKL on an Intel CPU, else oneDNN. Also their
-activations: GELU by torch's kernels, squared ReLU and SwiGLU in few passes over memory."""
+activations: GELU by torch's kernels, squared ReLU and gates in few passes over memory."""
 
 from collections.abc import Callable
 
@@ -153,6 +153,27 @@ def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
     slope = torch.addcmul(s, silu, s, value=-1).add_(silu)  # s (1 + g (1 - s)) = s - g s s + g s
     dg.copy_(slope.mul_(u).mul_(dy))
     du.copy_(silu.mul_(dy))
+
+
+def geglu_forward(out: Tensor, hidden: Tensor) -> None:
+    g, u = gates(hidden)
+    out.copy_(gelu(g).mul_(u))
+
+
+def geglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
+    g, u = gates(hidden)
+    dy, (dg, du) = dout.to(g.dtype), dhidden.chunk(2, dim=1)
+    before = dy * u
+    gelu_backward(before, g.contiguous())
+    dg.copy_(before)
+    du.copy_(gelu(g).mul_(dy))
+
+
+def gelu(gates: Tensor) -> Tensor:
+    """Like `sigmoid`."""
+    y = gates.clone(memory_format=torch.contiguous_format)
+    gelu_forward(y, y)
+    return y
 
 
 def sigmoid(gates: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 from handgrad.ops.reference.linear import bias_backward
-from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
+from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON, gain_of
 
 aten = torch.ops.aten
 
@@ -44,14 +44,14 @@ def layernorm_backward(
 
 
 def rmsnorm_forward(
-    out: Tensor, rstd: Tensor, inp: Tensor, gain: Tensor | None = None, *, epsilon: float = RMSNORM_EPSILON
+    out: Tensor, rstd: Tensor, inp: Tensor, gain: Tensor | None = None, *, epsilon: float = RMSNORM_EPSILON, plus: float = 0
 ) -> None:
     torch.linalg.vector_norm(inp, dim=1, dtype=rstd.dtype, out=rstd)
     rstd.square_().div_(inp.shape[1]).add_(epsilon).rsqrt_()
     if gain is None:
         torch.mul(inp, rstd.unsqueeze(1), out=out)
     else:
-        out.copy_((inp * rstd.unsqueeze(1)).mul_(gain))
+        out.copy_((inp * rstd.unsqueeze(1)).mul_(gain_of(gain, plus, rstd.dtype)))
 
 
 def rmsnorm_backward(
@@ -62,6 +62,7 @@ def rmsnorm_backward(
     rstd: Tensor,
     gain: Tensor | None,
     *,
+    plus: float = 0,
     scratch: Tensor | None = None,
 ) -> None:
     dy, r = dout.to(rstd.dtype), rstd.unsqueeze(1)
@@ -72,7 +73,7 @@ def rmsnorm_backward(
         torch.addcmul(dy, x, along, value=-1, out=dx)
     else:
         assert dgain_acc is not None
-        normalized = inp * r
+        normalized, gain = inp * r, gain_of(gain, plus, rstd.dtype)
         terms = dy * normalized
         dgain_acc.add_(terms.sum(0))
         along = terms.mul_(gain).mean(1, keepdim=True)

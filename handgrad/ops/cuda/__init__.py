@@ -12,6 +12,8 @@ from handgrad.errors import UsageError
 from handgrad.ops import Backend, compose
 from handgrad.ops.cuda import attention, cublaslt, decode
 from handgrad.ops.cuda.activations import (
+    geglu_backward,
+    geglu_forward,
     gelu_backward,
     gelu_forward,
     relu2_backward,

@@ -1,4 +1,4 @@
-"""GELU, squared ReLU and SwiGLU, for GEMMs whose epilogue cuBLASLt lacks."""
+"""GELU, squared ReLU, SwiGLU and GEGLU, for GEMMs whose epilogue cuBLASLt lacks."""
 
 import math
 from typing import Any
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from handgrad.ops.cuda.launch import launch
 
-# Two 16-byte loads per lane in bf16; for SwiGLU, two in each half of a row, whose last block is masked.
+# Two 16-byte loads per lane in bf16; for gates, two in each half of a row, whose last block is masked.
 BLOCK, WARPS = 4096, 8
-SWIGLU_BLOCK, SWIGLU_WARPS = 2048, 4
+GATES_BLOCK, GATES_WARPS = 2048, 4
 
 
 def gelu_forward(out: Tensor, inp: Tensor) -> None:
@@ -37,15 +37,25 @@ def launch_flat(kernel: Any, *tensors: Tensor) -> None:
 
 
 def swiglu_forward(out: Tensor, hidden: Tensor) -> None:
-    N, F = out.shape
-    grid = N, triton.cdiv(F, SWIGLU_BLOCK)
-    launch(_swiglu_forward, grid, out, hidden, F, SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    launch_gates(_gates_forward, out, hidden, gelu=False)
 
 
 def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
-    N, F = dout.shape
-    grid = N, triton.cdiv(F, SWIGLU_BLOCK)
-    launch(_swiglu_backward, grid, dhidden, dout, hidden, F, SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
+    launch_gates(_gates_backward, dhidden, dout, hidden, gelu=False)
+
+
+def geglu_forward(out: Tensor, hidden: Tensor) -> None:
+    launch_gates(_gates_forward, out, hidden, gelu=True)
+
+
+def geglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
+    launch_gates(_gates_backward, dhidden, dout, hidden, gelu=True)
+
+
+def launch_gates(kernel: Any, *tensors: Tensor, gelu: bool) -> None:
+    """Launches a kernel over a hidden layer (N, 2F), the last of the tensors."""
+    N, F = tensors[-1].shape[0], tensors[-1].shape[1] // 2
+    launch(kernel, (N, triton.cdiv(F, GATES_BLOCK)), *tensors, F, GATES_BLOCK, gelu, num_warps=GATES_WARPS)
 
 
 # GELU, tanh form (Hendrycks & Gimpel 2016): y = x/2 (1 + tanh u),  u = sqrt(2/pi) (x + 0.044715 x^3).
@@ -125,7 +135,7 @@ def _relu2_backward(dhidden, out, elements, BLOCK: tl.constexpr):
     tl.store(dhidden + start + place, dx.to(dhidden.dtype.element_ty), mask=inside)
 
 
-# SwiGLU. A row holds the gates g, then the numbers u that they multiply; a program takes one block of each.
+# SwiGLU and GEGLU. A row holds the gates g, then the numbers u that they multiply; a program takes one block of each.
 
 
 @triton.jit
@@ -143,29 +153,34 @@ def sigmoid(x):
 
 
 @triton.jit
-def gated(g, u, dy):
-    """(silu(g) u, dg, du) from float32 gates g, the numbers u that they multiply, and the output's gradient dy."""
-    s = sigmoid(g)
-    return g * s * u, dy * u * (s * (1 + g * (1 - s))), dy * (g * s)
+def gated(g, u, dy, GELU: tl.constexpr = False):
+    """(f(g) u, dg, du) from float32 gates g, the numbers u that they multiply, and the output's gradient dy; f: silu or
+    GELU."""
+    if GELU:
+        y = gelu(g)
+        return y * u, dy * u * gelu_derivative(g), dy * y
+    else:
+        s = sigmoid(g)
+        return g * s * u, dy * u * (s * (1 + g * (1 - s))), dy * (g * s)
 
 
 @triton.jit
-def _swiglu_forward(out, hidden, F, BLOCK: tl.constexpr):
+def _gates_forward(out, hidden, F, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row, column, inside = places(F, BLOCK)
     gate = hidden + row * 2 * F + column
     g = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(gate + F, mask=inside, other=0.0).to(tl.float32)
-    y, _, _ = gated(g, u, 0.0)
+    y, _, _ = gated(g, u, 0.0, GELU)
     tl.store(out + row * F + column, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _swiglu_backward(dhidden, dout, hidden, F, BLOCK: tl.constexpr):
+def _gates_backward(dhidden, dout, hidden, F, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row, column, inside = places(F, BLOCK)
     gate = row * 2 * F + column
     g = tl.load(hidden + gate, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(hidden + gate + F, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(dout + row * F + column, mask=inside, other=0.0).to(tl.float32)
-    _, dg, du = gated(g, u, dy)
+    _, dg, du = gated(g, u, dy, GELU)
     tl.store(dhidden + gate, dg.to(dhidden.dtype.element_ty), mask=inside)
     tl.store(dhidden + gate + F, du.to(dhidden.dtype.element_ty), mask=inside)

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from handgrad.ops.compose import Operation, after_mix
 from handgrad.ops.cuda import linear, rotary
+from handgrad.ops.cuda.activations import geglu_forward  # noqa: F401
 from handgrad.ops.cuda.attention_decode import (
     attention_append,  # noqa: F401
     attention_decode,
@@ -30,7 +31,7 @@ from handgrad.ops.cuda.rmsnorm import rmsnorm_forward
 from handgrad.ops.cuda.rotary import qk_norm_forward  # noqa: F401
 from handgrad.ops.cuda.row_gemms import row_gemm, takes
 from handgrad.ops.cuda.value_embedding import value_embedding_decode  # noqa: F401
-from handgrad.ops.reference.decode import store_keys_values_at  # noqa: F401
+from handgrad.ops.reference.decode import residual_forward, store_keys_values_at  # noqa: F401
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import Frequencies
 
@@ -76,13 +77,13 @@ layernorm_linear_gelu_forward = after_layernorm(linear.linear_gelu_forward, acti
 def after_rmsnorm(gemm: Operation, outs: int, activation: str = "") -> Operation:
     """Returns `gemm`, which has `outs` outputs, after an RMS norm. For one row it is a single kernel without scratch."""
 
-    def both(*tensors: Any, scratch: Tensor, tf32: bool = False, **epsilon: float) -> None:
+    def both(*tensors: Any, scratch: Tensor, tf32: bool = False, **options: float) -> None:
         norm, rstd, x, gain, weight, *bias = tensors[outs:]
         if takes(x, weight):
-            options: dict[str, Any] = {"norm": (gain, None), "epsilon": RMSNORM_EPSILON} | epsilon
-            row_gemm(tensors[0], x, weight, *(bias or [None]), rms_norm=True, activation=activation, **options)
+            row: dict[str, Any] = {"norm": (gain, None), "epsilon": RMSNORM_EPSILON} | options
+            row_gemm(tensors[0], x, weight, *(bias or [None]), rms_norm=True, activation=activation, **row)
         else:
-            rmsnorm_forward(norm, rstd, x, gain, **epsilon)
+            rmsnorm_forward(norm, rstd, x, gain, **options)
             gemm(*tensors[:outs], norm, weight, *bias, scratch=scratch, tf32=tf32)
 
     return both
@@ -109,8 +110,9 @@ def gained_qk_norm_rotary_forward(
     frequencies: tuple[float, ...],
     scale: float,
     epsilon: float,
+    plus: float = 0,
 ) -> None:
-    rotary.gained_forward(out, rstd, qkv, q_gain, k_gain, positions, 1, frequencies, scale, epsilon)
+    rotary.gained_forward(out, rstd, qkv, q_gain, k_gain, positions, 1, frequencies, scale, epsilon, plus)
 
 
 def rotary_forward(
@@ -118,6 +120,15 @@ def rotary_forward(
 ) -> None:
     options = {"frequencies": frequencies, "scale": scale}
     rotary.forward(qkv_inout, None, positions, num_heads, 1, rotary=True, overlaps=True, **options)
+
+
+def linear_forward(
+    out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, tf32: bool = False
+) -> None:
+    if takes(inp, weight):
+        row_gemm(out, inp, weight, bias)
+    else:
+        linear.linear_forward(out, inp, weight, bias, scratch=scratch, tf32=tf32)
 
 
 def linear_residual_forward(

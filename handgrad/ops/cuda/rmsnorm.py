@@ -15,11 +15,12 @@ EPSILON = tl.constexpr(RMSNORM_EPSILON)
 
 
 def rmsnorm_forward(
-    out: Tensor, rstd: Tensor, inp: Tensor, gain: Tensor | None = None, *, epsilon: float = RMSNORM_EPSILON
+    out: Tensor, rstd: Tensor, inp: Tensor, gain: Tensor | None = None, *, epsilon: float = RMSNORM_EPSILON, plus: float = 0
 ) -> None:
     N, C = inp.shape
     block, rows, warps = forward_tile(C)
-    launch(_forward, (triton.cdiv(N, rows),), out, rstd, inp, gain, epsilon, N, C, block, rows, num_warps=warps)
+    sizes = epsilon, N, C, block, rows, plus
+    launch(_forward, (triton.cdiv(N, rows),), out, rstd, inp, gain, *sizes, num_warps=warps)
 
 
 def rmsnorm_backward(
@@ -30,6 +31,7 @@ def rmsnorm_backward(
     rstd: Tensor,
     gain: Tensor | None,
     *,
+    plus: float = 0,
     scratch: Tensor,
 ) -> None:
     (N, C), tensors = inp.shape, (dout, inp, rstd)
@@ -40,30 +42,41 @@ def rmsnorm_backward(
     assert dgain_acc is not None
     programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())
     partials = float32_of(scratch, programs * C)
-    arguments = dresidual_inout, partials, *tensors, gain, N, C, *tile, stages
+    arguments = dresidual_inout, partials, *tensors, gain, N, C, *tile, stages, plus
     launch(_gain_backward, (programs,), *arguments, num_warps=warps)
     add_partials((dgain_acc,), partials, programs)
 
 
 @triton.jit
-def _forward(out, rstd, inp, gain, epsilon, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
+def _forward(
+    out, rstd, inp, gain, epsilon, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    PLUS: tl.constexpr = 0,
+):  # fmt: skip
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
     place, inside = first * C + (row * C + column), in_rows & in_row
-    y, row_rstd = normalised(inp, gain, place, column, inside, in_row, epsilon, C)
+    y, row_rstd = normalised(inp, gain, place, column, inside, in_row, epsilon, C, PLUS)
     tl.store(out + place, y, mask=inside)
     tl.store(rstd + first + row, row_rstd, mask=in_rows)
 
 
 @triton.jit
-def normalised(inp, gain, place, column, inside, in_row, epsilon, C: tl.constexpr):
+def normalised(inp, gain, place, column, inside, in_row, epsilon, C: tl.constexpr, PLUS: tl.constexpr = 0):
     """(out in the input's dtype, rstd) for a tile of rows."""
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
-    g = None if gain is None else tl.load(gain + column, mask=in_row, other=0.0).to(tl.float32)
+    g = None if gain is None else gain_at(gain, column, in_row, PLUS)
     row_rstd = rstd_of(tl.sum(x * x, 1, keep_dims=True), C, epsilon)
     y = x * row_rstd
     if g is not None:
         y *= g
     return y.to(inp.dtype.element_ty), row_rstd
+
+
+@triton.jit
+def gain_at(gain, column, in_row, PLUS: tl.constexpr):
+    g = tl.load(gain + column, mask=in_row, other=0.0).to(tl.float32)
+    if PLUS != 0:
+        g += PLUS
+    return g
 
 
 @triton.jit
@@ -82,12 +95,12 @@ def _backward(dresidual, dout, inp, rstd, N, C: tl.constexpr, BLOCK_C: tl.conste
 @triton.jit
 def _gain_backward(
     dresidual, partials, dout, inp, rstd, gain, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PLUS: tl.constexpr = 0,
 ):  # fmt: skip
     """Program p takes the blocks of rows p, p + P, p + 2 P, ... and writes row p of partials (P, C)."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
     in_row = column < C
-    g = tl.load(gain + column, mask=in_row, other=0.0).to(tl.float32)
+    g = gain_at(gain, column, in_row, PLUS)
     sums = tl.zeros((1, BLOCK_C), tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         in_rows = row < N - first

@@ -131,9 +131,10 @@ def gained_qk_norm_rotary_forward(
     frequencies: tuple[float, ...],
     scale: float,
     epsilon: float,
+    plus: float = 0,
 ) -> None:
     """Rounds once, after norm, gain and rotation."""
-    gained_forward(out, rstd, qkv, q_gain, k_gain, None, length, frequencies, scale, epsilon)
+    gained_forward(out, rstd, qkv, q_gain, k_gain, None, length, frequencies, scale, epsilon, plus)
 
 
 def gained_forward(
@@ -147,6 +148,7 @@ def gained_forward(
     frequencies: tuple[float, ...],
     scale: float,
     epsilon: float,
+    plus: float,
 ) -> None:
     """`positions` as in `forward`."""
     (N, columns), turned_heads, D = qkv.shape, rstd.shape[1], q_gain.shape[0]
@@ -155,7 +157,8 @@ def gained_forward(
     values = triton.next_power_of_2((heads - turned_heads) * D)
     tensors = out, rstd, qkv, q_gain, k_gain, positions, frequency_table(frequencies, qkv.device)
     shape = epsilon, N, length, columns, turned_heads, 2 * turned_heads - heads, D
-    launch(_gained_forward, (min(N, sizes.ROTARY_PROGRAMS),), *tensors, *shape, *block, values, scale, num_warps=warps)
+    constants = *block, values, scale, plus
+    launch(_gained_forward, (min(N, sizes.ROTARY_PROGRAMS),), *tensors, *shape, *constants, num_warps=warps)
 
 
 def gained_qk_norm_rotary_backward(
@@ -170,6 +173,7 @@ def gained_qk_norm_rotary_backward(
     length: int,
     frequencies: tuple[float, ...],
     scale: float,
+    plus: float = 0,
     scratch: Tensor,
 ) -> None:
     """Rounds once, after the backward of all three."""
@@ -179,7 +183,7 @@ def gained_qk_norm_rotary_backward(
     partials = float32_of(scratch, programs * 2 * D)
     tensors = dqkv_inout, partials, qkv, rstd, q_gain, k_gain, frequency_table(frequencies, qkv.device)
     shape = N, length, columns, turned_heads, 2 * turned_heads - columns // D, D
-    launch(_gained_backward, (programs,), *tensors, *shape, *block, scale, num_warps=warps)
+    launch(_gained_backward, (programs,), *tensors, *shape, *block, scale, plus, num_warps=warps)
     add_partials((dq_gain_acc, dk_gain_acc), partials, programs)
 
 
@@ -310,23 +314,26 @@ def turned(turns):
 
 
 @triton.jit
-def gains_at(q_gain, k_gain, head, pair, inside, QUERIES: tl.constexpr, D: tl.constexpr):
+def gains_at(q_gain, k_gain, head, pair, inside, QUERIES: tl.constexpr, D: tl.constexpr, PLUS: tl.constexpr):
     """The gains of both channels of every head's pairs."""
     is_query = head < QUERIES
     q1, q2 = pairs_at(q_gain + pair + head * 0, inside, D)
     k1, k2 = pairs_at(k_gain + pair + head * 0, inside, D)
-    return tl.where(is_query, q1, k1), tl.where(is_query, q2, k2)
+    g1, g2 = tl.where(is_query, q1, k1), tl.where(is_query, q2, k2)
+    if PLUS != 0:
+        g1, g2 = g1 + PLUS, g2 + PLUS
+    return g1, g2
 
 
 @triton.jit
 def _gained_forward(
     out, rstd, qkv, q_gain, k_gain, positions, frequencies, epsilon, N, length, COLUMNS: tl.constexpr,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
-    VALUES: tl.constexpr, SCALE: tl.constexpr,
+    VALUES: tl.constexpr, SCALE: tl.constexpr, PLUS: tl.constexpr = 0,
 ):  # fmt: skip
     head, pair, inside = places(HEADS, D, BLOCK_H, BLOCK_P)
     frequency = tl.load(frequencies + pair, mask=pair < D // 2, other=0.0)
-    g1, g2 = gains_at(q_gain, k_gain, head, pair, inside, QUERIES, D)
+    g1, g2 = gains_at(q_gain, k_gain, head, pair, inside, QUERIES, D, PLUS)
     value = HEADS * D + tl.arange(0, VALUES)
     is_value = value < COLUMNS
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
@@ -344,11 +351,12 @@ def _gained_forward(
 def _gained_backward(
     dqkv, partials, qkv, rstd, q_gain, k_gain, frequencies, N, length, COLUMNS: tl.constexpr, HEADS: tl.constexpr,
     QUERIES: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, SCALE: tl.constexpr,
+    PLUS: tl.constexpr = 0,
 ):  # fmt: skip
     """Program p takes the rows p, p + P, p + 2 P, ... and writes row p of partials (P, 2, D)."""
     head, pair, inside = places(HEADS, D, BLOCK_H, BLOCK_P)
     frequency = tl.load(frequencies + pair, mask=pair < D // 2, other=0.0)
-    g1, g2 = gains_at(q_gain, k_gain, head, pair, inside, QUERIES, D)
+    g1, g2 = gains_at(q_gain, k_gain, head, pair, inside, QUERIES, D, PLUS)
     sums1, sums2 = tl.zeros((BLOCK_H, BLOCK_P), tl.float32), tl.zeros((BLOCK_H, BLOCK_P), tl.float32)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         place = tl.cast(row, tl.int64) * COLUMNS + (head * D + pair)

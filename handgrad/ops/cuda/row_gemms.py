@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from handgrad.ops.cuda.activations import gelu, relu2, sigmoid
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.layernorm import EPSILON
-from handgrad.ops.cuda.rmsnorm import rstd_of
+from handgrad.ops.cuda.rmsnorm import gain_at, rstd_of
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
 # A tile of the weight: 64 numbers per thread.
@@ -89,13 +89,15 @@ def row_gemm(
     norm: tuple[Tensor | None, Tensor | None] = (None, None),
     rms_norm: bool = False,
     epsilon: float = LAYERNORM_EPSILON,
+    plus: float = 0,
     residual: Tensor | None = None,
     activation: str = "",
     parts: AttentionParts | None = None,
 ) -> None:
     """out (1, O) = f(norm(x) weight^T + bias (O) + residual (1, O)), for one row x (1, K). f is "gelu", "relu2" or nothing
-    with weight (O, K), or "swiglu" with weight (2 O, K). The norm is a layer norm with weight and bias, an RMS norm with or
-    without a gain, or nothing. `parts`: the kernel uses their sum instead of x."""
+    with weight (O, K), or "swiglu" with weight (2 O, K). The norm is a layer norm with weight and bias, an RMS
+    norm with or without a gain (`plus` as in `rmsnorm_forward`), or nothing. `parts`: the kernel uses their sum instead
+    of x."""
     O, K = out.shape[1], weight.shape[1]
     *tile, warps = gemm_tile(weight.shape[0], K)
     if activation == "swiglu" and tile[0] > 1:  # a program reads as many rows from each half
@@ -105,7 +107,7 @@ def row_gemm(
     sums, tops, totals = parts or (None, None, None)
     split = (0, 0) if sums is None else (sums.shape[1], sums.shape[2])
     tensors = out, x, *norm, weight, bias, residual, sums, tops, totals
-    constants = O, K, epsilon, *tile, *split, activation, rms_norm, stages
+    constants = O, K, epsilon, *tile, *split, activation, rms_norm, stages, plus
     options = overlapping(out, warps) | registers(stages, normed=norm[0] is not None)
     launch(_row_gemm, (programs_of(tiles),), *tensors, *constants, **options)
 
@@ -143,11 +145,11 @@ def attended(sums, tops, totals, H, SPLITS: tl.constexpr, HEAD: tl.constexpr, BL
 
 
 @triton.jit
-def norm_parameters(norm_weight, norm_bias, K, BLOCK: tl.constexpr):
+def norm_parameters(norm_weight, norm_bias, K, BLOCK: tl.constexpr, PLUS: tl.constexpr):
     column = tl.arange(0, BLOCK)
     scale, shift = 1.0, 0.0
     if norm_weight is not None:
-        scale = tl.load(norm_weight + column, mask=column < K, other=0.0).to(tl.float32)
+        scale = gain_at(norm_weight, column, column < K, PLUS)
     if norm_bias is not None:
         shift = tl.load(norm_bias + column, mask=column < K, other=0.0).to(tl.float32)
     return scale, shift
@@ -202,14 +204,14 @@ def store_gemm(out, w, u, v, bias, residual, tile, O, ROWS: tl.constexpr, ACTIVA
 def _row_gemm(
     out, x, norm_weight, norm_bias, weight, bias, residual, sums, tops, totals, O, K, epsilon,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, ACTIVATION: tl.constexpr,
-    RMS_NORM: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    RMS_NORM: tl.constexpr, STAGES: tl.constexpr, PLUS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`STAGES`: tiles that a program with several holds at once; 0 if each program has one tile."""
     NORM: tl.constexpr = "rms" if RMS_NORM else ("" if norm_weight is None else "layer")
     first, step = tl.program_id(0), tl.num_programs(0)
     # Load everything that no kernel of this step writes before waiting for the previous kernel.
     if STAGES:
-        scale, shift = norm_parameters(norm_weight, norm_bias, K, BLOCK)
+        scale, shift = norm_parameters(norm_weight, norm_bias, K, BLOCK, PLUS)
         if OVERLAPS:
             gdc_launch_dependents()
         v = tl.zeros([BLOCK], tl.float32)
@@ -222,7 +224,7 @@ def _row_gemm(
     else:
         w = weight_tile(weight, first, 0, O, K, ROWS, BLOCK)
         u = weight_tile(weight, first, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
-        scale, shift = norm_parameters(norm_weight, norm_bias, K, BLOCK)
+        scale, shift = norm_parameters(norm_weight, norm_bias, K, BLOCK, PLUS)
         if OVERLAPS:
             gdc_launch_dependents()
         v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from handgrad.ops import Backend, compose
 from handgrad.ops.reference import decode
 from handgrad.ops.reference.activations import (
+    geglu_backward,
+    geglu_forward,
     gelu_backward,
     gelu_forward,
     gelu_linear_backward,

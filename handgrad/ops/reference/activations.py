@@ -1,4 +1,4 @@
-"""GELU, squared ReLU and SwiGLU, alone and as GEMM epilogues; and the residual sum."""
+"""GELU, squared ReLU, SwiGLU and GEGLU, alone and as GEMM epilogues; and the residual sum."""
 
 import math
 
@@ -23,9 +23,12 @@ def gelu_forward(out: Tensor, inp: Tensor) -> None:
 
 def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
     """Turns the gradient after the GELU into the gradient before it, in place; inp (N, F) is the GELU's input."""
-    x, tanh = gelu_terms(inp)
-    slope = (1 + tanh) / 2 + x / 2 * (1 - tanh * tanh) * ROOT * (1 + 3 * CUBIC * x * x)
-    dhidden_inout.copy_(dhidden_inout * slope)
+    dhidden_inout.copy_(dhidden_inout * gelu_slope(*gelu_terms(inp)))
+
+
+def gelu_slope(x: Tensor, tanh: Tensor) -> Tensor:
+    """dy/dx from x and tanh u."""
+    return (1 + tanh) / 2 + x / 2 * (1 - tanh * tanh) * ROOT * (1 + 3 * CUBIC * x * x)
 
 
 def gelu_terms(inp: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,6 +87,25 @@ def gates(hidden: Tensor) -> tuple[Tensor, Tensor]:
 linear_swiglu_forward, swiglu_linear_backward = compose.with_swiglu(
     linear_forward, linear_backward, swiglu_forward, swiglu_backward
 )
+
+# GEGLU (Shazeer 2020): the same with GELU for silu,  y = gelu(g) u.  Backward: du = dy gelu(g),  dg = dy u gelu'(g).
+
+
+def geglu_forward(out: Tensor, hidden: Tensor) -> None:
+    """out (N, F) from hidden (N, 2F): g in the first F columns, u in the rest."""
+    g, u = gates(hidden)
+    _, tanh = gelu_terms(g)
+    out.copy_(g / 2 * (1 + tanh) * u)
+
+
+def geglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
+    """dhidden (N, 2F) from dout (N, F) and hidden (N, 2F)."""
+    g, u = gates(hidden)
+    dy, (_, tanh) = dout.to(g.dtype), gelu_terms(g)
+    dg, du = dhidden.chunk(2, dim=1)
+    dg.copy_(dy * u * gelu_slope(g, tanh))
+    du.copy_(dy * (g / 2 * (1 + tanh)))
+
 
 # Residual: out = a + b. Its backward is the identity: both inputs receive the residual stream's gradient.
 

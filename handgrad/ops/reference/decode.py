@@ -14,10 +14,12 @@ from handgrad.ops import compose
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference import attention
 from handgrad.ops.reference.activations import (
+    geglu_forward,  # noqa: F401
     linear_gelu_forward,  # noqa: F401
     linear_relu2_forward,  # noqa: F401
     linear_residual_forward,
     linear_swiglu_forward,  # noqa: F401
+    residual_forward,  # noqa: F401
 )
 from handgrad.ops.reference.attention import for_queries, split_heads
 from handgrad.ops.reference.classifier import softcap_forward  # noqa: F401
@@ -71,9 +73,10 @@ def gained_qk_norm_rotary_forward(
     frequencies: tuple[float, ...],
     scale: float,
     epsilon: float,
+    plus: float = 0,
 ) -> None:
     """out, qkv (B, (H + 2K) D), rstd (B, H + K), gains (D): norm, gain, and rotation to positions (B) int64."""
-    num_heads = gained_norm(out, rstd, qkv, q_gain, k_gain, epsilon)
+    num_heads = gained_norm(out, rstd, qkv, q_gain, k_gain, epsilon, plus)
     rotary_forward(out, num_heads=num_heads, positions=positions, frequencies=frequencies, scale=scale)
 
 

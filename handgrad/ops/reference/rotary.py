@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from handgrad.machine.devices import accumulation_dtype
-from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
+from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON, gain_of
 
 ROTARY_BASE = 10000.0
 
@@ -118,7 +118,7 @@ def qk_norm_rotary_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor, *, le
 
 # QK-norm with one gain for the query heads and one for the key heads (Qwen3, https://arxiv.org/abs/2505.09388), then the
 # rotation: y = R(g n), n = x rstd. A gain may be zero, so the backward needs the input: with u = R^T dy,
-# dg = sum over rows and heads of u n,  dx = rstd (g u - n mean(g u n)).
+# dg = sum over rows and heads of u n,  dx = rstd (g u - n mean(g u n)). `plus` as in `rmsnorm_forward`.
 
 
 def gained_qk_norm_rotary_forward(
@@ -132,18 +132,19 @@ def gained_qk_norm_rotary_forward(
     frequencies: tuple[float, ...],
     scale: float,
     epsilon: float,
+    plus: float = 0,
 ) -> None:
     """out, qkv (N, (H + 2K) D), rstd (N, H + K), gains (D): norm, gain, rotation; copies the values."""
-    num_heads = gained_norm(out, rstd, qkv, q_gain, k_gain, epsilon)
+    num_heads = gained_norm(out, rstd, qkv, q_gain, k_gain, epsilon, plus)
     rotary_forward(out, num_heads=num_heads, length=length, frequencies=frequencies, scale=scale)
 
 
-def gained_norm(out: Tensor, rstd: Tensor, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, epsilon: float) -> int:
+def gained_norm(out: Tensor, rstd: Tensor, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, epsilon: float, plus: float) -> int:
     """The norm and its gains, without the rotation. Returns H."""
     num_heads = query_heads(qkv, rstd, q_gain)
     out.copy_(qkv)
     heads = qkv.view(len(qkv), -1, len(q_gain))[:, : rstd.shape[1]]
-    x, gains = heads.to(rstd.dtype), gains_of(rstd, num_heads, q_gain, k_gain)
+    x, gains = heads.to(rstd.dtype), gains_of(rstd, num_heads, q_gain, k_gain, plus)
     rstd.copy_((x * x).mean(-1).add_(epsilon).rsqrt_())
     out.view(len(out), -1, len(q_gain))[:, : rstd.shape[1]] = (x * rstd.unsqueeze(-1) * gains).to(out.dtype)
     return num_heads
@@ -154,10 +155,10 @@ def query_heads(qkv: Tensor, rstd: Tensor, q_gain: Tensor) -> int:
     return 2 * rstd.shape[1] - qkv.shape[1] // len(q_gain)
 
 
-def gains_of(rstd: Tensor, num_heads: int, q_gain: Tensor, k_gain: Tensor) -> Tensor:
+def gains_of(rstd: Tensor, num_heads: int, q_gain: Tensor, k_gain: Tensor, plus: float) -> Tensor:
     """(H + K, D): the gain of every head, in rstd's dtype."""
     counts = torch.tensor([num_heads, rstd.shape[1] - num_heads], device=rstd.device)
-    return torch.stack([q_gain, k_gain]).to(rstd.dtype).repeat_interleave(counts, 0)
+    return gain_of(torch.stack([q_gain, k_gain]), plus, rstd.dtype).repeat_interleave(counts, 0)
 
 
 def gained_qk_norm_rotary_backward(
@@ -172,6 +173,7 @@ def gained_qk_norm_rotary_backward(
     length: int,
     frequencies: tuple[float, ...],
     scale: float,
+    plus: float = 0,
     scratch: Tensor | None = None,
 ) -> None:
     """Turns the gradient after all three (N, (H + 2K) D) into the gradient before them. qkv: their input."""
@@ -183,6 +185,6 @@ def gained_qk_norm_rotary_backward(
     products = (du * normalized).sum(0)
     dq_gain_acc.add_(products[:num_heads].sum(0))
     dk_gain_acc.add_(products[num_heads:].sum(0))
-    du = du * gains_of(rstd, num_heads, q_gain, k_gain)
+    du = du * gains_of(rstd, num_heads, q_gain, k_gain, plus)
     along = (du * normalized).mean(-1, keepdim=True)
     dheads.copy_((du - normalized * along) * rstd.unsqueeze(-1))

@@ -26,8 +26,9 @@ from handgrad.ops.sizes import backward_tile, rmsnorm_backward_tile
 
 
 def rmsnorm_forward(
-    out: Form, rstd: Tensor, inp: Tensor, gain: Tensor | None = None, *, epsilon: float = RMSNORM_EPSILON
+    out: Form, rstd: Tensor, inp: Tensor, gain: Tensor | None = None, *, epsilon: float = RMSNORM_EPSILON, plus: float = 0
 ) -> None:
+    assert not plus  # no network whose gains have one has forms in fp8
     tensors = rstd, inp, gain
     norm_forward(out, lambda y: cuda.rmsnorm_forward(y, *tensors, epsilon=epsilon), _forward, *tensors, epsilon)
 
@@ -40,8 +41,10 @@ def rmsnorm_backward(
     rstd: Tensor,
     gain: Tensor | None,
     *,
+    plus: float = 0,
     scratch: Tensor,
 ) -> None:
+    assert not plus  # no network whose gains have one has forms in fp8
     dresidual, tensors = plain(dresidual_inout), (dout, inp, rstd)
     if not updated_in_fp8(dresidual_inout):
         cuda.rmsnorm_backward(dresidual, dgain_acc, *tensors, gain, scratch=scratch)

@@ -84,8 +84,10 @@ def gained_qk_norm_rotary_backward(
     length: int,
     frequencies: tuple[float, ...],
     scale: float,
+    plus: float = 0,
     scratch: Tensor,
 ) -> None:
+    assert not plus  # no network whose gains have one has forms in fp8
     accumulators, turn = (dq_gain_acc, dk_gain_acc), {"length": length, "frequencies": frequencies, "scale": scale}
     if isinstance(dqkv_inout, Tensor):
         norm = qkv, rstd, q_gain, k_gain
