@@ -36,8 +36,7 @@ from handgrad.networks.gemma3 import family_of, rotation
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
     x, s, norm = act.embedded, act.scratch, norm_options(shape)
-    begin = Stage("embedding", partial(act.begin_windows, shape.window))
-    stages = [begin, Stage("embedding", partial(embed, ops.token_embedding_forward, x, act.tokens, w.wte))]
+    stages = [Stage("embedding", partial(embedding_forward, ops, w, act, shape))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         inside = attention(ops, weights, block, act, shape, layer)
         run = partial(block_forward, ops, weights, block, block.residual_out, x, inside, s, norm)
@@ -75,7 +74,7 @@ def attention(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, whole: Activations, shape: ModelShape, layer: int
 ) -> tuple[Launch, Launch]:
     """The tokens of a row attend to each other."""
-    options = {"scratch": whole.scratch} | whole.masks(shape.windows[layer])
+    options: dict[str, Any] = {"scratch": whole.scratch} | whole.masks(shape.windows[layer])
     rotated = norm_and_rotate(ops, w, act, shape, layer, length=act.lse.shape[2])
     return rotated, partial(ops.attention_forward, act.atty, act.lse, act.qkv, **options)
 
@@ -93,6 +92,11 @@ def norm_and_rotate(
 def norm_options(shape: ModelShape) -> dict[str, float]:
     """The options of every norm's forward."""
     return {"epsilon": family_of(shape).norm_epsilon, "plus": 1}
+
+
+def embedding_forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
+    embed(ops.token_embedding_forward, act.embedded, act.tokens, w.wte)
+    act.begin_windows(shape.window)
 
 
 def embed(lookup: Callable[..., None], x: Tensor, tokens: Tensor, wte: Tensor) -> None:
@@ -170,7 +174,7 @@ def block_backward(
         ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, **norm)
         inside[0]()
     ops.linear_backward(d.datty, g.proj_weight, None, d.dbranch, act.atty, w.proj_weight, scratch=s)
-    options = {"scratch": d.attention_scratch} | whole.masks(shape.windows[layer])
+    options: dict[str, Any] = {"scratch": d.attention_scratch} | whole.masks(shape.windows[layer])
     ops.attention_backward(d.dqkv, d.datty, act.atty, act.lse, act.qkv, **options)
     heads, turn = (g.q_gain, g.k_gain, act.heads, act.heads_rstd, w.q_gain, w.k_gain), rotation(family_of(shape), layer)
     ops.gained_qk_norm_rotary_backward(d.dqkv, *heads, **turn, length=act.lse.shape[2], plus=1, scratch=s)
