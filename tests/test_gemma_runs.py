@@ -89,6 +89,7 @@ def test_zeros_stand_for_what_follows_from_the_sizes() -> None:
         ({"gemma3": "kv_heads=5"}, "gemma3 must have kv_heads that divide num_heads 12, found 'kv_heads=5'"),
         ({"gemma3": "head_width=63"}, "an even head_width"),
         ({"gemma3": "window=-1"}, "window, full_every and score_width of 1 or more"),
+        ({"gemma3": "score_width=-1"}, "window, full_every and score_width of 1 or more"),
         ({"gemma3": "full_every=0"}, "window, full_every and score_width of 1 or more"),
         ({"gemma3": "rotary_base=nan"}, "rotary_base above 1"),
         ({"gemma3": "window_rotary_base=inf"}, "window_rotary_base above 1"),

@@ -147,14 +147,15 @@ def test_logits_and_greedy_texts(kind: str, saved: Callable, run: Callable) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_with_the_cache(kind: str, saved: Callable, run: Callable) -> None:
-    """200 tokens after a prompt, by both programs' generation."""
-    ours = load(run(kind), device="cpu")
-    start = [2, *ours.tokenizer.encode("the other").tolist()]
+    """200 tokens after a prompt longer than a window, by both programs' generation."""
+    ours, prompt = load(run(kind), device="cpu"), "the other inn is in the den of hens"
+    start = [2, *ours.tokenizer.encode(prompt).tolist()]
+    assert len(start) > ours.shape.window
     options = {"do_sample": False, "max_new_tokens": 200, "pad_token_id": 0, "eos_token_id": None}
     inputs = torch.tensor([start])
     written = theirs(saved(kind)).generate(inputs, attention_mask=torch.ones_like(inputs), **options)
     written = written[0, len(start) :].tolist()
-    text = ours.generate("the other", max_tokens=200, temperature=0)
+    text = ours.generate(prompt, max_tokens=200, temperature=0)
     assert len(written) == 200 and len(set(written)) > 10 and not {1, 5} & {*written}
     assert text == ours.tokenizer.decode(written)
 
@@ -258,8 +259,12 @@ def test_a_model_with_images_gives_its_text_model(
     assert load_tokenizer(str(folder)).vocab_size == V
 
 
-def test_a_vocabulary_that_the_file_leaves_out() -> None:
+def test_sizes_that_the_file_leaves_out() -> None:
+    """They are transformers' defaults."""
     assert vocabulary_rows({"model_type": "gemma3", "text_config": {}}) == 262208
+    path, of_every_model = Path("config.json"), transformers.PreTrainedConfig().to_dict()
+    spelt = {key: value for key, value in transformers.Gemma3TextConfig().to_dict().items() if key not in of_every_model}
+    assert gemma_files.read_shape({}, path) == gemma_files.read_shape(spelt, path)
 
 
 def test_the_models_tokenizer(saved: Callable, run: Callable) -> None:
