@@ -395,5 +395,6 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The differences between two configs that change the numbers: ['seed: 1 -> 2', ...]. A setting that an older version
     did not know had its default."""
     old = {"lanes": 1, "packing": STREAM, "fp8_head": "", **of_stored(old)}
-    then = {name: old.get(name, known.default) for name, known in FIELDS.items() if not known.metadata["free"]}
-    return [f"{n}: {value!r} -> {new.get(n)!r}" for n, value in then.items() if value != new.get(n)]
+    known = {name: field.default for name, field in FIELDS.items() if not field.metadata["free"]}
+    then, now = ({name: config.get(name, default) for name, default in known.items()} for config in (old, new))
+    return [f"{name}: {value!r} -> {now[name]!r}" for name, value in then.items() if value != now[name]]

@@ -172,7 +172,8 @@ def test_replayed_steps_write_the_same_text(batch: int, options: SamplingOptions
         captured = [prefill for prefill in decoder.prefills.values() if isinstance(prefill, Replayed) and prefill.graph]
         assert bool(captured) == replay
     assert texts[0] == texts[1] == texts[2] and all(len(text) == 400 for text in texts[0])
-    assert len(set(texts[0][0])) > 20, "no text to speak of"
+    # A random Gemma 3 repeats its last token: its head reads the embedding, which the stream holds scaled by sqrt(C).
+    assert network == "gemma3" or len(set(texts[0][0])) > 20, "no text to speak of"
 
 
 @pytest.mark.parametrize("network", [*ARCHITECTURES, ALL])

@@ -185,7 +185,7 @@ def test_metadata(run: Callable, tmp_path: Path) -> None:
         assert main(["export", str(run(family)), str(tmp_path / family), "--to", "gguf"]) == 0
         fields = gguf.GGUFReader(tmp_path / family).fields
         found[family] = {name: field.contents() for name, field in fields.items()}
-    gpt2, llama, qwen2, qwen3 = found.values()
+    gpt2, llama, qwen2, qwen3 = (found[family] for family in ("gpt2", "llama", "qwen2", "qwen3"))
     assert gpt2["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5) and gpt2["gpt2.context_length"] == 96
     assert (gpt2["gpt2.block_count"], gpt2["gpt2.embedding_length"], gpt2["gpt2.feed_forward_length"]) == (2, 32, 128)
     assert gpt2["gpt2.attention.head_count"] == 2 and gpt2["general.file_type"] == 1

@@ -37,25 +37,25 @@ def launch_flat(kernel: Any, *tensors: Tensor) -> None:
 
 
 def swiglu_forward(out: Tensor, hidden: Tensor) -> None:
-    launch_gates(_gates_forward, out, hidden, gelu=False)
+    launch_gates(_gates_forward, out, hidden, is_gelu=False)
 
 
 def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
-    launch_gates(_gates_backward, dhidden, dout, hidden, gelu=False)
+    launch_gates(_gates_backward, dhidden, dout, hidden, is_gelu=False)
 
 
 def geglu_forward(out: Tensor, hidden: Tensor) -> None:
-    launch_gates(_gates_forward, out, hidden, gelu=True)
+    launch_gates(_gates_forward, out, hidden, is_gelu=True)
 
 
 def geglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
-    launch_gates(_gates_backward, dhidden, dout, hidden, gelu=True)
+    launch_gates(_gates_backward, dhidden, dout, hidden, is_gelu=True)
 
 
-def launch_gates(kernel: Any, *tensors: Tensor, gelu: bool) -> None:
+def launch_gates(kernel: Any, *tensors: Tensor, is_gelu: bool) -> None:
     """Launches a kernel over a hidden layer (N, 2F), the last of the tensors."""
     N, F = tensors[-1].shape[0], tensors[-1].shape[1] // 2
-    launch(kernel, (N, triton.cdiv(F, GATES_BLOCK)), *tensors, F, GATES_BLOCK, gelu, num_warps=GATES_WARPS)
+    launch(kernel, (N, triton.cdiv(F, GATES_BLOCK)), *tensors, F, GATES_BLOCK, is_gelu, num_warps=GATES_WARPS)
 
 
 # GELU, tanh form (Hendrycks & Gimpel 2016): y = x/2 (1 + tanh u),  u = sqrt(2/pi) (x + 0.044715 x^3).

@@ -23,7 +23,8 @@ def gelu_forward(out: Tensor, inp: Tensor) -> None:
 
 def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
     """Turns the gradient after the GELU into the gradient before it, in place; inp (N, F) is the GELU's input."""
-    dhidden_inout.copy_(dhidden_inout * gelu_slope(*gelu_terms(inp)))
+    slope = gelu_slope(*gelu_terms(inp))
+    dhidden_inout.copy_(dhidden_inout * slope)
 
 
 def gelu_slope(x: Tensor, tanh: Tensor) -> Tensor:
