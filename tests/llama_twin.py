@@ -1,11 +1,11 @@
-"""A Llama in plain PyTorch with autograd, from a table of tensors under handgrad's names; `gemma3_twin` has a Gemma 3."""
+"""A Llama in plain PyTorch with autograd, from a table of tensors under handgrad's names; `OTHERS` have a file each."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from handgrad.settings.config import ModelShape
-from tests import gemma3_twin
+from tests import gemma3_twin, olmo_twin
 
 # A member of each family, of odd sizes: (layers, heads, channels), the family's numbers.
 FAMILIES = {
@@ -17,13 +17,13 @@ FAMILIES = {
     "mistral": "kv_heads=2,window=5",
     "wide": "head_width=4",
 }
-EVERY = FAMILIES | gemma3_twin.FAMILIES
+OTHERS = {"gemma3": gemma3_twin, "olmo": olmo_twin}
+EVERY = FAMILIES | gemma3_twin.FAMILIES | olmo_twin.FAMILIES
 
 
 def shape_of(family: str, vocab_size: int = 57, length: int = 19, layers: int = 3) -> ModelShape:
-    if family in gemma3_twin.FAMILIES:
-        return ModelShape(vocab_size, length, layers, 4, 24, "gemma3", gemma3=EVERY[family])
-    return ModelShape(vocab_size, length, layers, 4, 24, "llama", llama=FAMILIES[family])
+    network = next((name for name, twin in OTHERS.items() if family in twin.FAMILIES), "llama")
+    return ModelShape(vocab_size, length, layers, 4, 24, network, **{network: EVERY[family]})
 
 
 def normed(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
@@ -61,8 +61,8 @@ def block(x: Tensor, w: dict[str, Tensor], shape: ModelShape, layer: int) -> Ten
 
 def logits(weights: dict[str, Tensor], tokens: Tensor, shape: ModelShape) -> Tensor:
     """(B, T, V); `weights` without padding rows."""
-    if shape.architecture == "gemma3":
-        return gemma3_twin.logits(weights, tokens, shape)
+    if shape.architecture in OTHERS:
+        return OTHERS[shape.architecture].logits(weights, tokens, shape)
     x = weights["wte"][tokens]
     for layer in range(shape.num_layers):
         start = f"blocks.{layer}."

@@ -38,6 +38,7 @@ class Settings(TypedDict, total=False):
     techniques: str
     llama: str
     gemma3: str
+    olmo: str
     num_layers: int
     num_heads: int
     channels: int

@@ -48,8 +48,8 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 LLAMACPP = {"full_every": 6, "window_rotary_base": 10000.0}  # its own constants
 
 
-def layer_types(family: Gemma3Shape, layers: int) -> list[str]:
-    return [WINDOWED if family.window_of(layer) else FULL for layer in range(layers)]
+def layer_types(full_every: int, layers: int) -> list[str]:
+    return [WINDOWED if (layer + 1) % full_every else FULL for layer in range(layers)]
 
 
 def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
         "rope_local_base_freq": family.window_rotary_base,
         "rope_scaling": None if family.rope_factor == 1 else {"rope_type": "linear", "factor": family.rope_factor},
         "sliding_window_pattern": family.full_every,
-        "layer_types": layer_types(family, shape.num_layers),
+        "layer_types": layer_types(family.full_every, shape.num_layers),
         **{key: default for key, default, _ in KNOWN[:-1]},
     }
 
@@ -76,32 +76,32 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     """The model of a config.json; `DataError` if it asks for anything that our network does not compute."""
     text = content.get("text_config") or content
-    check_keys(content | text, {*READ, *WITHOUT_EFFECT.split()}, path)
+    check_keys(content | text, {*READ, *WITHOUT_EFFECT.split()}, "Gemma 3", path)
     config = Config(text, path)
     config.expect(KNOWN)
     sizes: dict[str, Any] = {ours: config.whole(*theirs) for ours, theirs in SIZES.items()}
     family = Gemma3Shape(
         **{ours: config.whole(*theirs) for ours, theirs in FAMILY.items()},
         norm_epsilon=config.number("rms_norm_eps", 1e-6, text),
-        full_every=read_pattern(config, sizes["num_layers"]),
+        full_every=read_pattern(config, sizes["num_layers"], config.whole("sliding_window_pattern", 6)),
         **read_rope(config),
     )
     return ModelShape(**sizes, architecture="gemma3", gemma3=str(family))
 
 
-def check_keys(table: dict[str, Any], known: Container[str], path: Path) -> None:
+def check_keys(table: dict[str, Any], known: Container[str], title: str, path: Path) -> None:
     """Raises `DataError` for a key of another meaning than null."""
     if other := next((key for key, value in table.items() if key not in known and value is not None), ""):
         found = f"found also {other!r:.60}: {table[other]!r:.60}"
-        raise DataError(f"expected the keys of a Gemma 3 in {path}, {found}; take it out if it changes no logits")
+        raise DataError(f"expected the keys of {title} in {path}, {found}; take it out if it changes no logits")
 
 
-def read_pattern(config: Config, layers: int) -> int:
-    """`full_every` of the list of layers or, in files without one, of its number."""
+def read_pattern(config: Config, layers: int, default: int) -> int:
+    """`full_every` of the list of layers, or `default` in files without one."""
     if (kinds := config.content.get("layer_types")) is None:
-        return config.whole("sliding_window_pattern", 6)
+        return default
     every = kinds.index(FULL) + 1 if FULL in kinds else layers + 1
-    if kinds != layer_types(Gemma3Shape(full_every=every), layers):
+    if kinds != layer_types(every, layers):
         raise config.refused("layer_types", f"of {layers} layers with one of {FULL} in every {every}", kinds)
     return every
 
@@ -114,7 +114,7 @@ def read_rope(config: Config) -> dict[str, Any]:
     for table, kinds in ((full, ("default", "linear")), (windowed, ("default",))):
         if (kind := table.get("rope_type", table.get("type", "default"))) not in kinds:
             raise config.refused("rope_type", " or ".join(kinds), kind)
-        check_keys(table, ("rope_type", "type", "rope_theta", "factor"), config.path)
+        check_keys(table, ("rope_type", "type", "rope_theta", "factor"), "Gemma 3", config.path)
     return {
         "rotary_base": config.number("rope_theta", 1e6, {**content, **full}),
         "window_rotary_base": config.number("rope_theta", None, windowed),

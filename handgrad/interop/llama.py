@@ -201,14 +201,19 @@ def yarn_scale(rope: dict[str, Any], factor: float) -> float:
     return scale(one) / scale(other) if one and other else scale(1.0)
 
 
-def gguf_name(shape: ModelShape) -> str:
-    """llama.cpp's name of the architecture; `UsageError` if it has none that computes the same."""
-    family, kind = shape.family, model_type(shape)
-    if family.rope == "yarn" and (family.rope_fast, family.rope_slow) != YARN_BETAS:  # it ignores the file's
+def check_betas(family: Any) -> None:
+    """Raises `UsageError` for a yarn of other bounds than llama.cpp's: it ignores the file's."""
+    if family.rope == "yarn" and (family.rope_fast, family.rope_slow) != YARN_BETAS:
         found = f"rope_fast {family.rope_fast} and rope_slow {family.rope_slow}"
         raise UsageError(
             f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1 alone, found {found}; use --to hf"
         )
+
+
+def gguf_name(shape: ModelShape) -> str:
+    """llama.cpp's name of the architecture; `UsageError` if it has none that computes the same."""
+    family, kind = shape.family, model_type(shape)
+    check_betas(family)
     if kind == "mistral":
         raise UsageError(f"llama.cpp has no window in this network, found window {family.window}; use --to hf")
     if kind == "smollm3" and family.nope_interval != NOPE_INTERVAL:  # no key of the file
@@ -225,13 +230,18 @@ def gguf_name(shape: ModelShape) -> str:
 
 def gguf_numbers(writer: Any, shape: ModelShape) -> None:
     """Adds the numbers, besides the sizes, that change the mathematics."""
-    import gguf
-
     family = shape.family
     writer.add_head_count_kv(family.kv_heads)
     writer.add_key_length(family.head_width)
     writer.add_value_length(family.head_width)
     writer.add_layer_norm_rms_eps(family.norm_epsilon)
+    add_rope(writer, family)
+
+
+def add_rope(writer: Any, family: LlamaShape) -> None:
+    """Adds the numbers of the rotation."""
+    import gguf
+
     writer.add_rope_dimension_count(family.head_width)
     writer.add_rope_freq_base(family.rotary_base)
     if family.rope in ("linear", "yarn"):

@@ -119,11 +119,11 @@ def model_card(
     """The card as Markdown under the Hub's YAML header. `config`: the content of config.json; `talks`: the folder has a
     chat template."""
     shape, kind = model.shape, str(dtype).removeprefix("torch.")
-    network = shape.network
+    network, article = shape.network, "An" if shape.network.title[0] in "AEIO" else "A"
     trust = ", trust_remote_code=True" if network.brings_code else ""  # to run the network's code, which is in the folder
     lines = [
         HUB_HEADER.format(tag="custom_code" if network.brings_code else config["model_type"]),
-        f"# A {network.title} of {count_parameters(parameter_table(shape)):,} parameters",
+        f"# {article} {network.title} of {count_parameters(parameter_table(shape)):,} parameters",
         "",
         f"Exported by handgrad {handgrad.__version__} from a checkpoint of step {checkpoint.step}.",
         "",

@@ -5,6 +5,7 @@ gpt2         GPT-2
 modern       the network of docs/modern.md
 llama        Llama, Qwen2, Qwen3 and their relatives
 gemma3       Gemma 3
+olmo         OLMo 2 and OLMo 3
 decoding     the buffers of generation
 overlay      operations with some of them replaced
 

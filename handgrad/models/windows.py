@@ -28,10 +28,14 @@ class WindowedPass(PassTensors):
     window_starts: Tensor = activation("B T", torch.int32, optional=True)
 
     def begin_windows(self, window: int) -> None:
-        """Fills `window_starts` for this pass, if there is a window."""
-        if window:
+        """Fills `window_starts` for this pass, if there is a window shorter than a row."""
+        if self.hides(window):
             fill_window_starts(self.window_starts, self.document_starts, window)
 
     def masks(self, window: int) -> dict[str, Mask]:
-        """The argument by which a layer's attention stays within its window; none for 0."""
-        return {"mask": Mask(self.window_starts, window, self.document_starts is not None)} if window else {}
+        """The argument by which a layer's attention stays within its window; none for one that hides nothing."""
+        return {"mask": Mask(self.window_starts, window, self.document_starts is not None)} if self.hides(window) else {}
+
+    def hides(self, window: int) -> bool:
+        """True if the window, of 0 for none, is shorter than a row."""
+        return 0 < window < self.tokens.shape[1]

@@ -5,6 +5,7 @@ gpt2     GPT-2
 modern   the network of docs/modern.md, and the list of its techniques
 llama    Llama, Qwen2, Qwen3 and their relatives, and the sizes in which they differ
 gemma3   Gemma 3
+olmo     OLMo 2 and OLMo 3
 lora     the adapters of a run
 fp8      the shapes and settings that fp8 GEMMs support
 """
@@ -19,9 +20,10 @@ from handgrad.networks.gpt2 import GPT2
 from handgrad.networks.llama import LLAMA, LlamaShape, parse_llama
 from handgrad.networks.modern import MODERN, names_of
 from handgrad.networks.network import Fp8, Gemm, Network
+from handgrad.networks.olmo import OLMO
 
 VOCABULARY_MULTIPLE = 128  # padding of the vocabulary, so that GEMMs run on full tiles
-NETWORKS: dict[str, Network] = {"gpt2": GPT2, "modern": MODERN, "llama": LLAMA, "gemma3": GEMMA3}
+NETWORKS: dict[str, Network] = {"gpt2": GPT2, "modern": MODERN, "llama": LLAMA, "gemma3": GEMMA3, "olmo": OLMO}
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class ModelShape:
     techniques: str = ""  # a modern network's techniques, separated by commas; empty: the defaults
     llama: str = ""  # a Llama's further sizes, as the text of a `LlamaShape`
     gemma3: str = ""  # a Gemma 3's, of a `Gemma3Shape`
+    olmo: str = ""  # an OLMo's, of an `OlmoShape`
 
     def __post_init__(self) -> None:
         if setting := self.network.setting:

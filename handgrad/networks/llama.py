@@ -110,25 +110,32 @@ class LlamaShape:
             )
         check_choice("rope of llama", self.rope, ROPES)
         made = self.resolved(num_heads, channels)
-        others = (name for name in ROPES["yarn"] if name not in ROPES[self.rope])
-        unread = next((name for name in others if getattr(self, name) != getattr(LlamaShape, name)), "")
         rules: tuple[tuple[bool, str], ...] = (
             (made.kv_heads > 0 and num_heads % made.kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
             (0 < made.head_width <= WIDEST_HEAD and made.head_width % 2 == 0, "an even head_width"),
             (0 < made.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
             (0 < made.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
-            (1 < made.rotary_base < math.inf, "rotary_base above 1"),
             (made.window >= 0, "window of 0 or more"),
             (made.nope_interval >= 0, "nope_interval of 0 or more"),
-            (1 <= made.rope_factor < math.inf, "rope_factor of 1 or more"),
-            (made.rope_length > 0, "rope_length of 1 or more"),
-            (0 < made.rope_slow < made.rope_fast < math.inf, "rope_slow between 0 and rope_fast"),
-            (0 < made.rope_scale < math.inf, "rope_scale above 0"),
-            (not unread, f"no {unread} beside rope={self.rope}, which does not read it"),
+            *rope_rules(self),
         )
         for holds, wanted in rules:
             if not holds:
                 raise UsageError(f"llama must have {wanted}, found {str(self)!r}; docs/llama.md names the numbers")
+
+
+def rope_rules(family: Any) -> tuple[tuple[bool, str], ...]:
+    """(holds, what a family must have), of the numbers that `LlamaShape.frequencies` reads."""
+    others = (name for name in ROPES["yarn"] if name not in ROPES[family.rope])
+    unread = next((name for name in others if getattr(family, name) != getattr(type(family), name)), "")
+    return (
+        (1 < family.rotary_base < math.inf, "rotary_base above 1"),
+        (1 <= family.rope_factor < math.inf, "rope_factor of 1 or more"),
+        (family.rope_length > 0, "rope_length of 1 or more"),
+        (0 < family.rope_slow < family.rope_fast < math.inf, "rope_slow between 0 and rope_fast"),
+        (0 < family.rope_scale < math.inf, "rope_scale above 0"),
+        (not unread, f"no {unread} beside rope={family.rope}, which does not read it"),
+    )
 
 
 @functools.lru_cache(maxsize=64)

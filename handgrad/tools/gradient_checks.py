@@ -36,6 +36,7 @@ SHAPES = (
     replace(GPT2, architecture="modern"),
     replace(GPT2, architecture="llama", llama="kv_heads=1,feed_forward=48,qk_norm"),
     replace(GPT2, architecture="gemma3", gemma3="kv_heads=1,head_width=8,feed_forward=48,window=3,full_every=2"),
+    replace(GPT2, architecture="olmo", olmo="kv_heads=1,feed_forward=48,window=3,full_every=2"),
 )
 
 

@@ -39,7 +39,7 @@ def launches(itemsize: int) -> dict[str, Launch]:
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "wpe": None}
         found[f"token_embedding_forward of {C}"] = embedding._forward, constants, warps
         block, rows, warps = forward_tile(C)
-        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "gain": None}
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "PLUS": 0, "STRIDE": C, "gain": None}
         found[f"rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
         block, rows, warps = rmsnorm_backward_tile(C)
         found[f"rmsnorm_backward of {C}"] = rmsnorm._backward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
@@ -79,10 +79,11 @@ def llama_launches(itemsize: int) -> dict[str, Launch]:
     }
     for C in (576, 640, 1024, 2048):  # 640: of Gemma 3 270M
         block, rows, warps = forward_tile(C)
-        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "PLUS": int(C == 640)}
+        form = {"PLUS": int(C == 640), "STRIDE": 3 * C if C == 2048 else C}  # 3 C: queries of OLMo 2 1B
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, **form}
         found[f"gained_rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
         _, block, rows, warps, stages = backward_tile(1 << 16, C, itemsize)
-        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages, "PLUS": int(C == 640)}
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages, **form}
         found[f"gained_rmsnorm_backward of {C}"] = rmsnorm._gain_backward, constants, warps
     for H, K, D in ((9, 3, 64), (16, 8, 128), (8, 4, 256), (4, 1, 256)):
         columns, turned = (H + 2 * K) * D, H + K

@@ -99,17 +99,13 @@ class Graph:
         self.graph.execute({self.tensors[name]: value for name, value in values.items()}, scratch, handle=handle())
 
 
-def within(T: int, window: int) -> dict[str, int]:
-    """The option by which a graph over rows of T tokens stays within a window."""
-    return {"diagonal_band_left_bound": window} if 0 < window < T else {}
-
-
 @functools.cache
 def forward_graph(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype, window: int = 0) -> Graph:
     g = Graph(B, H, K, T, D, dtype)
     q, k, v = (g.input(name) for name in "qkv")
     scale = 1.0 / math.sqrt(D)
-    options = {"attn_scale": scale, "use_causal_mask": True, **within(T, window)}
+    within = {"diagonal_band_left_bound": window} if window else {}
+    options = {"attn_scale": scale, "use_causal_mask": True, **within}
     out, lse = g.graph.sdpa(name="forward", q=q, k=k, v=v, generate_stats=True, **options)
     g.output("out", out)
     g.output("lse", lse)
@@ -162,14 +158,8 @@ def attention_scratch_bytes(
     return sizes.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 
-def takes(mask: Mask, length: int = 0) -> bool:
-    """True if cuDNN's graphs have this mask; in the backward, over rows of a `length`, if it hides nothing: there cuDNN
-    computes what a window hides as well."""
-    return mask.document_starts is None or (not mask.has_documents and mask.window >= length)
-
-
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL) -> None:
-    if cudnn_runs(qkv.dtype, out.shape[1] // lse.shape[1]) and takes(mask):
+    if cudnn_runs(qkv.dtype, out.shape[1] // lse.shape[1]) and (mask.document_starts is None or not mask.has_documents):
         cudnn_forward(out, lse, qkv, scratch=scratch, window=mask.window)
     else:
         attention_triton.attention_forward(out, lse, qkv, mask=mask)
@@ -178,8 +168,9 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor,
 def attention_backward(
     dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL
 ) -> None:
+    """A window goes to Triton: cuDNN's backward computes what it hides as well."""
     inputs = dout, out, lse, qkv
-    if cudnn_runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and takes(mask, lse.shape[2]):
+    if cudnn_runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and mask.document_starts is None:
         cudnn_backward(dqkv, *inputs, scratch=scratch)
     else:
         attention_triton.attention_backward(dqkv, *inputs, scratch=scratch, mask=mask)

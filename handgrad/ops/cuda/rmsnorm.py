@@ -1,5 +1,7 @@
 """RMS norm: the forward and the backward each read every row once. Without a gain no sum crosses rows, so a program of the
-backward has its own rows. With one, a fixed number of programs walk all rows, and each writes a row of partial sums."""
+backward has its own rows. With one, a fixed number of programs walk all rows, and each writes a row of partial sums.
+
+With a gain the rows may be columns of a wider tensor, as queries are: STRIDE is their distance, the same in all tensors."""
 
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ def rmsnorm_forward(
 ) -> None:
     N, C = inp.shape
     block, rows, warps = forward_tile(C)
-    sizes = epsilon, N, C, block, rows, plus
+    sizes = epsilon, N, C, block, rows, plus, stride_of(inp, out)
     launch(_forward, (triton.cdiv(N, rows),), out, rstd, inp, gain, *sizes, num_warps=warps)
 
 
@@ -42,18 +44,26 @@ def rmsnorm_backward(
     assert dgain_acc is not None
     programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())
     partials = float32_of(scratch, programs * C)
-    arguments = dresidual_inout, partials, *tensors, gain, N, C, *tile, stages, plus
+    stride = stride_of(inp, dout, dresidual_inout)
+    arguments = dresidual_inout, partials, *tensors, gain, N, C, *tile, stages, plus, stride
     launch(_gain_backward, (programs,), *arguments, num_warps=warps)
     add_partials((dgain_acc,), partials, programs)
+
+
+def stride_of(*tensors: Tensor) -> int:
+    """The distance of the rows, equal in all tensors."""
+    first, *others = (tensor.stride(0) for tensor in tensors)
+    assert all(stride == first for stride in others), (first, others)
+    return first
 
 
 @triton.jit
 def _forward(
     out, rstd, inp, gain, epsilon, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
-    PLUS: tl.constexpr = 0,
+    PLUS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
-    place, inside = first * C + (row * C + column), in_rows & in_row
+    place, inside = first * STRIDE + (row * STRIDE + column), in_rows & in_row
     y, row_rstd = normalised(inp, gain, place, column, inside, in_row, epsilon, C, PLUS)
     tl.store(out + place, y, mask=inside)
     tl.store(rstd + first + row, row_rstd, mask=in_rows)
@@ -95,7 +105,7 @@ def _backward(dresidual, dout, inp, rstd, N, C: tl.constexpr, BLOCK_C: tl.conste
 @triton.jit
 def _gain_backward(
     dresidual, partials, dout, inp, rstd, gain, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, PLUS: tl.constexpr = 0,
+    STAGES: tl.constexpr, PLUS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Program p takes the blocks of rows p, p + P, p + 2 P, ... and writes row p of partials (P, C)."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
@@ -105,7 +115,7 @@ def _gain_backward(
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         in_rows = row < N - first
         inside = in_rows & in_row
-        place = tl.cast(first, tl.int64) * C + (row * C + column)
+        place = tl.cast(first, tl.int64) * STRIDE + (row * STRIDE + column)
         updated, dgain = backward_rows((dresidual, dout, inp, rstd), g, place, first + row, in_rows, inside, C)
         tl.store(dresidual + place, updated, mask=inside)
         sums += tl.sum(dgain, 0, keep_dims=True)
