@@ -16,7 +16,7 @@ PRODUCTS = {
         "down_weight": ["down"],
     },
 }
-PRODUCTS["gemma3"] = PRODUCTS["llama"]
+PRODUCTS["gemma3"] = PRODUCTS["olmo"] = PRODUCTS["llama"]
 
 
 def outputs(shape: ModelShape, name: str) -> list[int]:

@@ -51,10 +51,8 @@ def test_recomputation_keeps_the_bits(family: str) -> None:
         kept.append({b.name.partition(".")[2] for b in model.plan.buffers if len(b.lifetimes) == 2})
     assert all(torch.equal(gradients, found[0]) for gradients in found[1:])
     gates = "geglu" if model.shape.architecture == "gemma3" else "swiglu"
-    hidden, norms = (
-        {"hidden", gates},
-        names_of(model) & ({"norm1", "norm2"} | ({"qkv"} if "heads" in names_of(model) else set())),
-    )
+    hidden, norms = {"hidden", gates}, {"norm1", "norm2"} & names_of(model)
+    norms |= {"qkv"} if "heads" in names_of(model) else set()
     again = [{name.partition(".")[2] for name in names if "." in name} for names in kept]
     assert again == [set(), hidden, hidden | norms, names_of(model) - {"residual_out"}]
 
@@ -109,7 +107,10 @@ QWEN3 = ModelShape(151936, 40960, 28, 16, 1024, "llama", llama="kv_heads=8,head_
 
 GEMMA = ModelShape(262144, 32768, 18, 4, 640, "gemma3", gemma3="kv_heads=1,feed_forward=2048")
 GEMMA_1B = ModelShape(262144, 32768, 26, 4, 1152, "gemma3", gemma3="kv_heads=1,feed_forward=6912")
+OLMO2 = ModelShape(100352, 4096, 16, 16, 2048, "olmo", olmo="feed_forward=8192")
+OLMO3 = ModelShape(100278, 65536, 32, 32, 4096, "olmo", olmo="feed_forward=11008,window=4096")
 SIZES = [(SMOLLM2, 134_515_008), (QWEN3, 596_049_920), (GEMMA, 268_098_176), (GEMMA_1B, 999_885_952)]
+SIZES += [(OLMO2, 1_484_916_736), (OLMO3, 7_298_011_136)]
 
 
 @pytest.mark.parametrize(("shape", "parameters"), SIZES)

@@ -82,7 +82,7 @@ def autograd(
     return loss.detach(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-EVERY = {"gpt2": "qkv+o+up+down", **dict.fromkeys(("llama", "gemma3"), "q+k+v+o+gate+up+down")}
+EVERY = {"gpt2": "qkv+o+up+down", **dict.fromkeys(("llama", "gemma3", "olmo"), "q+k+v+o+gate+up+down")}
 
 
 @pytest.mark.parametrize("recompute", [0, 1, 2, 3])
@@ -253,7 +253,7 @@ def test_the_text_has_the_numbers() -> None:
         ({"lora": "alpha=1e308"}, "found 'alpha=1e308'; try"),
         ({"lora": "on=q+w"}, "a product of llama in lora must be one of q, k, v, o, gate, up, down"),
         ({"architecture": "gpt2", "lora": "on=q"}, "a product of gpt2 in lora must be one of qkv, o, up, down"),
-        ({"architecture": "modern"}, "lora is for architecture gpt2 or llama or gemma3, found modern"),
+        ({"architecture": "modern"}, "lora is for architecture gpt2 or llama or gemma3 or olmo, found modern"),
         ({"init_from": ""}, "lora 'rank=4' adapts weights, found none; name them with --init-from"),
         ({"optimizer": "muon"}, "lora trains with optimizer adamw, found muon; muon's step is one of a whole"),
         ({"architecture": "gpt2", "dropout": 0.1}, "lora trains with dropout 0.0, found 0.1"),

@@ -21,6 +21,7 @@ SHAPES = {
     "llama": ModelShape(57, 32, 2, 4, 32, "llama", llama="kv_heads=2,head_width=16,qkv_bias,qk_norm"),
     "llama, tied": ModelShape(57, 32, 2, 4, 32, "llama", llama="tied"),
     "gemma3": ModelShape(57, 32, 2, 4, 32, "gemma3", gemma3="kv_heads=1,head_width=16"),
+    "olmo": ModelShape(57, 32, 2, 4, 32, "olmo", olmo="kv_heads=1"),
 }
 
 

@@ -79,7 +79,7 @@ def alone_by_autograd(model: Model, source: Documents) -> tuple[float, dict[str,
     for tokens, targets in source.alone():
         share = int((targets >= 0).sum()) / trained
         targets = targets.where(targets >= 0, -100)  # which torch's cross-entropy leaves out
-        if model.shape.architecture in ("llama", "gemma3"):
+        if model.shape.architecture in ("llama", "gemma3", "olmo"):
             mean, found = autograd(weights, tokens, targets, model.shape)
         else:
             twin = twin_of(model)

@@ -29,6 +29,9 @@ LLAMA = ModelShape(301, 48, 3, 4, 64, "llama", llama=ALL)
 LLAMA_UNTIED = replace(LLAMA, llama="kv_heads=1")
 WINDOWED = "kv_heads=2,head_width=24,feed_forward=160,window=9,full_every=2,score_width=16"
 GEMMA = ModelShape(301, 48, 3, 4, 64, "gemma3", gemma3=WINDOWED)
+OLMO = ModelShape(
+    301, 48, 3, 4, 64, "olmo", olmo="kv_heads=2,feed_forward=160,window=9,full_every=2,rope=yarn,rope_factor=2.0"
+)
 BATCH, LENGTH = 5, 48
 SEED = 1337  # of dropout
 

@@ -31,6 +31,7 @@ from tests.gpu.models import (
     LLAMA_UNTIED,
     MODERN,
     MODERN_NEW,
+    OLMO,
     SHAPE,
     ZipfBytes,
     ZipfTokens,
@@ -203,8 +204,8 @@ def test_tuning_writes_a_table_that_products_then_use(
 )
 @pytest.mark.parametrize(
     "shape",
-    [SHAPE, MODERN, MODERN_NEW, LLAMA, LLAMA_UNTIED, GEMMA],
-    ids=["gpt2", "modern", "modern, all techniques", "llama", "llama, untied", "gemma3"],
+    [SHAPE, MODERN, MODERN_NEW, LLAMA, LLAMA_UNTIED, GEMMA, OLMO],
+    ids=["gpt2", "modern", "modern, all techniques", "llama", "llama, untied", "gemma3", "olmo"],
 )
 def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype, precision: str, shape: ModelShape) -> None:
     exact = with_scalars_joined(gradients(reference, GPU, torch.float64, shape=shape))

@@ -55,6 +55,7 @@ def make_checkpoint(
     techniques: str = "",
     llama: str = "",
     gemma3: str = "",
+    olmo: str = "",
     chat: bool = False,
     **settings: object,
 ) -> tuple[Path, ModelShape]:
@@ -62,7 +63,8 @@ def make_checkpoint(
     settings, on conversations or on text."""
     tokenizer = TOKENIZERS[kind]() if isinstance(kind, str) else kind
     layers, heads, channels, context = sizes or SIZES[tokenizer.kind]
-    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels, architecture, techniques, llama, gemma3)
+    own = {"techniques": techniques, "llama": llama, "gemma3": gemma3, "olmo": olmo}
+    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels, architecture, **own)
     generator = torch.Generator().manual_seed(seed)
     state = []
     for row in parameter_table(shape):

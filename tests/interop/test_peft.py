@@ -32,6 +32,7 @@ from tests.interop.llama_configs import CONFIGS
 from tests.interop.models import random_tokens, their_logits
 from tests.interop.test_transformers_gemma import CONFIGS as GEMMAS, piece_tokenizer
 from tests.interop.test_transformers_llama import byte_tokenizer
+from tests.interop.test_transformers_olmo import CONFIGS as OLMOS
 
 peft = pytest.importorskip("peft")  # of the extra `test`
 
@@ -47,9 +48,9 @@ GPT2 = transformers.GPT2Config(
     bos_token_id=256,
     eos_token_id=256,
 )
-EVERY = ["gpt2", "llama", "qwen2", "qwen3", "smollm3", "gemma3"]
+EVERY = ["gpt2", "llama", "qwen2", "qwen3", "smollm3", "gemma3", "olmo3"]
 SOME = {"gpt2": "qkv+o", "llama": "q+v", "qwen2": "k+up+down", "qwen3": "q+k+v+o", "smollm3": "q+o+down"}
-SOME["gemma3"] = "q+gate+down"
+SOME |= {"gemma3": "q+gate+down", "olmo3": "k+o+up"}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if kind not in made:
             torch.manual_seed(1)
             folder = made[kind] = tmp_path_factory.mktemp(kind)
-            config = {"gpt2": GPT2, "gemma3": GEMMAS["4B"]}.get(kind) or CONFIGS[kind]
+            config = {"gpt2": GPT2, "gemma3": GEMMAS["4B"], "olmo3": OLMOS["olmo3"]}.get(kind) or CONFIGS[kind]
             model = transformers.AutoModelForCausalLM.from_config(config)
             model.config.eos_token_id = 256 if kind == "gpt2" else 259
             model.save_pretrained(folder)

@@ -4,13 +4,14 @@ import os
 
 import pytest
 import torch
+from torch import Tensor
 
 if torch.cuda.is_available():
     pytest.skip("a GPU runs tests/gpu/test_llama_kernels_on_gpu.py", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops import sizes
+from handgrad.ops import cuda, sizes
 from tests.kernels import llama_checks as checks
 from tests.kernels.memory_checks import Draw, both, check
 
@@ -24,6 +25,28 @@ def draw() -> Draw:
 def test_gained_rmsnorm(draw: Draw, N: int, C: int, plus: int) -> None:
     for each in both(draw, "rmsnorm", N=N, C=C, plus=plus):
         check(each)
+
+
+@pytest.mark.parametrize(("N", "C", "columns"), [(1, 24, 60), (7, 48, 49), (33, 100, 301)])
+@pytest.mark.parametrize("last", [False, True])
+def test_gained_rmsnorm_of_columns(draw: Draw, N: int, C: int, columns: int, last: bool) -> None:
+    """The first or last columns of wider tensors get the bits that they get alone; the others stay."""
+    mine = slice(columns - C, columns) if last else slice(0, C)
+    wide = [draw.normal(N, columns) for _ in range(4)]
+    gain, sums, scratch = draw.normal(C), draw.normal(C), torch.zeros(1 << 20, dtype=torch.uint8)
+
+    def both_ways(out: Tensor, dresidual: Tensor, inp: Tensor, dout: Tensor) -> list[Tensor]:
+        rstd, dgain = torch.empty(N), sums.clone()
+        cuda.rmsnorm_forward(out, rstd, inp, gain, epsilon=1e-6)
+        cuda.rmsnorm_backward(dresidual, dgain, dout, inp, rstd, gain, scratch=scratch)
+        return [out, dresidual, rstd, dgain]
+
+    alone = both_ways(*(t[:, mine].clone() for t in wide))
+    changed = [t.clone() for t in wide]
+    assert all(torch.equal(*pair) for pair in zip(both_ways(*(t[:, mine] for t in changed)), alone, strict=True))
+    for after, before in zip(changed, wide, strict=True):
+        after[:, mine] = before[:, mine]
+        assert torch.equal(after, before)
 
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])

@@ -42,7 +42,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "multiply", multiply)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3", "gemma3", "olmo3"])
 def test_a_model_with_adapters(name: str) -> None:
     found, wanted = (Adapted(SHAPES[name], "rank=3,alpha=1.5", ops, dtype=torch.float32) for ops in (cuda, reference))
     found.model.act.scratch = torch.zeros(MEBIBYTES, dtype=torch.uint8)
