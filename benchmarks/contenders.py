@@ -17,6 +17,7 @@ from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
 from handgrad.machine import devices
+from handgrad.memory.rows import initialize
 from handgrad.names import nearest_name
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve, with_tuned_gemms
@@ -136,6 +137,8 @@ class HandgradRun(Steps):
         device = devices.resolve_device(config.device)
         config = with_tuned_gemms(dataclasses.replace(config, backend=backend), device)
         training = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source, graphs=graphs)
+        if config.lora:
+            initialize(training.design.frozen, config.seed, training.load_frozen_weight)
         super().__init__(training.stepper)
         self.state = training.state
 

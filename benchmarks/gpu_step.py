@@ -208,7 +208,7 @@ def in_gib(size_bytes: int | None) -> float | None:
 def best_twin(rows: dict[str, Any]) -> str | None:
     """The fastest contender that is not handgrad."""
     done = {name: row["tokens_per_second"] for name, row in rows.items() if "tokens_per_second" in row}
-    twins = {name: speed for name, speed in done.items() if name not in HANDGRADS}
+    twins = {name: speed for name, speed in done.items() if not name.startswith("handgrad")}
     return max(twins, key=lambda name: twins[name]) if twins else None
 
 

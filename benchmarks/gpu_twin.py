@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.gemma_twin import GemmaGpuTwin
 from benchmarks.llama_twin import LlamaGpuTwin
 from benchmarks.modern_twin import ModernGpuTwin, modern_optimizer
 from benchmarks.twin import Block, Twin, liger_loss, optimizer_of, padded_loss
@@ -118,7 +119,7 @@ def use_float8(blocks: nn.Module, which: str, device: torch.device) -> None:
     float8.convert_to_float8_training(blocks, config=wanted, module_filter_fn=taken)
 
 
-NETWORKS: dict[str, Any] = {"gpt2": GpuTwin, "modern": ModernGpuTwin, "llama": LlamaGpuTwin}
+NETWORKS: dict[str, Any] = {"gpt2": GpuTwin, "modern": ModernGpuTwin, "llama": LlamaGpuTwin, "gemma3": GemmaGpuTwin}
 
 
 class TwinTrainer:

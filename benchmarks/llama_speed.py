@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks import gpu_step
-from benchmarks.contenders import Settings, TwinRun, tokens_of
+from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
 from benchmarks.llama_twin import LARGE, SHAPES
 from benchmarks.record import keep_commit, rounded, run_main, version, write_record
 from benchmarks.trainer_run import TrainerRun, trainer_switches
@@ -29,6 +29,7 @@ from benchmarks.twin_switches import check_libraries, switches_of
 from handgrad.errors import UsageError
 from handgrad.machine import devices
 from handgrad.machine.gpus import short_name
+from handgrad.settings.config import check
 
 TRAINERS = (
     "transformers",
@@ -36,6 +37,8 @@ TRAINERS = (
 )
 TWINS = ("twin-cudnn+stream+regional", "twin-flash+stream+regional")
 MICRO_BATCHES = {"SmolLM2-135M": 16}  # of others 4: three contenders side by side fit an H200
+ADAPTED = "handgrad-lora"  # beside transformers+lora: adapters over frozen weights in bf16
+LORA = "rank=16,alpha=32"
 
 FIRST_STEPS = 5  # whose losses are compared
 LEARNING_RATE = 1e-5  # without a warm-up: at 1e-4 Llama-3.2-1B's third loss rises by 0.9, and roundings grow to 0.06
@@ -54,9 +57,11 @@ def check_contenders(text: str, precision: str) -> list[str]:
     """The names in a comma-separated list; raises `UsageError` for an unknown one, a twin's missing library, or twins in
     fp8 beside contenders in another `precision`."""
     given = [name.strip() for name in text.split(",") if name.strip()]
-    others = [name for name in given if trainer_switches(name) is None]
+    others = [name for name in given if trainer_switches(name) is None and name != ADAPTED]
     if others:
         gpu_step.check_contenders(",".join(others))
+    if others and len(others) < len(given) and any("lora" in name for name in given):
+        raise UsageError(f"expected contenders that all have adapters, or none, found {text!r}")
     for switches in map(switches_of, others):
         if switches is not None:
             check_libraries(switches)
@@ -70,7 +75,12 @@ def check_contenders(text: str, precision: str) -> list[str]:
 def make_run(name: str, settings: Settings) -> Run:
     """A contender, in its own process, from handgrad's initial weights."""
     config, tokens = settings.config(), tokens_of(settings)
-    if trainer := trainer_switches(name):
+    trainer = trainer_switches(name)
+    if name == ADAPTED or (trainer and trainer.lora):
+        config = check(dataclasses.replace(config, lora=LORA, init_from="random weights"))
+    if name == ADAPTED:
+        return HandgradRun(config, tokens)
+    if trainer:
         plain = dataclasses.replace(config, precision="bf16") if config.precision == "fp8" else config
         return TrainerRun(plain, tokens, trainer)
     if switches := switches_of(name):
@@ -85,7 +95,7 @@ def make_run(name: str, settings: Settings) -> Run:
 def add_comparisons(rows: dict[str, Any]) -> None:
     """Adds to each row its speed over the fastest peer's, and the largest distance of its first losses from handgrad's."""
     gpu_step.add_times_best_twin(rows)
-    measure = rows.get("handgrad", {}).get("losses")
+    measure = rows.get("handgrad", rows.get(ADAPTED, {})).get("losses")
     for row in rows.values():
         if measure and "losses" in row:
             row["loss_difference"] = float(np.abs(np.subtract(row["losses"], measure)).max())  # NaN if one of them is
@@ -123,6 +133,9 @@ def compare(
     shape = config.shape(tokens.vocab_size)
     flops, peak = shape.flops_per_token, devices.peak_flops(device)
     rows = {name: gpu_step.figures(row, config.tokens_per_step, flops, peak) for name, row in raw.items()}
+    for name, row in rows.items():
+        if "lora" in name:  # frozen weights have no gradients, so these FLOPs are not made
+            row |= dict.fromkeys(("mfu", "gflop_per_second"))
     add_comparisons(rows)
     batch = f"steps of {settings.micro_steps} x {settings.micro_batch} x {settings.sequence_length} tokens"
     print(f"\n{settings.model}, {settings.precision}, {batch}, {devices.describe(device)}; memory in GiB\n")
@@ -183,7 +196,8 @@ def main() -> int:
             vocab_size=SHAPES[shape][0],
         )
         kind = short_name(torch.cuda.get_device_name()) if options.device == "cuda" else options.device
-        name = f"{kind}-llama-speed-{'fp8-' if options.precision == 'fp8' else ''}{shape.lower()}.json"
+        more = "fp8-" if options.precision == "fp8" else "lora-" if ADAPTED in names else ""
+        name = f"{kind}-llama-speed-{more}{shape.lower().replace('.', '_')}.json"
         out = Path(options.out_folder) / name if options.out_folder else ""
         lines += other_models(compare(settings, names, alone, options.seconds, options.turn_seconds, str(out)))
     print("\n".join(lines), file=sys.stderr)

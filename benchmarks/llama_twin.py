@@ -30,22 +30,40 @@ SHAPES: dict[str, tuple[int, int, int, int, str]] = {
         *(151936, 28, 12, 1536),
         "kv_heads=2,feed_forward=8960,norm_epsilon=1e-06,tied,qkv_bias,rotary_base=1000000.0",
     ),
+    "SmolLM3-3B": (
+        *(128256, 36, 16, 2048),
+        "kv_heads=4,feed_forward=11008,norm_epsilon=1e-06,tied,rotary_base=5000000.0,nope_interval=4",
+    ),
+    "Qwen3-4B": (
+        *(151936, 36, 32, 2560),
+        "kv_heads=8,head_width=128,feed_forward=9728,norm_epsilon=1e-06,tied,qk_norm,rotary_base=1000000.0",
+    ),
+    "Qwen3-8B": (
+        *(151936, 36, 32, 4096),
+        "kv_heads=8,head_width=128,feed_forward=12288,norm_epsilon=1e-06,qk_norm,rotary_base=1000000.0",
+    ),
+    "Gemma-3-270M": (262144, 18, 4, 640, "kv_heads=1,feed_forward=2048"),
+    "Gemma-3-1B": (262144, 26, 4, 1152, "kv_heads=1,feed_forward=6912"),
+    "OLMo-2-1B": (100352, 16, 16, 2048, "feed_forward=8192"),
 }
-LARGE = [name for name in SHAPES if name != "tiny-llama"]
+NETWORKS = {"Gemma-3-270M": "gemma3", "Gemma-3-1B": "gemma3", "OLMo-2-1B": "olmo"}  # of others: llama
+LARGE = ["SmolLM2-135M", "Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-1.5B"]  # measured without being named
 
 
 def sizes(name: str) -> dict[str, Any]:
     """The fields of a run's configuration for a name in `SHAPES`."""
-    _, layers, heads, channels, llama = SHAPES[name]
-    return {"architecture": "llama", "llama": llama, "num_layers": layers, "num_heads": heads, "channels": channels}
+    _, layers, heads, channels, numbers = SHAPES[name]
+    network = NETWORKS.get(name, "llama")
+    return {"architecture": network, network: numbers, "num_layers": layers, "num_heads": heads, "channels": channels}
 
 
 class LlamaBlock(nn.Module):
     """A block: attention with grouped heads, then SwiGLU."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, layer: int):
         super().__init__()
         family, C = shape.family, shape.channels
+        self.rotates = any(family.rotation_of(layer)[0])
         D, epsilon = family.head_width, family.norm_epsilon
         self.sizes = shape.num_heads, family.kv_heads, D
         self.norm1, self.norm2 = nn.RMSNorm(C, epsilon), nn.RMSNorm(C, epsilon)
@@ -61,7 +79,10 @@ class LlamaBlock(nn.Module):
         H, K, D = self.sizes
         heads = self.qkv(self.norm1(x)).view(B, T, H + 2 * K, D).transpose(1, 2)
         q, k, v = heads.split((H, K, K), 1)
-        q, k = (rotated(norm(t), cos, sin).to(v.dtype) for norm, t in ((self.q, q), (self.k, k)))
+        q, k = self.q(q), self.k(k)
+        if self.rotates:
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        q, k = q.to(v.dtype), k.to(v.dtype)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=K < H)
         x = x + self.proj(y.transpose(1, 2).reshape(B, T, H * D))
         gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
@@ -78,7 +99,7 @@ class LlamaGpuTwin(Named):
         self.tied = family.tied
         self.bf16_stream, self.liger = switches.bf16_stream, switches.head == "liger"
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.channels)
-        self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(LlamaBlock(shape, layer) for layer in range(shape.num_layers))
         self.lnf = nn.RMSNorm(shape.channels, family.norm_epsilon)
         if not family.tied:
             self.head = nn.Linear(shape.channels, shape.padded_vocab_size, bias=False)

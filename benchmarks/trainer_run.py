@@ -1,5 +1,5 @@
-"""transformers' own model of the Llama family under transformers' Trainer: bf16 over float32 weights, fused AdamW, SDPA, no
-gradient checkpointing; on request torch.compile, Liger's kernels, cuDNN's attention.
+"""transformers' own model under transformers' Trainer: bf16 over float32 weights, fused AdamW, SDPA, no gradient
+checkpointing; on request torch.compile, Liger's kernels, cuDNN's attention, PEFT's adapters over weights in bf16.
 
 It starts from handgrad's initial weights and sees handgrad's samples in their order, so its losses compare.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.contenders import More, Tokens
 from benchmarks.gpu_twin import use_attention
 from handgrad.errors import UsageError
-from handgrad.interop import huggingface, llama
+from handgrad.interop import huggingface
 from handgrad.machine import devices
 from handgrad.memory.rows import flat_elements, initialize
 from handgrad.models import parameter_table
@@ -34,7 +34,8 @@ class TrainerSwitches:
 
     compiled: bool = False  # torch_compile=True
     liger: bool = False  # use_liger_kernel=True: norms, rotary positions, SwiGLU, the head with its loss (not compiled)
-    cudnn: bool = False  # SDPA with cuDNN's kernel in the place of the one that torch takes by itself
+    cudnn: bool = False  # SDPA with cuDNN's kernel, not the one that torch takes by itself
+    lora: bool = False  # adapters of the run's rank in all seven projections
 
 
 def trainer_switches(name: str) -> TrainerSwitches | None:
@@ -64,16 +65,18 @@ def their_config(shape: ModelShape, **more: Any) -> Any:
     """transformers' configuration of this shape."""
     import transformers
 
-    content = llama.their_config(shape, 0.0)
-    return transformers.AutoConfig.for_model(content.pop("model_type"), **content, **more)
+    content = huggingface.format_of(shape.architecture).their_config(shape, 0.0)
+    return transformers.AutoConfig.for_model(
+        content.pop("model_type"), **content, **({"pad_token_id": None} | more)
+    )  # its row would not be trained
 
 
-def own_model(shape: ModelShape, seed: int) -> Any:
-    """transformers' model of this shape with handgrad's initial weights of `seed`, in float32."""
+def own_model(shape: ModelShape, seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of this shape with handgrad's initial weights of `seed`."""
     import transformers
 
     config = their_config(shape, use_cache=False)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     table, weights = parameter_table(shape), {}
     flat = torch.zeros(flat_elements(table))
     initialize(table, seed, lambda row, values: row.stored(flat).copy_(values))
@@ -83,6 +86,18 @@ def own_model(shape: ModelShape, seed: int) -> Any:
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()
     return model
+
+
+def with_adapters(model: Any, config: RunConfig) -> Any:
+    """The model with the adapters of the run in PEFT."""
+    import peft
+
+    from handgrad.networks.lora import parse_lora
+
+    lora = parse_lora(config.lora)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    wanted = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=names, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, wanted)
 
 
 def check_installed(switches: TrainerSwitches, device: torch.device) -> None:
@@ -165,7 +180,10 @@ class TrainerRun:
             report_to="none",
             seed=config.seed,
         )
-        model = own_model(config.shape(tokens.vocab_size), config.seed)
+        dtype = torch.bfloat16 if switches.lora and config.precision == "bf16" else torch.float32
+        model = own_model(config.shape(tokens.vocab_size), config.seed, dtype)
+        if switches.lora:
+            model = with_adapters(model, config)
         return Listening(model=model, args=arguments, train_dataset=Samples(tokens, config), callbacks=[Turns()])
 
     def work(self) -> None:

@@ -94,6 +94,6 @@ def test_what_it_has_not_is_refused(another: RunConfig) -> None:
         ({"dropout": 0.1}, "architecture gemma has no dropout"),
         ({"lora": "rank=4", "init_from": "weights"}, "lora is for architecture gpt2 or llama or gemma3 or ol"),
         ({"llama": "tied"}, "llama is for --architecture llama, found 'tied' with gemma"),
-            "lora is for architecture gpt2 or llama or gemma3 or olmo, found gemma",
+    ):
         with pytest.raises(UsageError, match=told):
             check(replace(another, **settings))

@@ -16,6 +16,7 @@ from benchmarks.trainer_run import TrainerRun, TrainerSwitches
 from handgrad.errors import UsageError
 from handgrad.memory.rows import count_parameters
 from handgrad.models import parameter_table
+from tests import gemma3_twin
 from tests.llama_twin import FAMILIES
 
 pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the package promises rests on it
@@ -35,13 +36,25 @@ PARAMETERS = {  # as published
     "Qwen3-0.6B": 596_049_920,
     "Llama-3.2-1B": 1_235_814_400,
     "Qwen2.5-1.5B": 1_543_714_304,
+    "SmolLM3-3B": 3_075_098_624,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Gemma-3-270M": 268_098_176,
+    "Gemma-3-1B": 999_885_952,
+    "OLMo-2-1B": 1_484_916_736,
 }
 
 
-@pytest.fixture(params=FAMILIES)
+GEMMAS = gemma3_twin.FAMILIES
+SIZES = {name: numbers for name, numbers in (FAMILIES | GEMMAS).items() if name != "mistral"}  # whose twin has no window
+
+
+@pytest.fixture(params=SIZES)
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """A small member of a family, of odd sizes."""
-    monkeypatch.setitem(contenders.LLAMAS, request.param, (57, 3, 4, 24, FAMILIES[request.param]))
+    monkeypatch.setitem(contenders.LLAMAS, request.param, (57, 3, 4, 24, SIZES[request.param]))
+    if request.param in GEMMAS:
+        monkeypatch.setitem(llama_twin.NETWORKS, request.param, "gemma3")
     return dataclasses.replace(SMALL, model=request.param)
 
 
@@ -49,7 +62,7 @@ def losses_of(name: str, settings: Settings, steps: int) -> list[float]:
     return llama_speed.make_run(name, settings).turn(lambda launched: launched < steps)
 
 
-@pytest.mark.parametrize("name", llama_twin.LARGE)
+@pytest.mark.parametrize("name", [name for name in llama_twin.SHAPES if name != "tiny-llama"])
 def test_the_sizes_are_the_published_ones(name: str) -> None:
     settings = Settings(model=name, micro_batch=1, sequence_length=2048, device="cpu")
     shape = settings.config().shape(llama_twin.SHAPES[name][0])
@@ -64,6 +77,7 @@ def test_the_twin_makes_the_same_steps(family: Settings) -> None:
 
 def test_the_twin_in_bf16_is_near(family: Settings) -> None:
     """With its stream in bf16, or in float32."""
+    family = dataclasses.replace(family, learning_rate=3e-3)
     expected = losses_of("handgrad", family, 3)
     bf16 = dataclasses.replace(family, precision="bf16")
     for name in ("twin-flash", "twin-flash+stream"):
@@ -71,7 +85,7 @@ def test_the_twin_in_bf16_is_near(family: Settings) -> None:
         assert losses != expected and losses == pytest.approx(expected, abs=0.02)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"], indirect=True)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"], indirect=True)
 def test_the_trainer_makes_the_same_steps(family: Settings) -> None:
     """Over two turns, of two micro-batches a step."""
     pytest.importorskip("accelerate", reason="transformers' Trainer is optional")
@@ -79,6 +93,22 @@ def test_the_trainer_makes_the_same_steps(family: Settings) -> None:
     losses = run.turn(lambda launched: launched < 3) + run.turn(lambda launched: False)
     assert run.completed == 4
     assert losses == pytest.approx(losses_of("handgrad", family, 4), abs=5e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"], indirect=True)
+def test_the_trainer_with_adapters_makes_steps_like_ours(family: Settings) -> None:
+    """Equal at first, when B is 0; then A is of other numbers."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer is optional")
+    family = dataclasses.replace(family, learning_rate=3e-3)
+    losses = losses_of("transformers+lora", family, 3)
+    assert losses == pytest.approx(losses_of(llama_speed.ADAPTED, family, 3), abs=0.01)
+    assert losses[0] == pytest.approx(losses_of("handgrad", family, 1)[0], abs=5e-5)
+
+
+def test_adapters_compare_with_adapters() -> None:
+    assert llama_speed.check_contenders("handgrad-lora,transformers+lora+compiled", "bf16")
+    with pytest.raises(UsageError, match="contenders that all have adapters, or none, found"):
+        llama_speed.check_contenders("handgrad,transformers+lora", "bf16")
 
 
 def test_a_trainer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
