@@ -119,9 +119,10 @@ def test_parameters(shape: ModelShape, parameters: int) -> None:
     assert count_parameters(table) == parameters
     vectors = sum(row.elements for row in table if len(row.shape) == 1)
     T, full = shape.sequence_length, shape.windows.count(0)
-    seen = full * T + (shape.num_layers - full) * 512 * (2 - 512 / T)
+    seen = full * T + (shape.num_layers - full) * shape.window * (2 - shape.window / T)
     attention = shape.num_heads * shape.head_width * seen
-    assert shape.flops_per_token == 6 * (parameters - vectors + attention)
+    read = 0 if shape.network.tied(shape) else shape.vocab_size * shape.channels  # an embedding that is not the head
+    assert shape.flops_per_token == 6 * (parameters - vectors - read + attention)
 
 
 def test_flops_count_what_is_multiplied() -> None:

@@ -100,8 +100,8 @@ def test_the_trainer_with_adapters_makes_steps_like_ours(family: Settings) -> No
     """Equal at first, when B is 0; then A is of other numbers."""
     pytest.importorskip("accelerate", reason="transformers' Trainer is optional")
     family = dataclasses.replace(family, learning_rate=3e-3)
-    losses = losses_of("transformers+lora", family, 3)
-    assert losses == pytest.approx(losses_of(llama_speed.ADAPTED, family, 3), abs=0.01)
+    losses = losses_of("transformers+lora", family, 2)
+    assert losses == pytest.approx(losses_of(llama_speed.ADAPTED, family, 2), abs=0.01)
     assert losses[0] == pytest.approx(losses_of("handgrad", family, 1)[0], abs=5e-5)
 
 
