@@ -54,7 +54,7 @@ DECODE_OPERATIONS = (
     *("attention_linear_residual_forward", "store_keys_values_at", "attention_append"),
     *("gained_qk_norm_rotary_forward", "mix_rmsnorm_linear_forward", "value_embedding_decode"),
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "rmsnorm_linear_swiglu_forward"),
-    *("linear_forward", "residual_forward", "geglu_forward"),
+    *("linear_forward", "linear_swiglu_forward", "residual_forward", "geglu_forward"),
 )
 
 # Every backend also has these functions, which set-up calls.

@@ -60,7 +60,7 @@ def gained(ops: ModuleType, t: Tensors, O: int) -> Tensors:
 
 
 def swiglu_product(draw: Draw, C: int, F: int) -> Case:
-    """After an RMS norm with a gain: a product of two products, whose errors add up."""
+    """Alone and after an RMS norm with a gain: a product of two products, whose errors add up."""
     inputs = {"x": draw.normal(1, C) * 2 + 0.5, "gain": draw.normal(C), "weight": draw.normal(2 * F, C) / C**0.5}
 
     def run(ops: ModuleType, t: Tensors) -> Tensors:
@@ -68,7 +68,9 @@ def swiglu_product(draw: Draw, C: int, F: int) -> Case:
         norm = nan(t["x"], 1, C), nan(t["x"], 1, dtype=statistics_dtype(t["x"])), t["x"], t["gain"]
         options = {"epsilon": 1e-3, "scratch": torch.empty(0)}
         ops.rmsnorm_linear_swiglu_forward(out, hidden, *norm, t["weight"], **options)
-        return {"out": out}
+        alone = nan(t["x"], 1, F)
+        ops.linear_swiglu_forward(alone, hidden, t["x"], t["weight"], scratch=torch.empty(0))
+        return {"out": out, "alone": alone}
 
     return inputs, run
 

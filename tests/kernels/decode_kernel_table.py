@@ -67,6 +67,7 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
         product(f"gained RMS norm, SwiGLU of {name}", 2 * F, C, "norm_weight", RMS_NORM=True, ACTIVATION="swiglu")
         product(f"down of {name}", C, F, "residual")
         product(f"parts and proj of {name}", C, C, "residual", head=64)
+    product("SwiGLU of 2048, without a norm", 16384, 2048, ACTIVATION="swiglu")
     product("RMS norm of 1 + w, gates of 640", 4096, 640, "norm_weight", RMS_NORM=True, PLUS=1)
     product("proj of 4096", 4096, 4096, "residual")
     for C in (768, 1600):

@@ -131,6 +131,16 @@ def linear_forward(
         linear.linear_forward(out, inp, weight, bias, scratch=scratch, tf32=tf32)
 
 
+def linear_swiglu_forward(
+    out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
+) -> None:
+    """A single row has its own kernel, which leaves `hidden` alone."""
+    if takes(inp, weight):
+        row_gemm(out, inp, weight, None, activation="swiglu")
+    else:
+        linear.linear_swiglu_forward(out, hidden, inp, weight, scratch=scratch, tf32=tf32)
+
+
 def linear_residual_forward(
     out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, tf32: bool = False
 ) -> None:
