@@ -66,17 +66,18 @@ def their_config(shape: ModelShape, **more: Any) -> Any:
     import transformers
 
     content = huggingface.format_of(shape.architecture).their_config(shape, 0.0)
-    return transformers.AutoConfig.for_model(
-        content.pop("model_type"), **content, **({"pad_token_id": None} | more)
-    )  # its row would not be trained
+    content |= {"pad_token_id": None} | more  # a padding token's row would not be trained
+    return transformers.AutoConfig.for_model(content.pop("model_type"), **content)
 
 
 def own_model(shape: ModelShape, seed: int, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of this shape with handgrad's initial weights of `seed`."""
     import transformers
+    from transformers.initialization import no_init_weights
 
     config = their_config(shape, use_cache=False)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    with no_init_weights():  # all are loaded below
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     table, weights = parameter_table(shape), {}
     flat = torch.zeros(flat_elements(table))
     initialize(table, seed, lambda row, values: row.stored(flat).copy_(values))
