@@ -89,7 +89,6 @@ def test_zeros_stand_for_what_follows_from_the_sizes() -> None:
         ({"olmo": "rope=yarn,rope_slow=40.0"}, "rope_slow between 0 and rope_fast"),
         ({"olmo": "norm_epsilon=1.0"}, "norm_epsilon between 0 and 1"),
         ({"num_heads": 5}, "channels must be a multiple of num_heads, found 768 and 5"),
-        ({"precision": "fp8"}, "architecture olmo has no forms in fp8; --precision bf16 trains it"),
         ({"dropout": 0.1}, "architecture olmo has no dropout, found dropout 0.1"),
     ],
 )

@@ -125,13 +125,14 @@ class ModelShape:
 
     @property
     def fp8_parts(self) -> tuple[str, ...]:
-        """The groups of a block's GEMMs that switch to fp8 together."""
-        return tuple(dict.fromkeys(gemm.part for gemm in self.gemms))
+        """The groups of a block's GEMMs that switch to fp8 together; none if only the loss head has forms in fp8."""
+        parts = {form.part for form in self.network.fp8(self).values()}
+        return tuple(dict.fromkeys(gemm.part for gemm in self.gemms if gemm.part in parts))
 
     @property
     def forms(self) -> dict[str, Fp8]:
         """The fp8 forms of tensors, by name, inside and outside the blocks."""
-        weights = {gemm.weight: Fp8(gemm.part) for gemm in self.gemms}
+        weights = {gemm.weight: Fp8(gemm.part) for gemm in self.gemms if gemm.part in self.fp8_parts}
         head = "wte" if self.network.tied(self) else "head"  # GEMMs read no other embedding
         return {**weights, head: Fp8("head"), **self.network.fp8(self)}
 

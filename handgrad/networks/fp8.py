@@ -16,9 +16,15 @@ def check_fp8(config: Any) -> None:
     shape: ModelShape = config.shape(VOCABULARY_MULTIPLE)
     if not shape.network.fp8(shape):
         raise UsageError(f"architecture {config.architecture} has no forms in fp8; --precision bf16 trains it")
+    if not shape.fp8_parts and not config.fp8_head_gemms:
+        head = f"{config.fp8_head_gemms or 'none'}{' beside lora' * bool(config.lora)}"
+        raise UsageError(
+            f"architecture {config.architecture} has forms in fp8 of the loss head alone, found fp8_head {head};"
+            " --precision bf16 trains it"
+        )
     if config.dropout:
         raise UsageError(f"precision fp8 trains without dropout, found {config.dropout:g}; --precision bf16 trains with it")
-    if (width := shape.head_width) > WIDEST_HEAD_OF_FP8:
+    if shape.fp8_parts and (width := shape.head_width) > WIDEST_HEAD_OF_FP8:
         more = f", --num-heads {fitting_heads(config.channels)} fits" if shape.network.head_width is None else ""
         raise UsageError(
             f"precision fp8 takes heads of up to {WIDEST_HEAD_OF_FP8} channels, found {width};"
@@ -26,7 +32,7 @@ def check_fp8(config: Any) -> None:
         )
     if config.channels % FP8_MULTIPLE:
         raise UsageError(f"channels must be a multiple of {FP8_MULTIPLE} for precision fp8, found {config.channels}")
-    for name, size in shape.network.sides(shape).items():
+    for name, size in shape.network.sides(shape).items() if shape.fp8_parts else ():
         if size % FP8_MULTIPLE:
             found = f"for precision fp8, found {size}"
             raise UsageError(f"{config.architecture} must have {name} in multiples of {FP8_MULTIPLE} {found}")

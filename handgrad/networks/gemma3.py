@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from handgrad.errors import UsageError
 from handgrad.names import named_text, named_values
 from handgrad.networks.llama import LLAMA, WIDEST_HEAD, gemms, sides
-from handgrad.networks.network import Network
+from handgrad.networks.network import HEAD_FORMS, Network
 
 if TYPE_CHECKING:
     from handgrad.networks import ModelShape
@@ -98,6 +98,7 @@ GEMMA3 = Network(
     check=lambda config: parse_gemma3(config.gemma3).check(config.num_heads),
     any_context=True,
     sides=sides,
+    fp8=lambda shape: HEAD_FORMS,  # heads of 256 are too wide for attention's kernels in fp8
     model_types=("gemma3_text", "gemma3"),
     blocks=LLAMA.blocks,
     modules={

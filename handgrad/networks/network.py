@@ -43,6 +43,9 @@ COMMON_FORMS = {
 }
 
 
+HEAD_FORMS = {name: COMMON_FORMS[name] for name in ("lnf", "logits")}
+
+
 @dataclass(frozen=True)
 class Network:
     """A network, for all code that does not compute it. The functions take the model's shape."""

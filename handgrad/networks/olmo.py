@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from handgrad.errors import UsageError
 from handgrad.names import check_choice, named_text, named_values
 from handgrad.networks.llama import LLAMA, LlamaShape, gemms, rope_rules, sides
-from handgrad.networks.network import Network
+from handgrad.networks.network import HEAD_FORMS, Network
 
 if TYPE_CHECKING:
     from handgrad.networks import ModelShape
@@ -103,6 +103,7 @@ OLMO = Network(
     any_context=True,
     tied=lambda shape: False,
     sides=sides,
+    fp8=lambda shape: HEAD_FORMS,  # its other GEMMs read the stream, which no norm writes
     model_types=("olmo2", "olmo3"),
     blocks=LLAMA.blocks,
     modules={**LLAMA.modules, "after1": ("post_attention_layernorm",), "after2": ("post_feedforward_layernorm",)},

@@ -201,7 +201,7 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
 
 def fp8_share(design: Design) -> float:
     """The share of the blocks' GEMMs that run in fp8."""
-    if design.fp8 is None:
+    if design.fp8 is None or not design.fp8.gemms.blocks:
         return 0.0
     return len(design.fp8.gemms.blocks) / (design.shape.num_layers * len(design.shape.fp8_parts))
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 import triton
@@ -24,14 +25,16 @@ def scratch_of(draw: Draw) -> Tensor:
 
 
 def gained_rmsnorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
+    """With a gain of w, and of 1 + w."""
     inp, gain = wide(draw, N, C), draw.normal(C)
 
-    def run(out: Form) -> list[Tensor]:
+    def run(out: Form, plus: int) -> list[Tensor]:
         rstd = torch.full((N,), math.nan, device=draw.device)
-        rmsnorm.rmsnorm_forward(out, rstd, inp, gain, epsilon=1e-3)
+        rmsnorm.rmsnorm_forward(out, rstd, inp, gain, epsilon=1e-3, plus=plus)
         return [rstd]
 
-    frames.norm_forward(draw, (N, C), kind, run, counting=counting)
+    for plus in (0, 1):
+        frames.norm_forward(draw, (N, C), kind, partial(run, plus=plus), counting=counting)
 
 
 def gained_rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:

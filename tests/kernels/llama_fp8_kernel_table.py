@@ -7,7 +7,7 @@ from handgrad.ops.sizes import attention_tile, backward_tile, forward_tile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.modern_fp8_kernel_table import SIZES, TYPES, UNALIGNED, Launch
 
-CHANNELS = (576, 1024, 1536, 2048)
+CHANNELS = (576, 640, 1024, 1536, 2048)  # 640: of Gemma 3 270M, whose gains are 1 + w
 HEADS = ((9, 3, 64), (32, 8, 64), (16, 8, 128), (12, 2, 128))  # H, K, D: SmolLM2, Llama 3.2, Qwen3, Qwen2.5
 DTYPES = SIZES | UNALIGNED | {"epsilon": "fp32", "partials": "*fp32:16", "frequencies": "*fp64:16", "lse": "*fp32:16"}
 DTYPES |= {"H": "i32", "T": "i32:16", "C": "i32:16", "row_stride": "i32:16"}
@@ -25,7 +25,7 @@ def launches(form: str, *, newer: bool = True) -> dict[str, Launch]:
     }
     for C in CHANNELS:
         block, rows, warps = forward_tile(C)
-        constants = {**limits, "C": C, "BLOCK_C": block, "ROWS": rows, "out": None}
+        constants = {**limits, "C": C, "BLOCK_C": block, "ROWS": rows, "PLUS": int(C == 640), "out": None}
         found[f"gained_rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
         _, block, rows, warps, stages = backward_tile(1 << 16, C, 2)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages}

@@ -34,7 +34,7 @@ def launches(form: str) -> dict[str, Launch]:
     }
     for C in (768, 1600, 3072):
         block, rows, warps = forward_tile(C)
-        constants = {**limits, "C": C, "BLOCK_C": block, "ROWS": rows, "out": None}
+        constants = {**limits, "C": C, "BLOCK_C": block, "ROWS": rows, "PLUS": 0, "out": None}
         found[f"rmsnorm_forward of {C}"] = rmsnorm._forward, constants | {"gain": None}, warps
         block, rows, warps = rmsnorm_backward_tile(C)
         found[f"rmsnorm_backward of {C}"] = rmsnorm._backward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps

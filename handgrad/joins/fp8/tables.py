@@ -53,10 +53,10 @@ def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> F
     for name in names_in(keep_bf16):
         layer, _, part = name.rpartition(".")
         if part not in parts or (layer and not (layer.isdecimal() and int(layer) < layers)):
-            raise UsageError(
-                f"fp8_keep_bf16 takes {', '.join(parts)} or one of a layer like 3.mlp (layers 0 to {layers - 1}), found"
-                f" {name!r}"
+            known = (
+                f"{', '.join(parts)} or one of a layer like 3.mlp (layers 0 to {layers - 1})" if parts else "nothing here"
             )
+            raise UsageError(f"fp8_keep_bf16 takes {known}, found {name!r}")
         kept |= {(int(layer), part)} if layer else {(n, part) for n in range(layers)}
     chosen = names_in(head)
     unknown = [name for name in chosen if name not in HEAD_GEMMS]

@@ -28,9 +28,8 @@ from handgrad.ops.sizes import backward_tile, rmsnorm_backward_tile
 def rmsnorm_forward(
     out: Form, rstd: Tensor, inp: Tensor, gain: Tensor | None = None, *, epsilon: float = RMSNORM_EPSILON, plus: float = 0
 ) -> None:
-    assert not plus  # no network whose gains have one has forms in fp8
-    tensors = rstd, inp, gain
-    norm_forward(out, lambda y: cuda.rmsnorm_forward(y, *tensors, epsilon=epsilon), _forward, *tensors, epsilon)
+    tensors, options = (rstd, inp, gain), {"epsilon": epsilon, "plus": plus}
+    norm_forward(out, lambda y: cuda.rmsnorm_forward(y, *tensors, **options), _forward, *tensors, epsilon, plus)
 
 
 def rmsnorm_backward(
@@ -44,12 +43,12 @@ def rmsnorm_backward(
     plus: float = 0,
     scratch: Tensor,
 ) -> None:
-    assert not plus  # no network whose gains have one has forms in fp8
     dresidual, tensors = plain(dresidual_inout), (dout, inp, rstd)
     if not updated_in_fp8(dresidual_inout):
-        cuda.rmsnorm_backward(dresidual, dgain_acc, *tensors, gain, scratch=scratch)
+        cuda.rmsnorm_backward(dresidual, dgain_acc, *tensors, gain, plus=plus, scratch=scratch)
         quantize_plain(dresidual_inout)
         return
+    assert not plus  # a network whose gains have one has forms of the loss head alone
     (N, C), rows = inp.shape, dresidual_inout.rows
     if gain is None:
         programs, (*tile, warps) = rmsnorm_programs(N, C), rmsnorm_backward_tile(C)
@@ -68,13 +67,13 @@ def rmsnorm_backward(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _forward(
-    out, rows, scaling, statistics, PARTS, rstd, inp, gain, epsilon, N, C: tl.constexpr, BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+    out, rows, scaling, statistics, PARTS, rstd, inp, gain, epsilon, PLUS: tl.constexpr, N, C: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROWS: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
     """out may be None."""
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
     place, inside = first * C + (row * C + column), in_rows & in_row
-    y, row_rstd = normalised(inp, gain, place, column, inside, in_row, epsilon, C)
+    y, row_rstd = normalised(inp, gain, place, column, inside, in_row, epsilon, C, PLUS)
     if out is not None:
         tl.store(out + place, y, mask=inside)
     y = y.to(tl.float32)  # 0 outside of the tensor

@@ -87,12 +87,12 @@ def gained_qk_norm_rotary_backward(
     plus: float = 0,
     scratch: Tensor,
 ) -> None:
-    assert not plus  # no network whose gains have one has forms in fp8
     accumulators, turn = (dq_gain_acc, dk_gain_acc), {"length": length, "frequencies": frequencies, "scale": scale}
     if isinstance(dqkv_inout, Tensor):
         norm = qkv, rstd, q_gain, k_gain
-        cuda.gained_qk_norm_rotary_backward(dqkv_inout, *accumulators, *norm, **turn, scratch=scratch)
+        cuda.gained_qk_norm_rotary_backward(dqkv_inout, *accumulators, *norm, **turn, plus=plus, scratch=scratch)
         return
+    assert not plus  # a network whose gains have one has forms of the loss head alone
     (N, columns), D, gains = qkv.shape, q_gain.shape[0], (q_gain, k_gain)
     programs, num_heads = triton.cdiv(N, QUADS_TILE[0]), 2 * rstd.shape[1] - columns // D
     partials = float32_of(scratch, programs * 2 * D)
