@@ -163,6 +163,9 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=0, help="of all contenders; 0: by shape")
     parser.add_argument("--micro-steps", type=int, default=4)
     parser.add_argument("--recompute", type=int, default=0, help="of handgrad")
+    parser.add_argument(
+        "--head-chunk-tokens", type=int, default=1024, help="of handgrad: tokens of a chunk of the loss head"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of each contender")
     parser.add_argument("--turn-seconds", type=float, default=5.0)
     parser.add_argument(
@@ -191,12 +194,14 @@ def main() -> int:
             sequence_length=options.sequence_length,
             precision=options.precision,
             recompute=options.recompute,
+            head_chunk_tokens=options.head_chunk_tokens,
             device=options.device,
             learning_rate=LEARNING_RATE,
             vocab_size=SHAPES[shape][0],
         )
         kind = short_name(torch.cuda.get_device_name()) if options.device == "cuda" else options.device
         more = "fp8-" if options.precision == "fp8" else "lora-" if ADAPTED in names else ""
+        more += f"chunk-{settings.head_chunk_tokens}-" * (settings.head_chunk_tokens != Settings.head_chunk_tokens)
         name = f"{kind}-llama-speed-{more}{shape.lower().replace('.', '_')}.json"
         out = Path(options.out_folder) / name if options.out_folder else ""
         lines += other_models(compare(settings, names, alone, options.seconds, options.turn_seconds, str(out)))
