@@ -40,7 +40,7 @@ class Settings:
     micro_steps: int = 1  # micro-batches per optimizer step
     precision: str = "bf16"  # of handgrad
     recompute: int = 0  # of handgrad
-    head_chunk_tokens: int = 1024  # of handgrad
+    head_chunk_tokens: int = 0  # of handgrad; 0: its own choice
     techniques: str = ""  # of a modern network, as in a run's configuration; empty: the defaults
     device: str = "cuda"
     data: str = ""  # folder of prepared shards; empty: made-up tokens

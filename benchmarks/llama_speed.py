@@ -163,9 +163,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=0, help="of all contenders; 0: by shape")
     parser.add_argument("--micro-steps", type=int, default=4)
     parser.add_argument("--recompute", type=int, default=0, help="of handgrad")
-    parser.add_argument(
-        "--head-chunk-tokens", type=int, default=1024, help="of handgrad: tokens of a chunk of the loss head"
-    )
+    parser.add_argument("--head-chunk-tokens", type=int, default=0, help="of handgrad; 0: its own choice")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each contender")
     parser.add_argument("--turn-seconds", type=float, default=5.0)
     parser.add_argument(
@@ -201,7 +199,7 @@ def main() -> int:
         )
         kind = short_name(torch.cuda.get_device_name()) if options.device == "cuda" else options.device
         more = "fp8-" if options.precision == "fp8" else "lora-" if ADAPTED in names else ""
-        more += f"chunk-{settings.head_chunk_tokens}-" * (settings.head_chunk_tokens != Settings.head_chunk_tokens)
+        more += f"chunk-{settings.head_chunk_tokens}-" * bool(settings.head_chunk_tokens)
         name = f"{kind}-llama-speed-{more}{shape.lower().replace('.', '_')}.json"
         out = Path(options.out_folder) / name if options.out_folder else ""
         lines += other_models(compare(settings, names, alone, options.seconds, options.turn_seconds, str(out)))
