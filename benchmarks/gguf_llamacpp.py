@@ -28,6 +28,7 @@ from handgrad.interop.gguf_file import PATTERNS
 TOKENS = 100
 SIZES = ["--num-layers", "4", "--num-heads", "4", "--channels", "128", "--sequence-length", "256", "--micro-batch", "8"]
 LLAMA3 = "rope=llama3,rope_factor=8.0,rope_length=64,rotary_base=500000.0"
+OLMO3 = "rope=yarn,rope_factor=8.0,rope_length=64,rope_scale=1.2079441541679836"  # 1 + 0.1 ln 8
 YARN = "rope=yarn,rope_factor=4.0,rope_length=64,rope_fast=32.0,rope_scale=1.1386294361119891"  # 1 + 0.1 ln 4
 # Of each model: its splitter or one of our tokenizers, and what its command adds.
 MODELS = {
@@ -37,6 +38,10 @@ MODELS = {
     "llama, Llama 3's splitter": ("llama-bpe", ["--llama", "kv_heads=4"]),
     "qwen2": ("qwen2", ["--llama", f"kv_heads=1,qkv_bias,tied,norm_epsilon=1e-06,{YARN}"]),
     "qwen3": ("qwen2", ["--llama", "kv_heads=2,head_width=48,qk_norm,norm_epsilon=1e-06,rotary_base=1000000.0"]),
+    "smollm3": ("llama-bpe", ["--llama", "kv_heads=2,tied,nope_interval=4,rotary_base=2000000.0"]),
+    "gemma3": ("pieces", ["--gemma3", "kv_heads=1,head_width=32,window=24", "--num-layers", "6"]),
+    "olmo2": ("llama-bpe", ["--olmo", "kv_heads=2"]),
+    "olmo3, as olmo2": ("llama-bpe", ["--olmo", f"window=24,{OLMO3}"]),
 }
 PROMPT = "Once upon a time there was"
 TEXTS = (
@@ -67,8 +72,32 @@ print(json.dumps(dict(version=llama_cpp.__version__, tokens=found, logits=rows, 
 """
 
 
+def piece_tokenizer() -> tokenizers.Tokenizer:
+    """A SentencePiece of 2000 pieces of the stories, by Gemma's rules: no splitter, a token for each byte."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "merged_with_previous")
+    decoders = tokenizers.decoders
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    words = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=2000, special_tokens=words, show_progress=False)
+    lines = (story(0, number).text.replace(" ", " \0").split("\0") for number in range(2000))  # no piece crosses a blank
+    made.train_from_iterator(lines, trainer)
+    content = json.loads(made.to_str())
+    content["added_tokens"] = content["added_tokens"][: len(special)]  # a text's "<0x41>" is six letters
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
 def tokenizer_folder(folder: Path, name: str) -> Path:
-    """A byte-level vocabulary of 2000 tokens of the stories, with a family's splitter and special tokens."""
+    """A byte-level vocabulary of 2000 tokens of the stories, with a family's splitter and special tokens; or pieces."""
+    if name == "pieces":
+        folder.mkdir()
+        piece_tokenizer().save(str(folder / "tokenizer.json"))
+        (folder / "config.json").write_text(json.dumps({"vocab_size": 2048, "eos_token_id": 1}))
+        named = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(named))
+        return folder
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name == "smollm")
     pattern = next((text for text, theirs in PATTERNS.items() if theirs == name), "")
     first = (
@@ -97,7 +126,7 @@ def compare(name: str, folder: Path, python: str, steps: int) -> dict[str, Any]:
     words = splitter if splitter in ("gpt2", "bytes") else str(tokenizer_folder(folder / "tokenizer", splitter))
     shards, run, file = (str(folder / part) for part in ("shards", "run", "model.gguf"))
     assert main(["prepare", "stories", "--out", shards, "--tokenizer", words, "--documents", "4000", "--workers", "1"]) == 0
-    network = [] if name.startswith("gpt2") else ["--architecture", "llama"]
+    network = ["--architecture", settings[0].removeprefix("--")] if settings else []
     schedule = ["--steps", str(steps), "--tokens-per-step", "2048", "--learning-rate", "3e-3", "--warmup-steps", "20"]
     quiet = ["--eval-every", "0", "--sample-every", "0", "--device", "cpu", "--log-every", "50"]
     assert main(["train", "--data", shards, "--out", run, *SIZES, *network, *settings, *schedule, *quiet]) == 0

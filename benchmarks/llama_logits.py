@@ -1,4 +1,4 @@
-"""Logits and greedy text at the true sizes of SmolLM2-135M and Qwen3-0.6B beside transformers, in float32, random weights.
+"""Logits and greedy text at the true sizes of published models beside transformers, in float32, random weights.
 
     python -m benchmarks.llama_logits --out benchmarks/results/cpu-llama-logits.json
 
@@ -23,10 +23,10 @@ from benchmarks.trainer_run import their_config
 from handgrad.generation.generate import Continuation, SamplingOptions
 from handgrad.settings.config import RunConfig
 
-TOKENS, PROMPT, GREEDY = 256, 16, 200
+TOKENS, PROMPT, GREEDY = 640, 16, 200  # more than a window of Gemma 3 has
 SPREADS = (0.02, 0.03)  # of matrices
 # The model's context by its name in `SHAPES`.
-LENGTHS = {"SmolLM2-135M": 8192, "Qwen3-0.6B": 40960}
+LENGTHS = {"SmolLM2-135M": 8192, "Qwen3-0.6B": 40960, "Gemma-3-270M": 32768, "Gemma-3-1B": 32768, "OLMo-2-1B": 4096}
 
 
 def config_of(name: str) -> transformers.PretrainedConfig:
@@ -41,7 +41,7 @@ def random_model(config: transformers.PretrainedConfig, spread: float, folder: P
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for values in model.parameters():
         if values.dim() == 1:
-            torch.nn.init.normal_(values, mean=1.0, std=0.2)  # gains
+            torch.nn.init.normal_(values, mean=float("gemma" not in config.model_type), std=0.2)  # gains, or gains less 1
     model.save_pretrained(folder)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
