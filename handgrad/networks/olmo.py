@@ -50,7 +50,7 @@ class OlmoShape:
         return self.window if (layer + 1) % self.full_every else 0
 
     def rotary(self, head_width: int) -> LlamaShape:
-        """The Llama whose queries and keys rotate as those of layers that see all tokens."""
+        """The Llama whose queries and keys rotate as in layers that see all tokens."""
         numbers = {
             name: getattr(self, name) for name in ("rope_factor", "rope_length", "rope_slow", "rope_fast", "rope_scale")
         }

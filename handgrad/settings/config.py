@@ -88,9 +88,7 @@ class RunConfig:
     out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", free=True)
 
     # the model
-    architecture: str = option(
-        "gpt2", "the network: gpt2, modern, llama, gemma3 or olmo (docs/README.md)", choices=ARCHITECTURES
-    )
+    architecture: str = option("gpt2", "gpt2, modern, llama, gemma3 or olmo (docs/README.md)", choices=ARCHITECTURES)
     techniques: str = option("", f"all that the modern network has, of {', '.join(TECHNIQUES)}; or none (empty: defaults)")
     llama: str = option("", "settings of a Llama beside its sizes, like kv_heads=2,rotary_base=500000.0,tied")
     gemma3: str = option("", "settings of a Gemma 3 beside its sizes, like kv_heads=1,feed_forward=2048,window=512")
@@ -395,8 +393,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The differences between two configs that change the numbers: ['seed: 1 -> 2', ...]. A setting that an older version
-    did not know had its default."""
+    """Differences of two configs that change the numbers: ['seed: 1 -> 2', ...]. A missing setting has its default."""
     old = {"lanes": 1, "packing": STREAM, "fp8_head": "", **of_stored(old)}
     known = {name: field.default for name, field in FIELDS.items() if not field.metadata["free"]}
     then, now = ({name: config.get(name, default) for name, default in known.items()} for config in (old, new))
