@@ -88,10 +88,16 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_tokens(self) -> frozenset[int]:
-        """The tokens that end an answer: the one that ends the assistant's turn, and end-of-text."""
-        said = self._segments([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}], False)
-        ends = [segment.content for segment in said if segment.trained and isinstance(segment.content, int)]
-        return frozenset([*ends[-1:], self.tokenizer.end_of_text])
+        """The tokens that end an answer: those that end the assistant's turns, the last of which may be another, and
+        end-of-text."""
+        turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+        ends, last = {self.tokenizer.end_of_text}, None
+        for segment in (*self._segments(turns * 2, False), Segment("", False)):
+            if segment.trained and isinstance(segment.content, int):
+                last = segment.content
+            elif not segment.trained and last is not None:
+                ends.add(last)
+        return frozenset(ends)
 
     def _encode(self, segments: list[Segment]) -> list[np.ndarray]:
         texts = iter(self.tokenizer.encode_each([each.content for each in segments if isinstance(each.content, str)]))

@@ -65,7 +65,53 @@ LINES = """\
     {% endif %}
 {% endfor %}
 """
-TEMPLATES = {"lines": LINES, "chatml": CHATML, "trims": TRIMS, "thinks": THINKS, "generation": GENERATION}
+# As SmolLM3's: a switch with a default, a system turn with the date that reads flags from the message, a marked answer.
+REASONS = """\
+{%- if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}
+{%- set mode = '/think' if enable_thinking else '/no_think' %}
+{%- if messages[0].role == 'system' %}
+    {%- set said = messages[0].content %}
+    {%- if '/no_think' in said %}{% set mode = '/no_think' %}{% elif '/think' in said %}{% set mode = '/think' %}{% endif %}
+    {%- set told = said.replace('/no_think', '').replace('/think', '').rstrip() %}
+{%- endif %}
+{{- '<|im_start|>system\\n## Metadata\\n\\nToday Date: ' + strftime_now('%d %B %Y') + '\\n' }}
+{{- 'Reasoning Mode: ' + mode + '\\n\\n' }}
+{%- if told %}{{ told + '\\n\\n' }}{% endif %}{{- '<|im_end|>\\n' }}
+{%- for m in messages %}
+    {%- set content = m.content if m.content is string else '' %}
+    {%- if m.role == 'user' %}{{ '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- generation %}{{ '<|im_start|>assistant\\n' + content.lstrip('\\n') + '<|im_end|>\\n' }}{% endgeneration %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' + ('' if mode == '/think' else '<think>\\n\\n</think>\\n') }}
+{%- endif %}
+"""
+# As OLMo 3's: a system turn by default, functions that a message may have, the end of text behind the last answer alone.
+FUNCTIONS = """\
+{%- set has_system = messages | selectattr('role', 'equalto', 'system') | list | length > 0 %}
+{%- if not has_system %}{{ '<|im_start|>system\\nYou have no functions. <functions></functions><|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+    {%- if m['role'] == 'system' %}{{ '<|im_start|>system\\n' + m['content'] }}
+        {%- if m.get('functions', none) is not none %}{{ ' <functions>' + m['functions'] + '</functions>' }}
+        {%- else %}{{ ' <functions></functions>' }}{% endif %}{{ '<|im_end|>\\n' }}
+    {%- elif m['role'] == 'user' %}{{ '<|im_start|>user\\n' + m['content'] + '<|im_end|>\\n' }}
+    {%- else %}{{ '<|im_start|>assistant\\n' }}{% if m.get('content', none) is not none %}{{ m['content'] }}{% endif %}
+        {%- if not loop.last %}{{ '<|im_end|>\\n' }}{% else %}{{ eos_token }}{% endif %}
+    {%- endif %}
+    {%- if loop.last and add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+{%- endfor %}
+"""
+TEMPLATES = {
+    "reasons": REASONS,
+    "functions": FUNCTIONS,
+    "lines": LINES,
+    "chatml": CHATML,
+    "trims": TRIMS,
+    "thinks": THINKS,
+    "generation": GENERATION,
+}
 
 
 def made_tokenizer(

@@ -89,8 +89,11 @@ def test_the_prompt_of_an_answer_begins_its_document(kind):
     for messages in (talk("a", "\n\nb"), talk("x\n", "\n y", "z", " w")):
         tokens, stretches = template.conversation(messages)
         prompt = template.render(messages[:1], True)
-        assert tokens[: len(prompt)].tolist() == prompt and stretches[0][0] == len(prompt)
-        assert all(int(tokens[end - 1]) in template.end_tokens for _, end in stretches)
+        begins = (
+            len(template.render(messages[:1])) if kind == "reasons" else len(prompt)
+        )  # its mark holds the turn's header
+        assert tokens[: len(prompt)].tolist() == prompt and stretches[0][0] == begins
+        assert all(template.end_tokens & {*tokens[end - 2 : end].tolist()} for _, end in stretches)
         assert len(stretches) == len(messages) // 2
         assert template.render(messages) == tokens.tolist()
         assert tokens.tolist()[: len(again := template.render(messages[:3], True))] == again or len(messages) < 4
