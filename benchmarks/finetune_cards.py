@@ -30,11 +30,12 @@ LLAMA32 = "tied,rotary_base=500000.0,rope=llama3,rope_factor=32.0"
 MODELS: dict[str, tuple[int, int, int, int, str]] = {
     "SmolLM2-135M": SHAPES["SmolLM2-135M"],
     "SmolLM2-360M": (49152, 32, 15, 960, "kv_heads=5,feed_forward=2560,tied,rotary_base=100000.0"),
-    "Gemma-3-270M": (262144, 18, 4, 640, "kv_heads=1,feed_forward=2048"),
+    "Gemma-3-270M": SHAPES["Gemma-3-270M"],
     "Qwen2.5-0.5B": (151936, 24, 14, 896, f"kv_heads=2,feed_forward=4864,tied,{QWEN25}"),
     "Qwen3-0.6B": SHAPES["Qwen3-0.6B"],
-    "Gemma-3-1B": (262144, 26, 4, 1152, "kv_heads=1,feed_forward=6912"),
+    "Gemma-3-1B": SHAPES["Gemma-3-1B"],
     "Llama-3.2-1B": SHAPES["Llama-3.2-1B"],
+    "OLMo-2-1B": SHAPES["OLMo-2-1B"],
     "Qwen2.5-1.5B": SHAPES["Qwen2.5-1.5B"],
     "SmolLM2-1.7B": (49152, 24, 32, 2048, "feed_forward=8192,tied,rotary_base=130000.0"),
     "Qwen3-1.7B": (151936, 28, 16, 2048, f"feed_forward=6144,tied,{QWEN3}"),
@@ -47,6 +48,7 @@ MODELS: dict[str, tuple[int, int, int, int, str]] = {
         "kv_heads=4,feed_forward=11008,tied,nope_interval=4,rotary_base=5e6,norm_epsilon=1e-06",
     ),
     "Qwen3-4B": (151936, 36, 32, 2560, f"feed_forward=9728,tied,{QWEN3}"),
+    "OLMo-3-7B": (100278, 32, 32, 4096, "feed_forward=11008,window=4096,rope=yarn,rope_factor=8.0"),
     "Qwen2.5-7B": (152064, 28, 28, 3584, f"kv_heads=4,feed_forward=18944,{QWEN25}"),
     "Qwen3-8B": (151936, 36, 32, 4096, f"feed_forward=12288,{QWEN3}"),
 }
@@ -81,7 +83,7 @@ MOST_ROWS = 16  # that `train` takes by itself
 
 
 def network_of(model: str) -> str:
-    return "gemma3" if model.startswith("Gemma") else "llama"
+    return next((network for start, network in (("Gemma", "gemma3"), ("OLMo", "olmo")) if model.startswith(start)), "llama")
 
 
 def has_forms(model: str, method: Method) -> bool:

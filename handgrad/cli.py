@@ -102,7 +102,7 @@ def open_missing_streams() -> None:
 
 
 FIRST_STEPS = """\
-Trains GPT-2 from raw text, finetunes Llama, Qwen and SmolLM.
+Trains GPT-2 from raw text, finetunes Llama, Qwen, SmolLM, Gemma and OLMo.
 Every gradient is written by hand.
 
 begin with:
