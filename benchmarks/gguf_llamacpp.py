@@ -84,6 +84,8 @@ def piece_tokenizer() -> tokenizers.Tokenizer:
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=2000, special_tokens=words, show_progress=False)
     lines = (story(0, number).text.replace(" ", " \0").split("\0") for number in range(2000))  # no piece crosses a blank
     made.train_from_iterator(lines, trainer)
+    template = {"single": "<bos> $A", "special_tokens": [("<bos>", made.token_to_id("<bos>"))]}
+    made.post_processor = tokenizers.processors.TemplateProcessing(**template)
     content = json.loads(made.to_str())
     content["added_tokens"] = content["added_tokens"][: len(special)]  # a text's "<0x41>" is six letters
     return tokenizers.Tokenizer.from_str(json.dumps(content))
