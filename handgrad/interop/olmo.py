@@ -73,16 +73,12 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     width = sizes["channels"] // sizes["num_heads"]
     if config.whole("head_dim", width) != width:
         raise config.refused("head_dim", f"of hidden_size / num_attention_heads, {width},", content["head_dim"])
-    full_every, window = FULL_EVERY, 0
-    if windowed:
-        full_every = read_pattern(config, sizes["num_layers"], FULL_EVERY)
-        window = config.whole("sliding_window", 4096) if full_every > 1 else 0
     family = OlmoShape(
         kv_heads=config.whole("num_key_value_heads", sizes["num_heads"]),
         feed_forward=config.whole("intermediate_size", 11008),
         norm_epsilon=config.number("rms_norm_eps", 1e-5, content),
-        window=window,
-        full_every=full_every if window else FULL_EVERY,
+        window=config.whole("sliding_window", 4096) if windowed else 0,
+        full_every=read_pattern(config, sizes["num_layers"], FULL_EVERY) if windowed else FULL_EVERY,
         **read_rope(config, sizes["sequence_length"], windowed=windowed),
     )
     return ModelShape(**sizes, architecture="olmo", olmo=str(family))

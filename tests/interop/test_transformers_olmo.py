@@ -179,6 +179,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": YARN | {"rope_theta": 5e5}}},
         "expected rope_theta of sliding_attention of 500000.0, as of full_attention, in {}, found 10000.0",
     ),
+    "a base of some layers": (
+        {"rope_parameters": None, "rope_theta": 1e4},
+        "expected rope_theta of sliding_attention of 10000.0, as of full_attention, in {}, found 500000.0",
+    ),
     "stretched windows": (
         {"rope_parameters": {"sliding_attention": YARN | {"rope_theta": 5e5}}},
         "expected rope_type of sliding_attention default in {}, found 'yarn'",
