@@ -88,8 +88,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_tokens(self) -> frozenset[int]:
-        """The tokens that end an answer: those that end the assistant's turns, the last of which may be another, and
-        end-of-text."""
+        """The tokens that end an answer: of the assistant's turns, whose last may end by another, and end-of-text."""
         turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
         ends, last = {self.tokenizer.end_of_text}, None
         for segment in (*self._segments(turns * 2, False), Segment("", False)):
