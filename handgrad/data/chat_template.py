@@ -89,17 +89,15 @@ class ChatTemplate:
     @functools.cached_property
     def end_tokens(self) -> frozenset[int]:
         """The tokens that end an answer: of the assistant's turns, whose last may end by another, and end-of-text."""
-        turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
-        ends, last = {self.tokenizer.end_of_text}, None
-        for segment in (*self._segments(turns * 2, False), Segment("", False)):
-            if segment.trained and isinstance(segment.content, int):
-                last = segment.content
-            elif not segment.trained and last is not None:
-                ends.add(last)
+        turns = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
+        ends = {self.tokenizer.end_of_text}
+        for trained, answer in itertools.groupby(self._segments(turns * 2, False), lambda segment: segment.trained):
+            special = [segment.content for segment in answer if isinstance(segment.content, int)]
+            ends |= {*special[-1:]} if trained else set()
         return frozenset(ends)
 
     def _encode(self, segments: list[Segment]) -> list[np.ndarray]:
-        texts = iter(self.tokenizer.encode_each([each.content for each in segments if isinstance(each.content, str)]))
+        texts = iter(self.tokenizer.encode_each([s.content for s in segments if isinstance(s.content, str)]))
         return [np.array([s.content], np.uint32) if isinstance(s.content, int) else next(texts) for s in segments]
 
 

@@ -128,11 +128,12 @@ def step_attends(ops: ModuleType, block: Any, sequences: Sequences, layer: int, 
     return partial(ops.attention_decode, block.atty, *tensors, window=window, scratch=sequences.scratch)
 
 
-def prefill_block(buffers: Block, batch: int, length: int, num_heads: int) -> Block:
+def prefill_block(buffers: Block, batch: int, length: int) -> Block:
     """The prefill block's buffers, sliced to (`batch`, `length`) tokens."""
     N, found = batch * length, dict[str, Any]()
     for f in fields(buffers):  # type: ignore[arg-type]
         whole = getattr(buffers, f.name)
         found[f.name] = None if whole is None else whole[:N]
-    found["lse"] = buffers.lse.view(-1)[: N * num_heads].view(batch, num_heads, length)  # type: ignore[attr-defined]
+    heads = buffers.lse.shape[1]  # type: ignore[attr-defined]
+    found["lse"] = buffers.lse.view(-1)[: N * heads].view(batch, heads, length)  # type: ignore[attr-defined]
     return type(buffers)(**found)

@@ -290,7 +290,7 @@ def prefill(
     Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
     it."""
     N, s = batch * length, b.scratch
-    act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
+    act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out, b.prompt_tokens[:N]
     if append:
         ops.decode.embedding_decode(x, tokens, b.prompt_positions[:N], w.wte, w.wpe)

@@ -479,7 +479,7 @@ def prefill(
     Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
     it."""
     N, s = batch * length, b.scratch
-    act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
+    act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out if act.first is None else act.first, b.prompt_tokens[:N].view(batch, length)
     if append:
         rotated = norm_and_rotate(ops.decode, act, shape, positions=b.prompt_positions[:N])

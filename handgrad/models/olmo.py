@@ -310,7 +310,7 @@ def prefill(
     with `append`, at b.prompt_positions (N), after the prompts' earlier tokens. Right padding is harmless: attention is
     causal, and a decode step writes a padded cache position before it reads it."""
     N, s, epsilon = batch * length, b.scratch, family_of(shape).norm_epsilon
-    act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
+    act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
     at_places = ops.decode if append else ops
     place: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}

@@ -256,7 +256,7 @@ def test_its_weights_are_finetuned_on_text_of_its_tokenizer(run: Callable, saved
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "another type": (
         {"model_type": "qwen3_moe"},
-        '"handgrad_modern", "llama", "qwen2", "qwen3", "smollm3", "mistral", "gemma3_text", "gemma3" in',
+        '"handgrad_modern", "llama", "qwen2", "qwen3", "smollm3", "mistral", "gemma3_text", "gemma3", "olmo2", "olmo3" in',
     ),
     "sliding window": ({"use_sliding_window": True}, "expected use_sliding_window false in"),
     "layers with windows": ({"layer_types": ["full_attention", "sliding_attention"]}, "expected layer_types of full_atten"),
