@@ -1,4 +1,4 @@
-"""Which card holds which finetuning: the tables of two pages, from the plan of a run on another GPU.
+"""The smallest card that holds each finetuning: the tables of two pages, from the plan of a run on another GPU.
 
 python -m benchmarks.finetune_cards     writes them anew
 """
@@ -87,7 +87,7 @@ def network_of(model: str) -> str:
 
 
 def has_forms(model: str, method: Method) -> bool:
-    """Whether the model's network trains in the method's precision."""
+    """True if the model's network trains with adapters in the method's precision."""
     return method.precision != "fp8" or network_of(model) == "llama"
 
 

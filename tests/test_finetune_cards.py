@@ -1,4 +1,4 @@
-"""Which card holds which finetuning: the pages have the tables that the plan makes, and the plan is a run's own."""
+"""The smallest card for each finetuning: the pages have the tables that the plan makes, and the plan is a run's own."""
 
 import json
 

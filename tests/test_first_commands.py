@@ -1,4 +1,4 @@
-"""What people type first: one message to a model, an export by a flag, epochs, few steps of a preset, a curve."""
+"""The first commands: one message to a model, an export by a flag, epochs, few steps of a preset, a curve."""
 
 import re
 from dataclasses import replace

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from handgrad.api.model import load
+from handgrad.cli import main
 from handgrad.errors import UsageError
 from handgrad.networks.fp8 import HEAD_GEMMS
 from handgrad.run.open import train
@@ -55,6 +56,19 @@ def test_it_learns_and_resumes_bit_by_bit(run: RunConfig, tmp_path: Path) -> Non
     log = (tmp_path / "again" / "log.txt").read_text()
     assert re.search(r"fp8 .*\bhead\b", log), log
     assert math.isfinite(float(load(whole.out, device="cpu").logits([[1, 2, 3]])[0].sum()))
+
+
+def test_it_is_evaluated_in_fp8(run: RunConfig, capsys: pytest.CaptureFixture) -> None:
+    """Near bf16's loss, and not it."""
+    train(run)
+    losses = []
+    for precision in ("fp8", "bf16"):
+        capsys.readouterr()
+        assert main(["evaluate", run.out, "--precision", precision, "--device", "cpu"]) == 0
+        found = re.search(r"loss +(\d\.\d+)", capsys.readouterr().out)
+        assert found
+        losses.append(float(found[1]))
+    assert losses[0] != losses[1] and abs(losses[0] - losses[1]) < 0.02
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
 
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     """The model of a config.json; `DataError` if it asks for anything that our network does not compute."""
-    text = content.get("text_config") or content
+    text = Config(content, path).table("text_config") or content
     check_keys(content | text, {*READ, *WITHOUT_EFFECT.split()}, "Gemma 3", path)
     config = Config(text, path)
     config.expect(KNOWN)
@@ -100,7 +100,7 @@ def read_pattern(config: Config, layers: int, default: int) -> int:
     """`full_every` of the list of layers, or `default` in files without one."""
     if (kinds := config.content.get("layer_types")) is None:
         return default
-    every = kinds.index(FULL) + 1 if FULL in kinds else layers + 1
+    every = kinds.index(FULL) + 1 if isinstance(kinds, list) and FULL in kinds else layers + 1
     if kinds != layer_types(every, layers):
         raise config.refused("layer_types", f"of {layers} layers with one of {FULL} in every {every}", kinds)
     return every
@@ -108,18 +108,23 @@ def read_pattern(config: Config, layers: int, default: int) -> int:
 
 def read_rope(config: Config) -> dict[str, Any]:
     """The bases and the factor of the rotary positions, from `rope_parameters` or the keys of older versions."""
-    content, rope = config.content, config.content.get("rope_parameters") or {}
-    full = {**(rope.get(FULL) or {}), **(content.get("rope_scaling") or {})}
-    windowed = {"rope_theta": content.get("rope_local_base_freq", 1e4), **(rope.get(WINDOWED) or {})}
+    content, rope = config.content, config.table("rope_parameters")
+    full = config.table(FULL, rope) | config.table("rope_scaling")
+    windowed = {"rope_theta": content.get("rope_local_base_freq", 1e4)} | config.table(WINDOWED, rope)
     for table, kinds in ((full, ("default", "linear")), (windowed, ("default",))):
-        if (kind := table.get("rope_type", table.get("type", "default"))) not in kinds:
-            raise config.refused("rope_type", " or ".join(kinds), kind)
+        check_rope_type(config, table, kinds)
         check_keys(table, ("rope_type", "type", "rope_theta", "factor"), "Gemma 3", config.path)
     return {
         "rotary_base": config.number("rope_theta", 1e6, {**content, **full}),
         "window_rotary_base": config.number("rope_theta", None, windowed),
         "rope_factor": config.number("factor", 1.0, full),
     }
+
+
+def check_rope_type(config: Config, table: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    """Raises `DataError` unless the table's rule, `default` without one, is among these."""
+    if (kind := table.get("rope_type", table.get("type", "default"))) not in kinds:
+        raise config.refused("rope_type", " or ".join(kinds), kind)
 
 
 def gguf_name(shape: ModelShape) -> str:

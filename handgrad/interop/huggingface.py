@@ -308,6 +308,14 @@ class Config:
             if (value := self.content.get(key, default)) not in ours:
                 raise self.refused(key, json.dumps(ours[0]), value)
 
+    def table(self, key: str, whole: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The object at `key` of the content, or of `whole`, a part of it; empty if it is null or missing. Raises
+        `DataError`."""
+        value = (self.content if whole is None else whole).get(key)
+        if not isinstance(value, dict | None):
+            raise self.refused(key, "as an object", value)
+        return value or {}
+
     def whole(self, key: str, default: int | None = None) -> int:
         """The whole number at `key`, 1 or more; `default` if it is null or missing. Raises `DataError`."""
         value: Any = self.content.get(key)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.errors import UsageError
-from handgrad.interop.gemma3 import FULL, WINDOWED, check_keys, layer_types, read_pattern
+from handgrad.interop.gemma3 import FULL, WINDOWED, check_keys, check_rope_type, layer_types, read_pattern
 from handgrad.interop.huggingface import Config, Known
 from handgrad.interop.llama import LENGTH, ROPE_NUMBERS, add_rope, check_betas, rope_fields, their_scaling
-from handgrad.networks.olmo import ROPES, OlmoShape, family_of
+from handgrad.networks.olmo import OlmoShape, family_of
 from handgrad.settings.config import ModelShape
 
 KNOWN: tuple[Known, ...] = (
@@ -87,21 +87,18 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
 def read_rope(config: Config, context: int, *, windowed: bool) -> dict[str, Any]:
     """The numbers of the rotation, from `rope_parameters` or the keys of older versions. `windowed`: the file has a table
     for each of the two kinds of layers."""
-    content = config.content
-    tables = content.get("rope_parameters") or {}
-    full = (tables.get(FULL) or {} if windowed else tables) | (content.get("rope_scaling") or {})
+    tables = config.table("rope_parameters")
+    full = (config.table(FULL, tables) if windowed else tables) | config.table("rope_scaling")
+    check_rope_type(config, full, ("default", "yarn"))
     check_keys(full, ROPE_KEYS, "an OLMo's rope_parameters", config.path)
-    base = config.number("rope_theta", BASE, {**content, **full})
+    base = config.number("rope_theta", BASE, config.content | full)
     if windowed:
-        window = tables.get(WINDOWED) or {}
-        if (kind := window.get("rope_type", "default")) != "default":
-            raise config.refused(f"rope_type of {WINDOWED}", "default", kind)
+        window = config.table(WINDOWED, tables)
+        check_rope_type(config, window, ("default",))
+        check_keys(window, ("rope_type", "type", "rope_theta"), f"an OLMo's {WINDOWED}", config.path)
         if (other := config.number("rope_theta", BASE, window)) != base:
             raise config.refused(f"rope_theta of {WINDOWED}", f"of {base}, as of {FULL},", other)
-    fields = rope_fields(config, full, context)
-    if fields["rope"] not in ROPES:
-        raise config.refused("rope_type", "default or yarn", full["rope_type"])
-    return {"rotary_base": base, **fields}
+    return {"rotary_base": base, **rope_fields(config, full, context)}
 
 
 def gguf_name(shape: ModelShape) -> str:

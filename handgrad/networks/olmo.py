@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from handgrad.errors import UsageError
 from handgrad.names import check_choice, named_text, named_values
-from handgrad.networks.llama import LLAMA, LlamaShape, gemms, rope_rules, sides
+from handgrad.networks.llama import LLAMA, WIDEST_HEAD, LlamaShape, gemms, rope_rules, sides
 from handgrad.networks.network import HEAD_FORMS, Network
 
 if TYPE_CHECKING:
@@ -56,10 +56,13 @@ class OlmoShape:
         }
         return LlamaShape(head_width=head_width, rotary_base=self.rotary_base, rope=self.rope, **numbers)
 
-    def check(self, num_heads: int) -> None:
-        """Raises `UsageError` for invalid sizes."""
+    def check(self, num_heads: int, channels: int) -> None:
+        """Raises `UsageError` for invalid sizes; `channels` is a multiple of `num_heads`."""
         check_choice("rope of olmo", self.rope, ROPES)
-        kv_heads = self.kv_heads or num_heads
+        kv_heads, head_width = self.kv_heads or num_heads, channels // num_heads
+        if head_width % 2 or head_width > WIDEST_HEAD:
+            found = f"found {channels} channels in {num_heads} heads; choose another --num-heads"
+            raise UsageError(f"olmo must have heads of an even width up to {WIDEST_HEAD}, {found}")
         rules: tuple[tuple[bool, str], ...] = (
             (kv_heads > 0 and num_heads % kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
             (0 <= self.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
@@ -99,7 +102,7 @@ OLMO = Network(
     letters=lambda shape: {"KD": shape.kv_heads * shape.head_width},
     setting="olmo",
     settle=lambda shape: str(family_of(shape).resolved(shape.num_heads, shape.channels)),
-    check=lambda config: parse_olmo(config.olmo).check(config.num_heads),
+    check=lambda config: parse_olmo(config.olmo).check(config.num_heads, config.channels),
     any_context=True,
     tied=lambda shape: False,
     sides=sides,

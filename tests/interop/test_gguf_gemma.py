@@ -29,7 +29,7 @@ NAMED = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_
 
 
 class Gemma(GgufModel):
-    """What differs from a Llama, by llama.cpp's rules: five of six layers have a window, and base 10000 without a scale."""
+    """A Llama but, by llama.cpp's rules, for five of six layers, which have a window, and base 10000 without a scale."""
 
     windowed = False
 

@@ -24,8 +24,8 @@ OLMOS = {
 
 
 class Olmo(GgufModel):
-    """What differs from a Llama, by llama.cpp's rules: norms behind the halves and over all heads together; with a window,
-    three of four layers have it, and do not stretch their angles."""
+    """A Llama but, by llama.cpp's rules, for norms behind the halves and over all heads together; with a window, three of
+    four layers have it, and do not stretch their angles."""
 
     windowed = False
 

@@ -21,16 +21,22 @@ from handgrad.data.chat_template import ChatTemplate
 from handgrad.data.model_tokenizer import vocabulary_rows
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, UsageError
-from handgrad.evaluation.load import checkpoint_weights
-from handgrad.interop import gemma3 as gemma_files, huggingface, sources
+from handgrad.interop import gemma3 as gemma_files, sources
 from handgrad.models.gemma3 import embed, embedding_scale
 from handgrad.networks.gemma3 import family_of, rotation
 from handgrad.ops import reference
 from handgrad.settings.config import ModelShape
-from handgrad.storage.checkpoint import find
-from tests.conftest import make_model
-from tests.interop.models import TRICKY, our_logits, random_tokens, their_logits, weights
-from tests.interop.test_transformers_llama import theirs
+from tests.interop.models import TRICKY, random_tokens, their_logits, weights
+from tests.interop.parity import (
+    angles_in_float64,
+    check_gradients,
+    check_logits,
+    check_same_files,
+    check_same_model,
+    greedy_text,
+    norms_in_float64,
+    theirs,
+)
 from tests.test_commands import refused
 
 V, LENGTH = 380, 260  # of the vocabulary, of which the tokenizer has fewer; of the context, longer than a window
@@ -119,30 +125,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-@pytest.fixture(scope="module")
-def run(saved: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The imported folder."""
-    made: dict[str, Path] = {}
-
-    def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp("gemma") / "run"
-            assert main(["import", str(saved(kind)), "--out", str(made[kind])]) == 0
-        return made[kind]
-
-    return get
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_greedy_texts(kind: str, saved: Callable, run: Callable) -> None:
+def test_logits(kind: str, saved: Callable, run: Callable) -> None:
     """Over a context of several windows and two layers that see all of it."""
-    model, ours = theirs(saved(kind)), load(run(kind), device="cpu")
-    tokens = random_tokens(ours.shape)
-    logits = their_logits(model, tokens)
+    model = theirs(saved(kind))
     assert model.config.layer_types.count("full_attention") == 2
-    assert len(tokens) > 4 * model.config.sliding_window
-    assert (our_logits(run(kind), tokens) - logits).abs().max() <= 1e-4
-    assert (ours.logits([tokens])[0] - logits).abs().max() <= 1e-4
+    assert len(check_logits(model, run(kind))) > 4 * model.config.sliding_window
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,50 +139,24 @@ def test_greedy_texts_with_the_cache(kind: str, saved: Callable, run: Callable) 
     ours, prompt = load(run(kind), device="cpu"), "the other inn is in the den of hens"
     start = [2, *ours.tokenizer.encode(prompt).tolist()]
     assert len(start) > ours.shape.window
-    options = {"do_sample": False, "max_new_tokens": 200, "pad_token_id": 0, "eos_token_id": None}
-    inputs = torch.tensor([start])
-    written = theirs(saved(kind)).generate(inputs, attention_mask=torch.ones_like(inputs), **options)
-    written = written[0, len(start) :].tolist()
-    text = ours.generate(prompt, max_tokens=200, temperature=0)
-    assert len(written) == 200 and len(set(written)) > 10 and not {1, 5} & {*written}
-    assert text == ours.tokenizer.decode(written)
+    written = greedy_text(theirs(saved(kind)), start)
+    assert len(set(written)) > 10 and not {1, 5} & {*written}
+    assert ours.generate(prompt, max_tokens=200, temperature=0) == ours.tokenizer.decode(written)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_equal_theirs(kind: str, saved: Callable, run: Callable) -> None:
-    """In float64, with their norms and angles in float64 as well, which they otherwise make in float32."""
-    model = theirs(saved(kind), torch.float64)
-    source = checkpoint_weights(find(str(run(kind))))
-    ours = make_model(source.shape, 2, 31)
-    in_float64(model, source.shape)
-    model.model.embed_tokens.padding_idx = None  # else the padding token's lookups train nothing
-    for row in ours.table:
-        row.stored(ours.flat).copy_(source.weight(row))
-    ours.forward()
-    ours.backward(torch.tensor([1 / 62], dtype=torch.float64))
-    logits = model(ours.act.tokens).logits
-    nn.functional.cross_entropy(logits.flatten(0, 1), ours.act.targets.flatten()).backward()
-    gradients = {name: values.grad for name, values in model.named_parameters()}
-    for row in ours.table:
-        right = torch.cat([gradients[name] for name in huggingface.their_tensors(ours.shape, row)])
-        error = (row.stored(ours.flat_gradients) - right).norm() / right.norm().clamp_min(1e-9)
-        assert error <= 1e-10, f"{row.name}: relative error {error:.3g}"
-
-
-def in_float64(model: transformers.PreTrainedModel, shape: ModelShape) -> None:
-    def rms_norm(self: nn.Module, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, (x.shape[-1],), 1 + self.weight, self.eps)
+    """In float64, with their norms and angles in float64 as well."""
+    model, family = theirs(saved(kind), torch.float64), family_of(load(run(kind), device="cpu").shape)
 
     def rotary(x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
-        layer = model.config.layer_types.index(layer_type)
-        frequencies = torch.tensor(rotation(family_of(shape), layer)["frequencies"], dtype=torch.float64)
-        angles = torch.cat([position_ids[..., None].double() * frequencies] * 2, -1)
-        return angles.cos(), angles.sin()
+        turn = rotation(family, model.config.layer_types.index(layer_type))
+        return angles_in_float64(position_ids, turn["frequencies"], 1.0)
 
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = rms_norm.__get__(module)
+    norms_in_float64(model, plus=1)
     model.model.rotary_emb.forward = rotary
+    model.model.embed_tokens.padding_idx = None  # else the padding token's lookups train nothing
+    check_gradients(model, run(kind))
 
 
 def test_the_embedding_is_scaled_as_theirs() -> None:
@@ -217,15 +179,10 @@ def test_export_gives_the_folder_back(kind: str, dtype: torch.dtype, saved: Call
     assert main(["import", str(folder), "--out", str(tmp_path / "run")]) == 0
     assert main(["export", str(tmp_path / "run"), "--to", "hf", "--dtype", name, str(tmp_path / "hf")]) == 0
     after = theirs(tmp_path / "hf", dtype)
-    stored, expected = after.state_dict(), before.state_dict()
-    assert stored.keys() == expected.keys() and all(torch.equal(stored[name], expected[name]) for name in expected)
+    keys = "rope_parameters", "layer_types", "sliding_window", "query_pre_attn_scalar", "head_dim"
+    check_same_model(before, after, load(str(tmp_path / "run"), device="cpu").shape, *keys)
     assert type(after.config) is transformers.Gemma3TextConfig
-    for key in ("rope_parameters", "layer_types", "sliding_window", "query_pre_attn_scalar", "head_dim"):
-        assert getattr(after.config, key) == getattr(before.config, key), key
-    tokens = random_tokens(load(str(tmp_path / "run"), device="cpu").shape)
-    assert torch.equal(their_logits(before, tokens), their_logits(after, tokens))
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / "hf" / file).read_bytes() == (saved(kind) / file).read_bytes()
+    check_same_files(saved(kind), tmp_path / "hf")
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "- gemma3_text\n" in card and "# A Gemma 3 of" in card
 
@@ -331,6 +288,9 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
         "expected rope_type default in",
     ),
+    "tables that are a word": ({"rope_parameters": "linear"}, "expected rope_parameters as an object in"),
+    "layers that are a number": ({"layer_types": 3}, "expected layer_types of"),
+    "a text model that is a number": ({"text_config": 3}, "expected text_config as an object in"),
     "part of a rope": ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "found also 'partial_rotary_factor': 0.5; take"),
     "Gemma 2": ({"model_type": "gemma2"}, "found 'gemma2'; handgrad lacks its cap of attention's scores"),
     "Gemma 3n": ({"model_type": "gemma3n_text"}, "found 'gemma3n_text'; handgrad lacks its embeddings in every layer"),

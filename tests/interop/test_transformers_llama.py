@@ -11,21 +11,28 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from handgrad.api.model import load
 from handgrad.cli import main
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import UsageError
-from handgrad.evaluation.load import checkpoint_weights
 from handgrad.interop import huggingface, llama as llama_files, sources
 from handgrad.memory.rows import flat_elements
 from handgrad.models import parameter_table
 from handgrad.settings.config import ModelShape
-from handgrad.storage.checkpoint import find
-from tests.conftest import make_model
 from tests.interop.llama_configs import CONFIGS, LENGTH, YARN, V
-from tests.interop.models import our_logits, random_tokens, their_logits, weights
+from tests.interop.models import random_tokens, their_logits, weights
+from tests.interop.parity import (
+    angles_in_float64,
+    check_gradients,
+    check_likeliest,
+    check_logits,
+    check_same_files,
+    check_same_model,
+    norms_in_float64,
+    theirs,
+)
 from tests.test_commands import refused
 
 KINDS = list(CONFIGS)
@@ -67,72 +74,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-@pytest.fixture(scope="module")
-def run(saved: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The imported folder of a type."""
-    made: dict[str, Path] = {}
-
-    def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind) / "run"
-            assert main(["import", str(saved(kind)), "--out", str(made[kind])]) == 0
-        return made[kind]
-
-    return get
-
-
-def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_greedy_texts(kind: str, saved: Callable, run: Callable) -> None:
-    model, ours = theirs(saved(kind)), load(run(kind), device="cpu")
-    tokens = random_tokens(ours.shape)
-    logits = their_logits(model, tokens)
-    assert (our_logits(run(kind), tokens) - logits).abs().max() <= 1e-4
-    assert (ours.logits([tokens])[0] - logits).abs().max() <= 1e-4
-    options = {"do_sample": False, "max_new_tokens": 200, "eos_token_id": None, "pad_token_id": 0}
-    text = model.generate(torch.tensor([tokens[:7]]), **options)[0].tolist()
-    assert len(text) == 207 and len(set(text[7:])) > 10
-    assert ours.logits([text])[0, 6:-1].argmax(-1).tolist() == text[7:], "each token is the likeliest after those before"
+    model = theirs(saved(kind))
+    check_likeliest(model, run(kind), check_logits(model, run(kind))[:7])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_equal_theirs(kind: str, saved: Callable, run: Callable) -> None:
-    """In float64, with their norms and angles in float64 as well, which they otherwise make in float32."""
-    model = theirs(saved(kind), torch.float64)
-    source = checkpoint_weights(find(str(run(kind))))
-    ours = make_model(source.shape, 2, 31)
-    in_float64(model, source.shape)
-    for row in ours.table:
-        row.stored(ours.flat).copy_(source.weight(row))
-    ours.forward()
-    ours.backward(torch.tensor([1 / 62], dtype=torch.float64))
-    logits = model(ours.act.tokens).logits
-    nn.functional.cross_entropy(logits.flatten(0, 1), ours.act.targets.flatten()).backward()
-    gradients = {name: values.grad for name, values in model.named_parameters()}
-    for row in ours.table:
-        names = huggingface.their_tensors(ours.shape, row)
-        right = torch.cat([gradients[name] for name in names])
-        error = (row.stored(ours.flat_gradients) - right).norm() / right.norm().clamp_min(1e-9)
-        assert error <= 1e-10, f"{row.name}: relative error {error:.3g}"
-
-
-def in_float64(model: transformers.PreTrainedModel, shape: object) -> None:
-    def rms_norm(self: nn.Module, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
-
-    def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        family = shape.family  # type: ignore[attr-defined]
-        angles = position_ids[..., None].double() * torch.tensor(family.frequencies, dtype=torch.float64)
-        angles = torch.cat([angles, angles], -1)
-        return family.rope_scale * angles.cos(), family.rope_scale * angles.sin()
-
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = rms_norm.__get__(module)
-    model.model.rotary_emb.forward = rotary
+    """In float64, with their norms and angles in float64 as well."""
+    model, family = theirs(saved(kind), torch.float64), load(run(kind), device="cpu").shape.family
+    norms_in_float64(model)
+    model.model.rotary_emb.forward = lambda x, position_ids: angles_in_float64(
+        position_ids, family.frequencies, family.rope_scale
+    )
+    check_gradients(model, run(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,15 +104,8 @@ def test_frequencies_are_theirs(kind: str, saved: Callable, run: Callable) -> No
 def test_export_gives_the_folder_back(kind: str, saved: Callable, run: Callable, tmp_path: Path) -> None:
     """Type, sizes, weights bit by bit, tokenizer files as they came; and what transformers computes of it."""
     assert main(["export", str(run(kind)), "--to", "hf", str(tmp_path / "hf")]) == 0
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
-    assert type(config) is type(CONFIGS[kind])
-    before, after = (theirs(folder) for folder in (saved(kind), tmp_path / "hf"))
-    stored, expected = after.state_dict(), before.state_dict()
-    assert stored.keys() == expected.keys() and all(torch.equal(stored[name], expected[name]) for name in expected)
-    tokens = random_tokens(load(run(kind), device="cpu").shape)
-    assert torch.equal(their_logits(before, tokens), their_logits(after, tokens))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / "hf" / name).read_bytes() == (saved(kind) / name).read_bytes()
+    check_same_model(theirs(saved(kind)), theirs(tmp_path / "hf"), load(run(kind), device="cpu").shape)
+    check_same_files(saved(kind), tmp_path / "hf")
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "again")]) == 0
     ours, again = weights(run(kind)), weights(tmp_path / "again")
     assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)

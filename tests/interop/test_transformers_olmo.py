@@ -13,14 +13,20 @@ from torch import Tensor, nn
 
 from handgrad.api.model import load
 from handgrad.cli import main
-from handgrad.evaluation.load import checkpoint_weights
-from handgrad.interop import huggingface
 from handgrad.networks.olmo import family_of, rotation
-from handgrad.settings.config import ModelShape
-from handgrad.storage.checkpoint import find
-from tests.conftest import make_model
-from tests.interop.models import our_logits, random_tokens, their_logits, weights
-from tests.interop.test_transformers_llama import byte_tokenizer, theirs
+from tests.interop.models import random_tokens, their_logits, weights
+from tests.interop.parity import (
+    angles_in_float64,
+    check_gradients,
+    check_likeliest,
+    check_logits,
+    check_same_files,
+    check_same_model,
+    greedy_text,
+    norms_in_float64,
+    theirs,
+)
+from tests.interop.test_transformers_llama import byte_tokenizer
 from tests.test_commands import refused
 
 V, LENGTH = 320, 260  # of the vocabulary, of which the tokenizer has fewer; of the context
@@ -61,101 +67,47 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-@pytest.fixture(scope="module")
-def run(saved: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The imported folder of a type."""
-    made: dict[str, Path] = {}
-
-    def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind) / "run"
-            assert main(["import", str(saved(kind)), "--out", str(made[kind])]) == 0
-        return made[kind]
-
-    return get
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_greedy_texts(kind: str, saved: Callable, run: Callable) -> None:
     """Over a context of many windows and, of OLMo 3, two layers that see all of it."""
-    model, ours = theirs(saved(kind)), load(run(kind), device="cpu")
-    assert (ours.shape.window, ours.shape.windows.count(0)) == {"olmo2": (0, 3), "olmo3": (17, 2)}[kind]
-    tokens = random_tokens(ours.shape)
-    logits = their_logits(model, tokens)
-    assert (our_logits(run(kind), tokens) - logits).abs().max() <= 1e-4
-    assert (ours.logits([tokens])[0] - logits).abs().max() <= 1e-4
-    options = {"do_sample": False, "max_new_tokens": 200, "eos_token_id": None, "pad_token_id": 0}
-    text = model.generate(torch.tensor([tokens[:7]]), **options)[0].tolist()
-    assert len(text) == 207 and len(set(text[7:])) > 10
-    assert ours.logits([text])[0, 6:-1].argmax(-1).tolist() == text[7:], "each token is the likeliest after those before"
+    model, shape = theirs(saved(kind)), load(run(kind), device="cpu").shape
+    assert (shape.window, shape.windows.count(0)) == {"olmo2": (0, 3), "olmo3": (17, 2)}[kind]
+    check_likeliest(model, run(kind), check_logits(model, run(kind))[:7])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_with_the_cache(kind: str, saved: Callable, run: Callable) -> None:
-    """200 tokens after a prompt longer than a window, by both programs' generation."""
+    """200 tokens, or up to the end of the text, after a prompt longer than a window, by both programs' generation."""
     ours, prompt = load(run(kind), device="cpu"), "the other hen is in the den of hens"
     start = ours.tokens(prompt)
     assert len(start) > ours.shape.window
-    options = {"do_sample": False, "max_new_tokens": 200, "pad_token_id": 0, "eos_token_id": None}
-    inputs = torch.tensor([start])
-    written = theirs(saved(kind)).generate(inputs, attention_mask=torch.ones_like(inputs), **options)
-    written = written[0, len(start) :].tolist()
-    assert len(written) == 200 and len(set(written)) > 10
+    written = greedy_text(theirs(saved(kind)), start)
     ends = written.index(259) if 259 in written else 200
-    assert ours.generate(prompt, max_tokens=200, temperature=0) == ours.tokenizer.decode(written[:ends]) and ends > 50
+    assert len(set(written)) > 10 and ends > 50
+    assert ours.generate(prompt, max_tokens=200, temperature=0) == ours.tokenizer.decode(written[:ends])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_equal_theirs(kind: str, saved: Callable, run: Callable) -> None:
-    """In float64, with their norms and angles in float64 as well, which they otherwise make in float32."""
-    model = theirs(saved(kind), torch.float64)
-    source = checkpoint_weights(find(str(run(kind))))
-    ours = make_model(source.shape, 2, 31)
-    in_float64(model, source.shape)
-    for row in ours.table:
-        row.stored(ours.flat).copy_(source.weight(row))
-    ours.forward()
-    ours.backward(torch.tensor([1 / 62], dtype=torch.float64))
-    logits = model(ours.act.tokens).logits
-    nn.functional.cross_entropy(logits.flatten(0, 1), ours.act.targets.flatten()).backward()
-    gradients = {name: values.grad for name, values in model.named_parameters()}
-    for row in ours.table:
-        right = torch.cat([gradients[name] for name in huggingface.their_tensors(ours.shape, row)])
-        error = (row.stored(ours.flat_gradients) - right).norm() / right.norm().clamp_min(1e-9)
-        assert error <= 1e-10, f"{row.name}: relative error {error:.3g}"
-
-
-def in_float64(model: transformers.PreTrainedModel, shape: ModelShape) -> None:
-    def rms_norm(self: nn.Module, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
+    """In float64, with their norms and angles in float64 as well."""
+    model, shape = theirs(saved(kind), torch.float64), load(run(kind), device="cpu").shape
 
     def rotary(x: Tensor, position_ids: Tensor, layer_type: str = "full_attention") -> tuple[Tensor, Tensor]:
-        layer = ["sliding_attention", "full_attention"].index(layer_type) * 3
-        turn = rotation(family_of(shape), shape.head_width, layer)
-        angles = position_ids[..., None].double() * torch.tensor(turn["frequencies"], dtype=torch.float64)
-        angles = torch.cat([angles, angles], -1)
-        return turn["scale"] * angles.cos(), turn["scale"] * angles.sin()
+        turn = rotation(family_of(shape), shape.head_width, 3 if layer_type == "full_attention" else 0)
+        return angles_in_float64(position_ids, turn["frequencies"], turn["scale"])
 
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = rms_norm.__get__(module)
+    norms_in_float64(model)
     model.model.rotary_emb.forward = rotary
+    check_gradients(model, run(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_export_gives_the_folder_back(kind: str, saved: Callable, run: Callable, tmp_path: Path) -> None:
     """Type, sizes, weights bit by bit, tokenizer files as they came; and what transformers computes of it."""
     assert main(["export", str(run(kind)), "--to", "hf", str(tmp_path / "hf")]) == 0
-    before, after = (theirs(folder) for folder in (saved(kind), tmp_path / "hf"))
-    assert type(after.config) is type(CONFIGS[kind])
-    for key in ("rope_parameters", *(("layer_types", "sliding_window") if kind == "olmo3" else ())):
-        assert getattr(after.config, key) == getattr(before.config, key), key
-    stored, expected = after.state_dict(), before.state_dict()
-    assert stored.keys() == expected.keys() and all(torch.equal(stored[name], expected[name]) for name in expected)
-    tokens = random_tokens(load(run(kind), device="cpu").shape)
-    assert torch.equal(their_logits(before, tokens), their_logits(after, tokens))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / "hf" / name).read_bytes() == (saved(kind) / name).read_bytes()
+    keys = "rope_parameters", *(("layer_types", "sliding_window") if kind == "olmo3" else ())
+    check_same_model(theirs(saved(kind)), theirs(tmp_path / "hf"), load(run(kind), device="cpu").shape, *keys)
+    check_same_files(saved(kind), tmp_path / "hf")
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "again")]) == 0
     ours, again = weights(run(kind)), weights(tmp_path / "again")
     assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)
@@ -185,12 +137,32 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "stretched windows": (
         {"rope_parameters": {"sliding_attention": YARN | {"rope_theta": 5e5}}},
-        "expected rope_type of sliding_attention default in {}, found 'yarn'",
+        "expected rope_type default in {}, found 'yarn'",
     ),
     "another rope": (
         {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}},
         "expected rope_type default or yarn in {}, found 'linear'",
     ),
+    "a stretched window by an older name": (
+        {"rope_parameters": {"sliding_attention": {"type": "yarn", "factor": 8.0, "rope_theta": 5e5}}},
+        "expected rope_type default in {}, found 'yarn'",
+    ),
+    "a number of a window's rope": (
+        {"rope_parameters": {"sliding_attention": {"factor": 8.0, "rope_theta": 5e5}}},
+        "expected the keys of an OLMo's sliding_attention in {}, found also 'factor': 8.0",
+    ),
+    "another rope by an older name": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
+        "expected rope_type default or yarn in {}, found 'linear'",
+    ),
+    "tables that are a word": ({"rope_parameters": "yarn"}, "expected rope_parameters as an object in {}, found 'yarn'"),
+    "a table that is a list": (
+        {"rope_parameters": {"full_attention": [1]}},
+        "expected full_attention as an object in {}, found [1]",
+    ),
+    "a scaling that is a word": ({"rope_scaling": "yarn"}, "expected rope_scaling as an object in {}, found 'yarn'"),
+    "layers that are a number": ({"layer_types": 3}, "expected layer_types of 9 layers with one of full_attention"),
+    "heads of an odd width": ({"hidden_size": 42, "head_dim": 7}, "olmo must have heads of an even width up to 1024"),
     "an unknown number of rope": (
         {"rope_parameters": {"full_attention": YARN | {"long_factor": [1.0]}}},
         "expected the keys of an OLMo's rope_parameters in {}, found also 'long_factor': [1.0]",
