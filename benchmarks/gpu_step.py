@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
+from benchmarks.peer_programs import ProgramRun
 from benchmarks.record import rounded, version, write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from benchmarks.twin_switches import ATTENTIONS, OPTIONS, check_libraries, switches_of
@@ -30,6 +31,7 @@ from handgrad.settings.config import PRECISIONS, check
 # GPT-2 of a modern network's sizes, "handgrad-adamw" the model itself with AdamW in the place of Muon.
 SAME_SIZE, ADAMW = "handgrad-gpt2", "handgrad-adamw"
 BASES = ("handgrad", SAME_SIZE, ADAMW)
+LLMC = "llmc"  # the program, from its sources
 FP8_BLOCKS = "handgrad-fp8-blocks"  # fp8, the loss head's GEMMs in bf16
 HANDGRADS = (*(f"{base}{end}" for base in BASES for end in ("", *(f"-{p}" for p in PRECISIONS))), FP8_BLOCKS)
 # The fastest twin of all sizes on one H200, with Liger's head where Liger is installed.
@@ -51,6 +53,8 @@ def precision_of(name: str, settings: Settings) -> str:
     """The precision of most of a contender's GEMMs."""
     if switches := switches_of(name):
         return switches.precision
+    if name == LLMC:
+        return "bf16"
     if name == FP8_BLOCKS:
         return "fp8"
     base = max((base for base in BASES if name.startswith(base)), key=len)
@@ -62,6 +66,8 @@ def make_run(name: str, settings: Settings) -> Run:
     config, tokens = settings.config(), tokens_of(settings)
     if switches := switches_of(name):
         return TwinRun(config, tokens, dataclasses.replace(switches, compiled=config.device == "cuda"))
+    if name == LLMC:
+        return ProgramRun(name, config, tokens)
     if name.startswith(SAME_SIZE):
         heads = max(1, config.channels // 64)
         config = dataclasses.replace(config, architecture="gpt2", optimizer="adamw", num_heads=heads)
@@ -80,10 +86,10 @@ def command(name: str, settings: Settings) -> list[str]:
 def check_contenders(text: str) -> list[str]:
     """The names in a comma-separated list; raises `UsageError` for an unknown one."""
     twins = [f"twin-{attention}" for attention in ATTENTIONS]
-    known = f"{', '.join((*HANDGRADS, *twins))}, and behind a twin's name +{' +'.join(OPTIONS)}"
+    known = f"{', '.join((*HANDGRADS, LLMC, *twins))}, and behind a twin's name +{' +'.join(OPTIONS)}"
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in HANDGRADS and switches_of(name) is None:
+        if name not in (*HANDGRADS, LLMC) and switches_of(name) is None:
             nearest = nearest_name(name.split("+")[0], [*HANDGRADS, *twins])
             raise UsageError(f"unknown contender {name!r}{nearest}; known: {known}")
     if not names:

@@ -22,6 +22,7 @@ import torch
 from benchmarks import gpu_step
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
 from benchmarks.llama_twin import LARGE, SHAPES
+from benchmarks.peer_programs import ProgramRun, is_program
 from benchmarks.record import keep_commit, rounded, run_main, version, write_record
 from benchmarks.trainer_run import TrainerRun, trainer_switches
 from benchmarks.turns import Run, answers, contend
@@ -57,7 +58,8 @@ def check_contenders(text: str, precision: str) -> list[str]:
     """The names in a comma-separated list; raises `UsageError` for an unknown one, a twin's missing library, or twins in
     fp8 beside contenders in another `precision`."""
     given = [name.strip() for name in text.split(",") if name.strip()]
-    others = [name for name in given if trainer_switches(name) is None and name != ADAPTED]
+    apart = [name for name in given if trainer_switches(name) or name == ADAPTED or is_program(name)]
+    others = [name for name in given if name not in apart]
     if others:
         gpu_step.check_contenders(",".join(others))
     if others and len(others) < len(given) and any("lora" in name for name in given):
@@ -76,6 +78,8 @@ def make_run(name: str, settings: Settings) -> Run:
     """A contender, in its own process, from handgrad's initial weights."""
     config, tokens = settings.config(), tokens_of(settings)
     trainer = trainer_switches(name)
+    if is_program(name):
+        return ProgramRun(name, config, tokens)
     if name == ADAPTED or (trainer and trainer.lora):
         config = check(dataclasses.replace(config, lora=LORA, init_from="random weights"))
     if name == ADAPTED:
@@ -166,9 +170,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-chunk-tokens", type=int, default=0, help="of handgrad; 0: its own choice")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each contender")
     parser.add_argument("--turn-seconds", type=float, default=5.0)
-    parser.add_argument(
-        "--alone", action="store_true", help="one contender at a time, as Trainers always are: it has all memory"
-    )
+    parser.add_argument("--alone", action="store_true", help="one contender at a time, as Trainers and llmq always are")
     parser.add_argument("--out-folder", default="", help="for a record of each shape")
     return parser.parse_args(given)
 
@@ -179,7 +181,7 @@ def main() -> int:
     names, shapes = check_contenders(chosen, options.precision), options.shapes.split(",")
     if unknown := [shape for shape in shapes if shape not in SHAPES]:
         raise UsageError(f"unknown shapes {', '.join(unknown)}; known: {', '.join(SHAPES)}")
-    alone = [name for name in names if options.alone or trainer_switches(name)]
+    alone = [name for name in names if options.alone or trainer_switches(name) or is_program(name)]
     keep_commit()
     if options.out_folder:
         Path(options.out_folder).mkdir(parents=True, exist_ok=True)

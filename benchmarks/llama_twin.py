@@ -26,9 +26,17 @@ SHAPES: dict[str, tuple[int, int, int, int, str]] = {
         *(128256, 16, 32, 2048),
         "kv_heads=8,feed_forward=8192,tied,rotary_base=500000.0,rope=llama3,rope_factor=32.0",
     ),
+    "Qwen2.5-0.5B": (
+        *(151936, 24, 14, 896),
+        "kv_heads=2,feed_forward=4864,norm_epsilon=1e-06,tied,qkv_bias,rotary_base=1000000.0",
+    ),
     "Qwen2.5-1.5B": (
         *(151936, 28, 12, 1536),
         "kv_heads=2,feed_forward=8960,norm_epsilon=1e-06,tied,qkv_bias,rotary_base=1000000.0",
+    ),
+    "Qwen2.5-3B": (
+        *(151936, 36, 16, 2048),
+        "kv_heads=2,feed_forward=11008,norm_epsilon=1e-06,tied,qkv_bias,rotary_base=1000000.0",
     ),
     "SmolLM3-3B": (
         *(128256, 36, 16, 2048),
