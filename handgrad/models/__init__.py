@@ -28,7 +28,9 @@ from handgrad.memory.rows import KIND, ParameterRow, Table, lay_out, named
 from handgrad.models.passes import head_losses, run
 from handgrad.networks import ModelShape
 
-HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
+# The default chunk of the loss head holds what fits into so many bytes of logits, or a quarter of the micro-batch up to so
+# many tokens: the head's weight gradient is read and written once per chunk.
+HEAD_CHUNK_BYTES, HEAD_CHUNK_TOKENS = 512 << 20, 4096
 
 
 def architecture(shape: ModelShape) -> ModuleType:
@@ -88,9 +90,8 @@ def named_activations(shape: ModelShape, views: Mapping[str, Any]) -> Any:
 
 
 def head_chunk_tokens(requested: int, tokens: int, padded_vocab_size: int, dtype: torch.dtype) -> int:
-    """Tokens per chunk of the loss head: `requested`, or the largest power of two that fits `HEAD_CHUNK_BYTES`, at least
-    128. For GPT-2's vocabulary in bf16 that is 4096, where all three GEMMs run at their best rate."""
+    """Tokens per chunk of the loss head: `requested`, or a power of two, at least 128."""
     if requested:
         return min(requested, tokens)
-    fitting = HEAD_CHUNK_BYTES // (padded_vocab_size * dtype.itemsize)
+    fitting = max(HEAD_CHUNK_BYTES // (padded_vocab_size * dtype.itemsize), min(tokens // 4, HEAD_CHUNK_TOKENS))
     return min(tokens, max(128, 1 << (fitting.bit_length() - 1)))

@@ -93,7 +93,7 @@ def grouped_dkdv_kernel(
 ):  # fmt: skip
     """dk and dv for one block of keys of one head that GROUP query heads share."""
     block, b, kv_head, _ = head_of(tl.cdiv(T, KEYS), H // GROUP, T)
-    first, distance = block * KEYS, C // GROUP
+    first, distance = block * KEYS, H // GROUP * D
     row = b * T + first
     k_tile = qkv + row * row_stride + C + kv_head * D
     k = load_tile(k_tile, row_stride, T - first, D, KEYS, WIDTH, TAIL)
