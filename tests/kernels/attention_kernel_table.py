@@ -101,3 +101,7 @@ def check(rows: list[dict]) -> None:
         # Lengths that leave a tail, and documents, may keep a few words outside the loops in memory.
         assert row["stack"] <= row["most_stack"] and row["shared"] <= row["limit"], row
         assert row["wgmma"] in (None, True) and not row["serialized"], row
+    # A head of keys and values that query heads share is read in as wide copies, whatever the number of heads.
+    copies = {row["kernel"]: row["wide_copies"] for row in rows}
+    for kernel, count in copies.items():
+        assert "grouped dkdv" in kernel or copies.get(kernel.replace("grouped", "plain"), count) == count, kernel

@@ -55,15 +55,15 @@ def test_doctor_says_which_table_a_gpu_has(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cublaslt.Path, "home", lambda: tmp_path)
     monkeypatch.setattr(cublaslt.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert cublaslt.tuning() == "GEMM algorithms from nvidia-h200-cublaslt-130100.json (shipped)"
-    monkeypatch.setattr(cublaslt.torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(cublaslt.torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     assert cublaslt.tuning() == (
-        "GEMM algorithms from cuBLASLt's heuristic: no table nvidia-h100-cublaslt-130100.json (shipped:"
-        " nvidia-h200-cublaslt-130100.json); `python -m benchmarks.tune MODEL`,"
+        "GEMM algorithms from cuBLASLt's heuristic: no table nvidia-a100-cublaslt-130100.json (shipped:"
+        " nvidia-h100-80gb-hbm3-cublaslt-130100.json, nvidia-h200-cublaslt-130100.json); `python -m benchmarks.tune MODEL`,"
         " in the repository, measures each GEMM and writes the table"
     )
     cublaslt.user_table().parent.mkdir(parents=True)
     cublaslt.user_table().write_text("{}")
-    assert cublaslt.tuning() == "GEMM algorithms from nvidia-h100-cublaslt-130100.json (tuned here)"
+    assert cublaslt.tuning() == "GEMM algorithms from nvidia-a100-cublaslt-130100.json (tuned here)"
 
 
 @pytest.mark.parametrize(
