@@ -97,12 +97,15 @@ def make_run(name: str, settings: Settings) -> Run:
 
 
 def add_comparisons(rows: dict[str, Any]) -> None:
-    """Adds to each row its speed over the fastest peer's, and the largest distance of its first losses from handgrad's."""
+    """Adds to each row its speed over the fastest peer's, and the largest distance of its first losses from handgrad's; of
+    a program of the very first, for it has other samples in each step, and its weights in bf16 take other updates."""
     gpu_step.add_times_best_twin(rows)
     measure = rows.get("handgrad", rows.get(ADAPTED, {})).get("losses")
-    for row in rows.values():
+    for name, row in rows.items():
         if measure and "losses" in row:
-            row["loss_difference"] = float(np.abs(np.subtract(row["losses"], measure)).max())  # NaN if one of them is
+            compared = 1 if is_program(name) else FIRST_STEPS
+            differences = np.abs(np.subtract(row["losses"], measure))[:compared]
+            row["loss_difference"] = float(differences.max())  # NaN if one of them is
 
 
 def other_models(rows: dict[str, Any]) -> list[str]:

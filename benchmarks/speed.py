@@ -1,6 +1,6 @@
-"""The README's table and picture: tokens per second of handgrad and its peers on one H200, from the results files.
+"""The README's picture: tokens per second of handgrad and its peers on one H200, from the results files.
 
-python -m benchmarks.speed        prints the table's rows and draws docs/speed.png
+python -m benchmarks.speed        draws docs/speed.png
 """
 
 import hashlib
@@ -45,12 +45,6 @@ def text(speed: float | None) -> str:
     return "–" if speed is None else f"{speed / 1e3:.1f}k"
 
 
-def rows() -> list[str]:
-    """The lines of the README's table."""
-    cells = {model: [text(speed) for speed in speeds.values()] for model, speeds in measured().items()}
-    return [f"| {model} | {' | '.join(found)} |" for model, found in cells.items()]
-
-
 def digest() -> str:
     """Identifies the figures; the picture carries it, so that a test sees an outdated one."""
     return hashlib.sha256(json.dumps(measured()).encode()).hexdigest()
@@ -75,4 +69,3 @@ def draw(path: Path) -> None:
 
 if __name__ == "__main__":
     draw(PICTURE)
-    print("\n".join(rows()))

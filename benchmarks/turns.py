@@ -87,18 +87,24 @@ def timed_turn(
     run: Run, seconds: float, device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
     """Makes steps for about `seconds`, from an idle device to an idle device: their number, their exact time, the power."""
-    devices.synchronize(device)
+    wait(device)
     with EnergySampler(device) as sampler:
         start = clock()
         losses = run.turn(lambda launched: clock() - start < seconds)
-        devices.synchronize(device)
+        wait(device)
         elapsed = clock() - start
     return {"steps": len(losses), "seconds": elapsed, "loss": losses[-1], "power": sampler.summary, **memory(device)}
 
 
+def wait(device: torch.device) -> None:
+    """Waits for the device, unless this process has not used it: a program of others may have taken all of its memory."""
+    if device.type != "cuda" or torch.cuda.is_initialized():
+        devices.synchronize(device)
+
+
 def memory(device: torch.device) -> dict[str, int | None]:
-    """The process's peak so far, in bytes, as torch's allocator counts it."""
-    cuda = device.type == "cuda"
+    """The process's peak so far, in bytes, as torch's allocator counts it; None without one."""
+    cuda = device.type == "cuda" and torch.cuda.is_initialized()
     return {
         "allocated_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,

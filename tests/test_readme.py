@@ -1,5 +1,5 @@
 """Every block of the README and of docs/tour.md runs, in order, in one folder, as a reader would run it; and the
-tables of the README, docs/results.md and docs/sampling.md are made from benchmarks/results (`tests/test_figures.py` holds
+tables of docs/results.md and docs/sampling.md are made from benchmarks/results (`tests/test_figures.py` holds
 the figures beside them).
 
     python -m tests.test_readme      prints the tables of these pages, to paste
@@ -273,7 +273,6 @@ def ladder_lines() -> list[str]:
 def quoted() -> dict[str, list[str]]:
     """The table lines of each page, made from the results."""
     return {
-        "README.md": speed.rows(),
         "docs/sampling.md": sampling_rows(),
         "docs/results.md": [
             *(row for name in STEPS for row in step_rows(name)),
@@ -285,7 +284,7 @@ def quoted() -> dict[str, list[str]]:
     }
 
 
-SECTIONS = {"README.md": "How fast", "docs/sampling.md": "On a GPU", "docs/results.md": "On one H200"}
+SECTIONS = {"docs/sampling.md": "On a GPU", "docs/results.md": "On one H200"}
 
 
 def section(page: str, heading: str = "") -> str:

@@ -28,8 +28,7 @@ from handgrad.memory.rows import KIND, ParameterRow, Table, lay_out, named
 from handgrad.models.passes import head_losses, run
 from handgrad.networks import ModelShape
 
-# The default chunk of the loss head holds what fits into so many bytes of logits, or a quarter of the micro-batch up to so
-# many tokens: the head's weight gradient is read and written once per chunk.
+# Of logits, and of tokens up to 1/4 of the micro-batch: each chunk reads and writes the head's whole weight gradient.
 HEAD_CHUNK_BYTES, HEAD_CHUNK_TOKENS = 512 << 20, 4096
 
 
