@@ -209,7 +209,7 @@ class RunConfig:
         UP_TO_3,
         free=True,
     )
-    head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: 512 MiB of logits, or 1/4 of the micro-batch)")
+    head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: of 512 MiB, or 1/4 of the micro-batch)")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "techniques", resolve_techniques(self.architecture, self.techniques))

@@ -104,4 +104,4 @@ def check(rows: list[dict]) -> None:
     # A head of keys and values that query heads share is read in as wide copies, whatever the number of heads.
     copies = {row["kernel"]: row["wide_copies"] for row in rows}
     for kernel, count in copies.items():
-        assert "grouped dkdv" in kernel or copies.get(kernel.replace("grouped", "plain"), count) == count, kernel
+        assert " dkdv " in kernel or copies.get(kernel.replace("grouped", "plain"), count) == count, kernel
