@@ -126,6 +126,20 @@ def cudnn_kernels(inputs: Inputs) -> Contender:
     return handgrad_kernels(inputs, kernels.cudnn_forward, kernels.cudnn_backward, size)
 
 
+def ragged_kernels(inputs: Inputs) -> Contender:
+    from benchmarks.ragged import RaggedAttention
+
+    case, qkv, dout = inputs.case, inputs.qkv, inputs.dout
+    lengths = [length for row in inputs.lengths for length in row]
+    kernels = RaggedAttention(lengths, case.heads, case.kv_heads, case.width, qkv)
+    out, dqkv = torch.empty_like(dout), torch.empty_like(qkv)
+    return Contender(
+        lambda: kernels.forward(out, qkv),
+        lambda: kernels.backward(dqkv, dout, out, qkv),
+        lambda: [out, *dqkv.split(kernels.columns, 1)],
+    )
+
+
 def cpu_kernels(inputs: Inputs) -> Contender:
     options = {"mask": Mask(inputs.starts)}
     forward, backward = partial(cpu.attention_forward, **options), partial(cpu.attention_backward, **options)
@@ -197,6 +211,8 @@ def contenders(case: Case, device: torch.device) -> dict[str, Make]:
         theirs = {"torch flash": partial(sdpa, backend=FLASH), "torch cudnn": partial(sdpa, backend=CUDNN)}
         if case.documents == NONE:
             ours["handgrad cudnn"] = cudnn_kernels
+        else:
+            ours["cudnn ragged"] = ragged_kernels
     if case.documents == ONE:
         theirs = {}
     elif case.documents == SHORT:
