@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.chat_rows import CHAT_TOKENS, ChatRows
 from benchmarks.gpu_twin import TwinTrainer
 from benchmarks.llama_twin import SHAPES as LLAMAS, sizes as llama_sizes
 from benchmarks.twin_switches import Switches
@@ -22,7 +23,7 @@ from handgrad.names import nearest_name
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.settings import presets
-from handgrad.settings.config import FIELDS, RunConfig, check
+from handgrad.settings.config import FIELDS, MASKED, RunConfig, check
 from handgrad.training.feed import Source
 from handgrad.training.step import TrainStep
 
@@ -44,6 +45,7 @@ class Settings:
     techniques: str = ""  # of a modern network, as in a run's configuration; empty: the defaults
     device: str = "cuda"
     data: str = ""  # folder of prepared shards; empty: made-up tokens
+    chats: bool = False  # rows full of made-up chats, half of each trained
     vocab_size: int = 50257  # of made-up tokens
     learning_rate: float = 1e-4
     schedule: str = "constant"
@@ -58,6 +60,7 @@ class Settings:
         sizes = llama_sizes(self.model) if self.model in LLAMAS else presets.model(self.model)
         if sizes["architecture"] == "modern":
             values["optimizer"] = "muon"
+        values |= {"packing": MASKED} if self.chats else {}
         values |= {**sizes, "techniques": self.techniques, "tokens_per_step": tokens_per_step}
         return check(RunConfig(**values))
 
@@ -86,7 +89,11 @@ def tokens_of(settings: Settings) -> Tokens:
         words = f"{dataset.tokenizer.kind} tokens of real text, {dataset.tokens('train')} in all"
         return Tokens(batches, dataset.tokenizer.vocab_size, words)
     words = f"made up: drawn one by one, the k-th of {settings.vocab_size} words at a rate of 1 / (k + 2.7)"
-    return Tokens(ZipfTokens(settings.vocab_size, settings.seed), settings.vocab_size, words)
+    drawn = ZipfTokens(settings.vocab_size, settings.seed)
+    if settings.chats:
+        chats = "rows full of chats of {} to {} tokens, the second half of each trained; ".format(*CHAT_TOKENS)
+        return Tokens(ChatRows(drawn.pool, settings.seed, settings.sequence_length), settings.vocab_size, chats + words)
+    return Tokens(drawn, settings.vocab_size, words)
 
 
 class ZipfTokens:
@@ -137,7 +144,9 @@ class HandgradRun(Steps):
     def __init__(self, config: RunConfig, tokens: Tokens, *, backend: str = "auto", graphs: bool | None = None):
         device = devices.resolve_device(config.device)
         config = with_tuned_gemms(dataclasses.replace(config, backend=backend), device)
-        training = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source, graphs=graphs)
+        design, source = resolve(config, tokens.vocab_size, device=device), tokens.source
+        some = source.trained_tokens if isinstance(source, ChatRows) else None
+        training = assemble(design, source, graphs=graphs, trained_tokens=some)
         if config.lora:
             initialize(training.design.frozen, config.seed, training.load_frozen_weight)
         super().__init__(training.stepper)

@@ -25,6 +25,7 @@ from benchmarks.llama_twin import LARGE, SHAPES
 from benchmarks.peer_programs import ProgramRun, is_program
 from benchmarks.record import keep_commit, rounded, run_main, version, write_record
 from benchmarks.trainer_run import TrainerRun, trainer_switches
+from benchmarks.trl_run import SftRun
 from benchmarks.turns import Run, answers, contend
 from benchmarks.twin_switches import check_libraries, switches_of
 from handgrad.errors import UsageError
@@ -54,14 +55,18 @@ def default_contenders(precision: str) -> str:
     return ",".join(("handgrad", *TWINS, *liger, *TRAINERS))
 
 
-def check_contenders(text: str, precision: str) -> list[str]:
-    """The names in a comma-separated list; raises `UsageError` for an unknown one, a twin's missing library, or twins in
-    fp8 beside contenders in another `precision`."""
+def check_contenders(text: str, precision: str, *, chats: bool = False) -> list[str]:
+    """The names in a comma-separated list; raises `UsageError` for an unknown one, a twin's missing library, twins in
+    fp8 beside contenders in another `precision`, or a contender without packed chats beside `chats`."""
     given = [name.strip() for name in text.split(",") if name.strip()]
     apart = [name for name in given if trainer_switches(name) or name == ADAPTED or is_program(name)]
     others = [name for name in given if name not in apart]
     if others:
         gpu_step.check_contenders(",".join(others))
+    for name in given:
+        trainer = trainer_switches(name)
+        if chats != bool(trainer and trainer.trl) and (trainer or not name.startswith("handgrad")):
+            raise UsageError(f"expected handgrad and trl with --chats, the others without it, found {name}")
     if others and len(others) < len(given) and any("lora" in name for name in given):
         raise UsageError(f"expected contenders that all have adapters, or none, found {text!r}")
     for switches in map(switches_of, others):
@@ -86,7 +91,7 @@ def make_run(name: str, settings: Settings) -> Run:
         return HandgradRun(config, tokens)
     if trainer:
         plain = dataclasses.replace(config, precision="bf16") if config.precision == "fp8" else config
-        return TrainerRun(plain, tokens, trainer)
+        return (SftRun if trainer.trl else TrainerRun)(plain, tokens, trainer)
     if switches := switches_of(name):
         on_gpu, bf16 = config.device == "cuda", config.precision in ("bf16", "fp8")
         chosen = dataclasses.replace(
@@ -171,6 +176,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-steps", type=int, default=4)
     parser.add_argument("--recompute", type=int, default=0, help="of handgrad")
     parser.add_argument("--head-chunk-tokens", type=int, default=0, help="of handgrad; 0: its own choice")
+    parser.add_argument("--chats", action="store_true", help="packed chats: of handgrad and trl")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each contender")
     parser.add_argument("--turn-seconds", type=float, default=5.0)
     parser.add_argument("--alone", action="store_true", help="one contender at a time, as Trainers and llmq always are")
@@ -180,8 +186,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    chosen = options.contenders or default_contenders(options.precision)
-    names, shapes = check_contenders(chosen, options.precision), options.shapes.split(",")
+    chosen = options.contenders or ("handgrad,trl+varlen" if options.chats else default_contenders(options.precision))
+    names, shapes = check_contenders(chosen, options.precision, chats=options.chats), options.shapes.split(",")
     if unknown := [shape for shape in shapes if shape not in SHAPES]:
         raise UsageError(f"unknown shapes {', '.join(unknown)}; known: {', '.join(SHAPES)}")
     alone = [name for name in names if options.alone or trainer_switches(name) or is_program(name)]
@@ -198,12 +204,14 @@ def main() -> int:
             precision=options.precision,
             recompute=options.recompute,
             head_chunk_tokens=options.head_chunk_tokens,
+            chats=options.chats,
             device=options.device,
             learning_rate=LEARNING_RATE,
             vocab_size=SHAPES[shape][0],
         )
         kind = short_name(torch.cuda.get_device_name()) if options.device == "cuda" else options.device
         more = "fp8-" if options.precision == "fp8" else "lora-" if ADAPTED in names else ""
+        more += "chats-" * options.chats
         more += f"chunk-{settings.head_chunk_tokens}-" * bool(settings.head_chunk_tokens)
         name = f"{kind}-llama-speed-{more}{shape.lower().replace('.', '_')}.json"
         out = Path(options.out_folder) / name if options.out_folder else ""

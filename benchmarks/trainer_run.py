@@ -25,7 +25,7 @@ from handgrad.models import parameter_table
 from handgrad.settings.config import ModelShape, RunConfig
 
 STEPS = 1 << 20  # of the Trainer, which the end of the process stops
-TRAINER = "transformers"
+TRAINER, TRL = "transformers", "trl"
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,17 @@ class TrainerSwitches:
     liger: bool = False  # use_liger_kernel=True: norms, rotary positions, SwiGLU, the head with its loss (not compiled)
     cudnn: bool = False  # SDPA with cuDNN's kernel, not the one that torch takes by itself
     lora: bool = False  # adapters of the run's rank in all seven projections
+    varlen: bool = False  # of TRL: torch's flash attention over documents end to end, not SDPA under a mask
+    trl: bool = False  # the name is TRL's
 
 
 def trainer_switches(name: str) -> TrainerSwitches | None:
-    """Those of a contender called "transformers", with +OPTION for each; None for another name."""
+    """Those of a contender called "transformers" or "trl", with +OPTION for each; None for another name."""
     kind, *options = name.split("+")
-    if kind != TRAINER or not {*options} <= {*TrainerSwitches.__dataclass_fields__}:
+    known = {*TrainerSwitches.__dataclass_fields__} - {"trl"} - ({"varlen"} if kind == TRAINER else set())
+    if kind not in (TRAINER, TRL) or not {*options} <= known:
         return None
-    return TrainerSwitches(**dict.fromkeys(options, True))
+    return TrainerSwitches(**dict.fromkeys(options, True), trl=kind == TRL)
 
 
 class Samples(torch.utils.data.Dataset):
@@ -140,52 +143,71 @@ class TrainerRun:
         threading.Thread(target=self.work, daemon=True).start()
 
     def make_trainer(self, tokens: Tokens, switches: TrainerSwitches) -> Any:
-        from transformers import Trainer, TrainerCallback, TrainingArguments
+        from transformers import Trainer, TrainingArguments
 
-        run, config = self, self.config
+        arguments = TrainingArguments(**self.arguments(switches))
+        model, samples = self.make_model(tokens, switches), Samples(tokens, self.config)
+        return self.listening(Trainer)(model=model, args=arguments, train_dataset=samples, callbacks=[self.turns()])
+
+    def turns(self) -> Any:
+        """The callback that ends a turn after a step."""
+        from transformers import TrainerCallback
+
+        run = self
 
         class Turns(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 run.end_step()
 
-        class Listening(Trainer):
+        return Turns()
+
+    def listening(self, base: Any) -> Any:
+        """A trainer's class that also tells the losses of its micro-batches."""
+        run = self
+
+        class Listening(base):
             def training_step(self, *arguments: Any, **options: Any) -> Tensor:
                 loss = super().training_step(*arguments, **options)
                 run.micro_losses.append(loss.detach())
                 return loss
 
-        arguments = TrainingArguments(
-            output_dir=tempfile.gettempdir(),  # nothing is written
-            per_device_train_batch_size=config.micro_batch,
-            gradient_accumulation_steps=config.micro_steps,
-            max_steps=STEPS,
-            learning_rate=config.learning_rate,
-            lr_scheduler_type="constant",
-            weight_decay=config.weight_decay,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_epsilon=config.adam_epsilon,
-            max_grad_norm=config.clip_norm,
-            optim="adamw_torch_fused",
-            bf16=config.precision == "bf16",
-            torch_compile=switches.compiled,
-            use_liger_kernel=switches.liger,
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,  # it would take away the targets
-            dataloader_pin_memory=self.device.type == "cuda",
-            use_cpu=self.device.type == "cpu",
-            save_strategy="no",
-            logging_strategy="no",
-            logging_nan_inf_filter=False,  # it waits for the device after every micro-batch
-            disable_tqdm=True,
-            report_to="none",
-            seed=config.seed,
-        )
-        dtype = torch.bfloat16 if switches.lora and config.precision == "bf16" else torch.float32
-        model = own_model(config.shape(tokens.vocab_size), config.seed, dtype)
-        if switches.lora:
-            model = with_adapters(model, config)
-        return Listening(model=model, args=arguments, train_dataset=Samples(tokens, config), callbacks=[Turns()])
+        return Listening
+
+    def make_model(self, tokens: Tokens, switches: TrainerSwitches) -> Any:
+        dtype = torch.bfloat16 if switches.lora and self.config.precision == "bf16" else torch.float32
+        model = own_model(self.config.shape(tokens.vocab_size), self.config.seed, dtype)
+        return with_adapters(model, self.config) if switches.lora else model
+
+    def arguments(self, switches: TrainerSwitches) -> dict[str, Any]:
+        """Of transformers' `TrainingArguments`."""
+        config = self.config
+        return {
+            "output_dir": tempfile.gettempdir(),  # nothing is written
+            "per_device_train_batch_size": config.micro_batch,
+            "gradient_accumulation_steps": config.micro_steps,
+            "max_steps": STEPS,
+            "learning_rate": config.learning_rate,
+            "lr_scheduler_type": "constant",
+            "weight_decay": config.weight_decay,
+            "adam_beta1": config.beta1,
+            "adam_beta2": config.beta2,
+            "adam_epsilon": config.adam_epsilon,
+            "max_grad_norm": config.clip_norm,
+            "optim": "adamw_torch_fused",
+            "bf16": config.precision == "bf16",
+            "torch_compile": switches.compiled,
+            "use_liger_kernel": switches.liger,
+            "train_sampling_strategy": "sequential",
+            "remove_unused_columns": False,  # it would take away the targets
+            "dataloader_pin_memory": self.device.type == "cuda",
+            "use_cpu": self.device.type == "cpu",
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "logging_nan_inf_filter": False,  # it waits for the device after every micro-batch
+            "disable_tqdm": True,
+            "report_to": "none",
+            "seed": config.seed,
+        }
 
     def work(self) -> None:
         """The Trainer's thread."""
