@@ -17,10 +17,10 @@ from torch import Tensor
 
 from benchmarks.contenders import More, Tokens
 from benchmarks.gpu_twin import use_attention
+from benchmarks.peer_programs import initial_weights
 from handgrad.errors import UsageError
 from handgrad.interop import huggingface
 from handgrad.machine import devices
-from handgrad.memory.rows import flat_elements, initialize
 from handgrad.models import parameter_table
 from handgrad.settings.config import ModelShape, RunConfig
 
@@ -81,10 +81,8 @@ def own_model(shape: ModelShape, seed: int, dtype: torch.dtype = torch.float32) 
     config = their_config(shape, use_cache=False)
     with no_init_weights():  # all are loaded below
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    table, weights = parameter_table(shape), {}
-    flat = torch.zeros(flat_elements(table))
-    initialize(table, seed, lambda row, values: row.stored(flat).copy_(values))
-    for row in table:
+    flat, weights = initial_weights(shape, seed), {}
+    for row in parameter_table(shape):
         weights |= huggingface.parts(shape, row, row.stored(flat))
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)

@@ -71,7 +71,7 @@ def query_block(
         return q, (q_head + C, C, row_stride, T), place
     else:
         k_head = qkv + b * T * row_stride + C + h // GROUP * D
-        return q, (k_head, H // GROUP * D, row_stride, T), place
+        return q, (k_head, H // GROUP * D, row_stride, T), place  # of C // GROUP the compiler cannot know that D divides it
 
 
 @triton.jit
