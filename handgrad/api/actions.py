@@ -19,6 +19,7 @@ from handgrad.settings.config import STREAM, RunConfig
 from handgrad.storage import checkpoint
 from handgrad.tools.forecast import Forecast, bytes_of, forecast
 from handgrad.tools.plan import as_it_runs
+from handgrad.tools.references import add_references
 
 
 def prepare(
@@ -28,6 +29,8 @@ def prepare(
     tokenizer: str = "auto",
     text_field: str = "text",
     chat: bool = False,
+    preferences: bool = False,
+    reference: str | os.PathLike[str] = "",
     validation_fraction: float | None = None,
     shard_tokens: int = 100_000_000,
     documents: int = 0,
@@ -46,9 +49,10 @@ def prepare(
     options = preparing.PrepareOptions(
         os.fspath(source),
         Path(out),
-        tokenizer=os.fspath(tokenizer),
+        tokenizer=os.fspath(reference if reference and tokenizer == "auto" else tokenizer),
         text_field=text_field,
         chat=chat,
+        preferences=preferences,
         shard_tokens=shard_tokens,
         validation_fraction=validation_fraction,
         workers=workers,
@@ -57,7 +61,8 @@ def prepare(
         skip_bad_rows=skip_bad_rows,
         overwrite=overwrite,
     )
-    return preparing.prepare(options).dataset
+    dataset = preparing.prepare(options).dataset
+    return add_references(dataset, os.fspath(reference)) if reference else dataset
 
 
 @with_settings

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.data.preferences import has_pairs, pair_batches
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
 from handgrad.evaluation.likelihoods import Request, Workload
@@ -27,6 +28,7 @@ from handgrad.evaluation.load import (
     usual_window,
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
+from handgrad.evaluation.preferences import held_out_pairs
 from handgrad.evaluation.scoring import (
     AFTERWARDS,
     TaskResult,
@@ -44,6 +46,7 @@ from handgrad.joins.fp8.scaling import Fp8Forward
 from handgrad.joins.parallel.launchers import find_rank_info
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.parallel.rendezvous import Timeouts, joined
+from handgrad.joins.preference import Preference
 from handgrad.machine import devices
 from handgrad.memory.arena import Buffer, make_plan
 from handgrad.memory.rows import KIND, named
@@ -160,6 +163,18 @@ class LossPart:
         stride = stride_of(parsed, self.source)
         act = named_activations(model.shape, views)
         context = act.tokens.shape[1]
+        progress = Progress(self.ranks, "loss: {:.0%}") if self.ranks.is_rank_0 else None
+        if has_pairs(dataset):
+            about = Preference(config.dpo_beta, config.dpo_smoothing)
+            batches = pair_batches(dataset, "validation", context, 0, shuffle=False)
+            sizes = {"most_tokens": parsed.eval_tokens, "ranks": self.ranks, "progress": progress}
+            pairs = held_out_pairs(model.shape, model.ops, model.weights, act, batches, about, **sizes)
+            return [
+                f"validation pairs  {pairs.pairs} in {parsed.data or config.data}",
+                f"loss              {pairs.loss:.4f} nats per pair",
+                f"accuracy          {pairs.accuracy:.1%}",
+                f"margin            {pairs.margin:+.4f}",
+            ]
         found = held_out_loss(
             model.shape,
             model.ops,
@@ -170,7 +185,7 @@ class LossPart:
             eval_stride=stride,
             packing=self.packing,
             ranks=self.ranks,
-            progress=Progress(self.ranks, "loss: {:.0%}") if self.ranks.is_rank_0 else None,
+            progress=progress,
         )
         if not math.isfinite(found.loss):
             raise NumericsError(f"the model's loss is not finite: {DIVERGED}")

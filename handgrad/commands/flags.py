@@ -162,6 +162,8 @@ def prepare(parser: Parser) -> None:
     parser.text("--tokenizer", "NAME", names, default="auto")
     parser.text("--text-field", "NAME", "the column of a row that holds the text", default="text")
     parser.switch("--chat", "rows are conversations, or questions and answers; only the assistant's words are trained")
+    parser.switch("--preferences", "rows are pairs of a chosen and a rejected answer, for `train --objective dpo`")
+    parser.text("--reference", "MODEL", "with --preferences: the model that the training will start from")
     share = "share held out (default: 0.1 of text, 0.05 of rows, 0.005 on the Hub, 0.01 of stories, questions)"
     parser.number("--validation-fraction", share, kind=float)
     parser.number("--shard-tokens", "tokens per shard (default: 100 million)", default=100_000_000)

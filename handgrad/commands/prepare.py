@@ -14,14 +14,21 @@ from rich.progress import BarColumn, Progress as Bars, TextColumn, TimeRemaining
 from handgrad.data.prepare import Prepared, PrepareOptions, Progress, prepare as write_shards
 from handgrad.data.shards import Dataset
 from handgrad.data.sources import passed_over
+from handgrad.errors import UsageError
 from handgrad.format import human_count
 from handgrad.storage.run_files import BEST, CHECKPOINTS
 
 
 def run(parsed: Namespace) -> int:
+    check_reference(parsed)
     given = {field.name: getattr(parsed, field.name) for field in fields(PrepareOptions) if field.name in parsed}
     prepared = prepare_with_progress(PrepareOptions(**given | {"out": Path(parsed.out)}))
     show_prepared(prepared)
+    if parsed.reference:
+        from handgrad.tools.references import add_references  # imports torch, which plain shards do not need
+
+        add_references(prepared.dataset, parsed.reference)
+        print(f"references the answers' log-probabilities under {parsed.reference}")
     if others := passed_over(parsed.source):
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.items())
         print(f"left out   {sum(others.values())} files of other kinds: {kinds:.200}")
@@ -31,6 +38,15 @@ def run(parsed: Namespace) -> int:
         print(f"           trained on this text, as it is small; {own}")
     print(f"next       {next_command(prepared.dataset, parsed.tokenizer)}")
     return 0
+
+
+def check_reference(parsed: Namespace) -> None:
+    """Raises `UsageError` for pairs without a model or a model without pairs. Their tokens are the model's."""
+    if bool(parsed.reference) != parsed.preferences:
+        given, missing = ("--reference", "--preferences") if parsed.reference else ("--preferences", "--reference MODEL")
+        raise UsageError(f"{given} goes with {missing}, found it without")
+    if parsed.reference and parsed.tokenizer == "auto":
+        parsed.tokenizer = parsed.reference
 
 
 def next_command(dataset: Dataset, tokenizer: str) -> str:

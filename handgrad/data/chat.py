@@ -16,7 +16,8 @@ Messages = tuple[tuple[str, str], ...]  # (role, content)
 
 class Conversation(NamedTuple):
     """A document of chat data. `where`: its row, for messages; `seconds`: the modification time of its file, which a
-    template may write; `skips`: leave it out if it cannot be trained; `fault`: why it cannot."""
+    template may write; `skips`: leave it out if it cannot be trained; `fault`: why it cannot; `answer_only`: only its last
+    answer is trained."""
 
     messages: Messages
     where: str
@@ -24,6 +25,7 @@ class Conversation(NamedTuple):
     skips: bool = False
     fault: str = ""
     split: int = 0  # `pieces.TRAIN` or `VALIDATION`
+    answer_only: bool = False
 
     @property
     def text(self) -> str:
@@ -51,9 +53,11 @@ FORM = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "c
 FORMATS = ("jsonl", "parquet")
 
 
-def check_files(files: list[SourceFile]) -> None:
-    """Raises UsageError for a file whose format has no rows."""
+def check_files(files: list[SourceFile], *, pairs: bool = False) -> None:
+    """Raises UsageError for a file whose format has no rows; `pairs`: of preferences."""
     for file in files:
+        if pairs and file.format != "jsonl":
+            raise UsageError(f"expected .jsonl or .json files with --preferences, found {file.path}; write a pair a line")
         if file.format not in FORMATS:
             raise UsageError(
                 f"expected .jsonl, .json or .parquet files with --chat, found {file.path}; write a conversation a line"

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from handgrad.data.batches import mix
 from handgrad.data.chat import Conversation, read_conversations
+from handgrad.data.preferences import read_pairs
 from handgrad.data.recipe import PrepareOptions
 from handgrad.data.sources import BLOCK_BYTES, SourceFile, check_expansion, open_plain, read_rows, read_text, reading
 
@@ -117,13 +118,13 @@ def read_pieces(
             for size_bytes, piece in text_pieces(path, fraction or TEXT_FRACTION, file.size_bytes):
                 yield Position(bytes_before + size_bytes, documents), piece
         else:
-            skips, text_field = options.skip_bad_rows, options.text_field
-            for size_bytes, row in read_conversations(file, skips) if options.chat else read_rows(file, text_field):
+            for size_bytes, row in rows_of(file, options):
                 split = split_of(options.seed, documents, block)
                 documents += 1
                 position = Position(bytes_before + size_bytes, documents)
-                if isinstance(row, Conversation):
-                    yield position, row._replace(split=split)
+                if not isinstance(row, str):
+                    talks = (row,) if isinstance(row, Conversation) else row
+                    yield from ((position, talk._replace(split=split)) for talk in talks)
                 else:
                     yield from ((position, Piece(split, n == 0, part)) for n, part in enumerate(cut(slices(row))))
                 if documents == options.documents:
@@ -131,6 +132,13 @@ def read_pieces(
         if documents == options.documents:
             return
         bytes_before += file.size_bytes
+
+
+def rows_of(file: SourceFile, options: PrepareOptions) -> Iterator[tuple[int, Any]]:
+    """(position after it, text, conversation or pair of conversations) for each row."""
+    if options.preferences:
+        return read_pairs(file)
+    return read_conversations(file, options.skip_bad_rows) if options.chat else read_rows(file, options.text_field)
 
 
 def text_pieces(path: Path, fraction: float, size_bytes: int) -> Iterator[tuple[int, Piece]]:

@@ -23,7 +23,7 @@ from handgrad.data import hub
 from handgrad.data.chat import check_files
 from handgrad.data.pieces import TRAIN, units_of
 from handgrad.data.recipe import QUESTIONS, STORIES, PrepareOptions, check_options, is_prepared, recipe_of
-from handgrad.data.shards import MANIFEST_FILE, SCHEMA, SPLITS, Dataset, open_dataset, token_form
+from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, SCHEMA, SPLITS, Dataset, open_dataset, token_form
 from handgrad.data.sources import SourceFile, find_local, holds_text
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe, write_tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer, read_tokenizer
@@ -83,8 +83,10 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
     with storage_errors(f"writing {out}"):
         with storage_errors(f"reading {source}"):
             files = None if from_hub else [] if options.is_generated else find_local(source)
-        if options.chat:
-            check_files(files or [])
+        if options.preferences:
+            options = replace(options, shard_tokens=MAX_SHARD_TOKENS)  # a split is one shard, with one file of references
+        if options.chat or options.preferences:
+            check_files(files or [], pairs=options.preferences)
         if options.tokenizer == "auto":
             suited = "bytes" if source == QUESTIONS else suited_tokenizer(files or [])
             options = replace(options, tokenizer=suited)
@@ -92,8 +94,8 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
             return Prepared(open_dataset(out), True)
         if files is None:
             files = hub.find_hub(source)
-            if options.chat:
-                check_files(files)
+            if options.chat or options.preferences:
+                check_files(files, pairs=options.preferences)
         partial = out.with_name(out.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial):
@@ -259,6 +261,7 @@ class _Attempt:
             "schema": SCHEMA,
             "handgrad_version": handgrad.__version__,
             **({"chat": True} if chat else {}),
+            **({"preferences": {}} if self.options.preferences else {}),
             "tokenizer": tokenizer,
             "splits": splits,
             "recipe": self.recipe,

@@ -38,6 +38,7 @@ class PrepareOptions:
     seed: int = 0  # of the stories, and of the choice of validation rows
     documents: int = 0  # at most this many; 0: all (stories, questions: 100,000)
     chat: bool = False  # the rows are conversations, trained on what the assistant says; questions always are
+    preferences: bool = False  # the rows are pairs of a chosen and a rejected answer
     skip_bad_rows: bool = False  # leave out rows that are not conversations, and report how many
     overwrite: bool = False
 
@@ -47,7 +48,7 @@ class PrepareOptions:
 
     @property
     def is_chat(self) -> bool:
-        return self.chat or self.source == QUESTIONS
+        return self.chat or self.preferences or self.source == QUESTIONS
 
     @property
     def most_documents(self) -> int:
@@ -67,6 +68,9 @@ def check_options(options: PrepareOptions) -> None:
     for name in ("workers", "documents", "seed"):
         if (value := getattr(options, name)) < 0:
             raise UsageError(f"expected --{name} of 0 or more, found {value}; leave it out for the default")
+    if options.preferences and (options.chat or options.is_generated):
+        found = "--chat" if options.chat else options.source
+        raise UsageError(f"--preferences reads pairs of answers, found it with {found}; leave one out")
     if options.skip_bad_rows and not options.chat:
         raise UsageError("--skip-bad-rows goes with --chat, found it without; leave it out")
     if options.tokenizer.startswith("bpe:"):
@@ -90,6 +94,7 @@ def recipe_of(options: PrepareOptions, files: list[SourceFile] | None) -> dict[s
         **{name: getattr(options, name) for name in others},
         **({"chat": _chat_form(tokenizer)} if options.is_chat else {}),
         **({"skip_bad_rows": True} if options.skip_bad_rows else {}),
+        **({"preferences": True} if options.preferences else {}),
     }
 
 
@@ -117,7 +122,7 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     stored = read_manifest(out).get("recipe")
     found = stored if isinstance(stored, dict) else {}
     # Compares a hub dataset only by name: once prepared, it needs no connection.
-    recipe = {"chat": None, "skip_bad_rows": None} | recipe
+    recipe = {"chat": None, "skip_bad_rows": None, "preferences": None} | recipe
     different = (key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
     key = next(different, None)
     if key is None:

@@ -69,6 +69,7 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
                 left_out.append(str(found))
                 continue
             tokens, stretches = found
+            stretches = stretches[-1:] if piece.answer_only else stretches
             starts.append(length)
             trained.append(stretches + length)
             parts.append(tokens.astype(tokenizer.dtype))

@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import median
 
 from handgrad.settings.config import RunConfig
+from handgrad.settings.objective import DPO
 
 DIVERGED, NOTHING, OVERFITTED, FALLING, REACHED = "diverged", "learnt nothing", "overfitted", "still falling", "reached"
 RISE = 0.5  # nats; a rise of the training loss above its lowest stretch, which no healthy schedule makes
@@ -97,7 +98,8 @@ def outcome_of(
         if best_saved and best_saved[1] < now:
             return Outcome(OVERFITTED, f"{text}; {config.out}/best is the checkpoint of step {best_saved[0]}")
         return Outcome(OVERFITTED, text, ("--keep-best",))
-    reached = f"{name} loss {now:.4f} (perplexity {math.exp(min(now, 700)):.4g}), from {start:.4f} at the start"
+    units = "" if config.objective == DPO else f" (perplexity {math.exp(min(now, 700)):.4g})"
+    reached = f"{name} loss {now:.4f}{units}, from {start:.4f} at the start"
     reached += f", {best:.4f} at step {best_step}" if now - best > NAMED_SHARE * best else ""
     earlier = [loss for step, loss in validations if step <= steps / 2] or [curve.within(steps / 2)]
     gain = min(earlier[-1] - now, now - (floor or 0))  # no more than is left

@@ -55,12 +55,12 @@ def head_losses(ops: ModuleType, w: Any, act: Any, shape: ModelShape) -> None:
 def head_backward(
     ops: ModuleType, w: Any, g: Any, act: Any, d: Any, scale: Tensor, shape: ModelShape, last_norm: Launch
 ) -> None:
-    """Computes `head_losses` and d.dlnf (N, C) = scale * dL/dlnf, and adds the head's weight gradient to `g`. `last_norm`:
-    the norm's backward, which adds to d.dresidual (N, C), zeroed here."""
+    """Computes `head_losses` and d.dlnf (N, C) = scale * dL/dlnf, and adds the head's weight gradient to `g`. scale (1), or
+    (N) with a weight for each token. `last_norm`: the norm's backward, which adds to d.dresidual (N, C), zeroed here."""
     sizes = {"vocab_size": shape.vocab_size, "softcap": shape.softcap}
     for rows, logits in head_logits(ops, w, act):
-        targets = act.targets.view(-1)[rows]
-        ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, **sizes)
+        each = scale if len(scale) == 1 else scale[rows]
+        ops.classifier_forward_backward(act.losses[rows], logits, act.targets.view(-1)[rows], each, **sizes)
         ops.linear_backward(d.dlnf[rows], g.head, None, logits, act.lnf[rows], w.head, scratch=act.scratch)
     d.dresidual.zero_()
     last_norm()

@@ -182,6 +182,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
     found: dict[str, dict[int, Any]] = {kind: {} for kind in OF_A_STEP}
     skipped: dict[int, str] = {}
     sets: dict[int, dict[str, float]] = {}
+    pairs: dict[int, tuple[float, float]] = {}
     tasks: dict[tuple[str, str], dict[int, TaskFigure]] = {}
     events: list[tuple[int, str]] = []
     for line in lines:
@@ -194,6 +195,8 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
             found[kind][step] = OF_A_STEP[kind](line)
             if kind == "validation" and "sets" in line.fields:
                 sets[step] = {name: line.inner("sets").number(name) for name in line.inner("sets").fields}
+            if kind == "validation" and "accuracy" in line.fields:
+                pairs[step] = line.number("accuracy"), line.number("margin")
             if kind == "step":
                 if first_steps and first_steps[-1] is None:
                     first_steps[-1] = step
@@ -223,6 +226,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
         paces=[pace for _, pace in ordered["ranks"]],
         fp8=ordered["fp8"],
         sets=sets,
+        pairs=pairs,
         **run,
     )
 

@@ -155,7 +155,7 @@ def tiles(run: Run) -> str:
     """The headline numbers of one run."""
     if run.validations:
         loss, last_step = results.final_validation(run), run.validations[-1][0]
-        note = f"nats per token, step {last_step:,}"
+        note = f"nats per {'pair' if run.pairs else 'token'}, step {last_step:,}"
         best_step, best_loss = results.best_validation(run)
         if best_step not in (0, last_step):
             note += f"; best {loss_text(best_loss)} in step {best_step:,}"
@@ -163,7 +163,11 @@ def tiles(run: Run) -> str:
     else:
         loss = results.final_training_loss(run)
         shown = [("Training loss", loss_text(loss), "nats per token; no validation yet")]
-    shown.append(("Perplexity", results.perplexity_text(loss), "per token"))
+    if run.pairs:
+        accuracy, margin = run.pairs[max(run.pairs)]
+        shown.append(("Accuracy", f"{accuracy:.1%}", f"of pairs; mean margin {margin:+.3f}"))
+    else:
+        shown.append(("Perplexity", results.perplexity_text(loss), "per token"))
     if run.validations and not math.isnan(bits := results.bits_per_byte(run, loss)):
         shown.append(("Bits per byte", loss_text(bits), "of validation text"))
     if (above := results.floor_text(run, loss)) != results.DASH:
@@ -216,9 +220,14 @@ def validations(run: Run) -> str:
     for index in thin(len(run.validations), ROWS):
         step, loss = run.validations[index]
         tokens, bits = results.short_text(run.start.batch.tokens_before(step)), results.bits_per_byte(run, loss)
+        if run.pairs:
+            accuracy, margin = run.pairs.get(step, (math.nan, math.nan))
+            rows.append([f"{step:,}", tokens, loss_text(loss), f"{accuracy:.1%}", f"{margin:+.4f}"])
+            continue
         each = [loss_text(run.sets.get(step, {}).get(name, math.nan)) for name in sets]
         rows.append([f"{step:,}", tokens, loss_text(loss), results.perplexity_text(loss), loss_text(bits), *each])
-    return table(["step", "tokens", "nats per token", "perplexity", "bits per byte", *sets], rows) if rows else ""
+    figures = ["nats per pair", "accuracy", "margin"] if run.pairs else ["nats per token", "perplexity", "bits per byte"]
+    return table(["step", "tokens", *figures, *sets], rows) if rows else ""
 
 
 def tasks(runs: Sequence[Run]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.joins import documents, offload
+from handgrad.joins import documents, offload, preference
 from handgrad.joins.audit.digest import StateDigest
 from handgrad.joins.dropout.bind import WithDropout
 from handgrad.joins.fp8 import bind as fp8, with_lora
@@ -21,7 +21,7 @@ from handgrad.joins.parallel.step import ParallelStep
 from handgrad.machine import devices
 from handgrad.memory.rows import ParameterRow
 from handgrad.training.design import Design
-from handgrad.training.feed import SAMPLE_NUMBERS, BatchFeed, Source
+from handgrad.training.feed import REFERENCES, SAMPLE_NUMBERS, BatchFeed, Source
 from handgrad.training.state import FROZEN, TrainingState, make_state
 from handgrad.training.step import Feed, TrainStep, plain_program
 
@@ -162,14 +162,18 @@ def bind(
         graphs = design.device.type == "cuda" and design.ops.BACKEND.capturable
     if feed is None:
         assert source is not None
-        feed = BatchFeed(source, state.activations, state.views.get(SAMPLE_NUMBERS))
+        more = {name: state.views[name] for name in (SAMPLE_NUMBERS, REFERENCES) if name in state.views}
+        feed = BatchFeed(source, state.activations, more)
 
-    model_ops = training_operations(state, masked=trained_tokens is not None)
-    program = plain_program(state, design.ops, model_ops)
+    model_ops = training_operations(state, masked=trained_tokens is not None or design.preference is not None)
+    if design.preference is not None:
+        program = preference.program(state, design.ops, model_ops, design.preference)
+    else:
+        program = plain_program(state, design.ops, model_ops)
     sync = GradientSync(state, ranks) if design.sharding.lanes > 1 else None
     replicas = Replicas(state, ranks, guards.replicas_every) if sync is not None and ranks.size > 1 else None
     digest = StateDigest(state, ranks, guards.audit_every, graphs=graphs) if guards.audit_every else None
-    if trained_tokens is not None:
+    if trained_tokens is not None and design.preference is None:
         count = trained_tokens
         program = replace(program, trained_tokens=lambda step: count(batch.first_sample(step), batch.samples(step)))
     if design.host_plan.buffers:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from handgrad.data.mixture import apart, open_data
+from handgrad.data.preferences import has_pairs
 from handgrad.data.shards import SPLITS, Dataset
 from handgrad.format import round_number
 from handgrad.joins.parallel.launchers import find_rank_info
@@ -35,6 +36,7 @@ MOST_WARM_UP_STEPS = 700
 
 # By kind of device: most tokens per row, tokens per step, most rows per micro-batch.
 CPU_LIMITS, GPU_LIMITS = (512, 2048, 4), (2048, 16384, 16)
+PAIRS_RATE = 0.1  # of the rate for tokens: a pair's gradient is a difference
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 3e-5, 2e-4
 EPOCHS, WARMUP_SHARE = 3, 0.05
 ENOUGH_STEPS = 100  # with fewer, a few conversations would barely move the weights
@@ -185,7 +187,8 @@ def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: di
     dataset = open_data(settings["data"], source) if "data" in settings else None
     config = fitted_to_weights(settings, sizes, dataset, device)
     chosen = {name: getattr(config, name) for name in ("sequence_length", "tokens_per_step", "micro_batch", *ENDING)}
-    chosen["learning_rate"] = settings.get("learning_rate", suited_rate(source, adapters=bool(config.lora)))
+    rate = suited_rate(source, adapters=bool(config.lora)) * (PAIRS_RATE if dataset and has_pairs(dataset) else 1)
+    chosen["learning_rate"] = settings.get("learning_rate", rate)
     if dataset is not None:
         epochs = max(EPOCHS, ENOUGH_STEPS * config.tokens_per_step / dataset.tokens("train"))
         chosen |= paced(config, dataset, device, epochs, WARMUP_SHARE, settings.get("steps", 0))
@@ -205,7 +208,11 @@ def fitted_to_weights(
     corpus, usual = tokens * 4, length
     if dataset is not None:
         corpus = dataset.tokens("train")
-        if resolve_packing(settings.get("packing", AUTO), dataset) == WHOLE:
+        if has_pairs(dataset):  # an answer a row
+            lengths = [document_lengths(dataset, split) for split in SPLITS]
+            length = min(row_that_holds(max(each.max(initial=1) for each in lengths)), sizes.get("sequence_length", tokens))
+            corpus = len(lengths[0]) * length
+        elif resolve_packing(settings.get("packing", AUTO), dataset) == WHOLE:
             whole = row_that_holds(max(document_lengths(dataset, split).max(initial=1) for split in SPLITS))
             few = max(whole, power_of_two(max(1, corpus // FEW_ROWS)))
             length = min(max(length, whole), few, tokens, sizes.get("sequence_length", tokens))

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from handgrad.data.preferences import pair_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.evaluation.likelihoods import KIND as OWN_KIND, Request, Workload
 from handgrad.evaluation.loss import floor_note, held_out_loss
+from handgrad.evaluation.preferences import held_out_pairs
 from handgrad.evaluation.scoring import IN_TRAINING, TaskResult, make_requests, results_of, task_record
 from handgrad.evaluation.tasks import LLMC, TaskData, load_tasks, parse_tasks
 from handgrad.generation.decode import decode_tensors
@@ -113,6 +115,13 @@ class Evaluations:
         self.training.await_weights()
         state, config = self.training.state, self.config
         model = state.design.shape, self.training.validation_ops, state.weights, state.activations
+        if state.design.preference is not None:
+            batches = pair_batches(self.dataset, "validation", config.sequence_length, 0, shuffle=False)
+            about = {"about": state.design.preference, "most_tokens": config.eval_tokens, "ranks": self.ranks}
+            pairs = held_out_pairs(*model, batches, **about)
+            self.loss, best = pairs.loss, is_best(pairs.loss)
+            self.log.validation_of_pairs(step, pairs, ", the best so far" if best else "")
+            return best
         settings = {"eval_tokens": config.eval_tokens, "eval_stride": config.eval_stride, "packing": config.packing}
         found = held_out_loss(*model, self.dataset, ranks=self.ranks, **settings)
         self.loss, best = found.loss, is_best(found.loss)

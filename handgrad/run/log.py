@@ -18,6 +18,7 @@ import torch
 
 from handgrad.errors import DataError, StorageError, storage_error, storage_errors
 from handgrad.evaluation.loss import HeldOut
+from handgrad.evaluation.preferences import PairsHeldOut
 from handgrad.evaluation.scoring import IN_TRAINING
 from handgrad.files import write_bytes_durably, write_durably
 from handgrad.format import speed
@@ -149,8 +150,8 @@ class RunLog:
             self.subjects.add(subject or line)
             self.event(step, line)
 
-    def step(self, step: int, result: StepResult, tokens: int, tokens_seen: int) -> None:
-        """Records a step. `tokens`: of this step; `tokens_seen`: up to and including it."""
+    def step(self, step: int, result: StepResult, tokens: int, tokens_seen: int, counted: str = "trained_tokens") -> None:
+        """Records a step. `tokens`: of this step; `tokens_seen`: up to and including it; `counted`: its divisor."""
         self.record(
             "step",
             step=step,
@@ -164,7 +165,7 @@ class RunLog:
             tokens_per_second=round(tokens / result.elapsed_seconds, 1),
             tokens=tokens_seen,
             time=round(time.time(), 3),
-            **({"trained_tokens": result.trained_tokens} if result.trained_tokens not in (None, tokens) else {}),
+            **({counted: result.trained_tokens} if result.trained_tokens not in (None, tokens) else {}),
             **({"loss_scale": result.loss_scale} if result.loss_scale != 1.0 else {}),
         )
         # llm.c counts steps from 0.
@@ -176,6 +177,12 @@ class RunLog:
         self.record("validation", step=step, **figures, **({"sets": sets} if sets else {}))
         self.main_log(f"s:{step} tel:{found.loss:.4f}")
         self.line(line)
+
+    def validation_of_pairs(self, step: int, found: PairsHeldOut, note: str) -> None:
+        self.record("validation", step=step, loss=found.loss, accuracy=found.accuracy, margin=found.margin)
+        self.main_log(f"s:{step} tel:{found.loss:.4f}")
+        figures = f"loss {found.loss:.4f}, accuracy {found.accuracy:.1%}, margin {found.margin:+.4f} on {found.pairs} pairs"
+        self.line(f"step {step}: validation {figures}{note}")
 
     def sample(self, step: int, text: str) -> None:
         path = self.folder / SAMPLES / f"step_{step:08d}.txt"

@@ -171,7 +171,8 @@ class Run:
     def judged(self) -> Outcome | None:
         """The outcome of the whole run, by its record."""
         best = checkpoint.best_validated(self.folder.path)
-        known = math.log(self.design.shape.vocab_size), floor_of(self.dataset, self.config.packing), usual_rate(self.config)
+        uniform = self.design.shape.vocab_size if self.design.preference is None else 2  # a guess among answers
+        known = math.log(uniform), floor_of(self.dataset, self.config.packing), usual_rate(self.config)
         return outcome_of(self.config, *read_curves(self.folder.path), *known, best)
 
     def pauses_after(self, step: int) -> bool:
@@ -264,7 +265,8 @@ class Run:
     def record_result(self, result: StepResult) -> None:
         """Writes the records and lines of the completed step."""
         tokens, tokens_seen = self.batch.tokens(self.completed - 1), self.batch.tokens_before(self.completed)
-        self.log.step(self.completed, result, tokens, tokens_seen)
+        counted = "trained_tokens" if self.design.preference is None else "pairs"
+        self.log.step(self.completed, result, tokens, tokens_seen, counted)
         self.audit.add(self.training, self.completed, result)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.log.gpu(self.completed, self.design.device)

@@ -10,11 +10,14 @@ import numpy as np
 
 from handgrad.data.batches import Batches, documents_of
 from handgrad.data.mixture import MIXTURE, MixedBatches, Mixture, apart, open_data, phases_record
+from handgrad.data.preferences import PairBatches, has_pairs, pair_batches
 from handgrad.data.shards import SPLITS, Dataset
+from handgrad.errors import DataError
 from handgrad.evaluation.loss import scores_all
 from handgrad.format import human_count
 from handgrad.run.assemble import TrainedTokens
 from handgrad.settings.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
+from handgrad.settings.objective import DPO, TOKENS
 
 MOST_STEPS = 1 << 48
 DOCUMENTS = "documents"  # an identity entry that older checkpoints and chains lack
@@ -28,8 +31,18 @@ PACKING_TEXT = {
 def resolve_packing(packing: str, dataset: Dataset) -> str:
     """`packing`, with "auto" replaced by the packing that suits the data."""
     if packing == AUTO:
-        return WHOLE if dataset.is_chat else STREAM
+        return WHOLE if dataset.is_chat and not has_pairs(dataset) else STREAM
     return packing
+
+
+def resolve_objective(config: RunConfig, dataset: Dataset) -> str:
+    """`config.objective`, with "auto" replaced by the one that suits the data. Raises `DataError` if the data has no pairs
+    for `dpo`."""
+    if config.objective == DPO and not has_pairs(dataset):
+        raise DataError(
+            f"objective {DPO} needs pairs, found none in {dataset.folder}; make some: `handgrad prepare --preferences`"
+        )
+    return config.objective if config.objective != AUTO else DPO if has_pairs(dataset) else TOKENS
 
 
 def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
@@ -40,14 +53,17 @@ def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
 def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """The hashes of all that a run reads: tokens, tokenizer, document boundaries if packing needs them; weights of sets."""
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
+    hashes |= {"preferences": dataset.manifest["preferences"]} if has_pairs(dataset) and dataset.manifest else {}
     hashes |= {MIXTURE: phases_record(dataset.phases)} if isinstance(dataset, Mixture) else {}
     boundaries = json.dumps([[shard.index_sha256 for shard in dataset.splits[name]] for name in SPLITS])
     return hashes | ({DOCUMENTS: hashlib.sha256(boundaries.encode()).hexdigest()} if config.packed else {})
 
 
-def training_batches(config: RunConfig, dataset: Dataset) -> Batches | MixedBatches:
+def training_batches(config: RunConfig, dataset: Dataset) -> Any:
     """Batches of the training split, in the run's order."""
     settings = config.sequence_length, config.seed
+    if config.objective == DPO:
+        return pair_batches(dataset, "train", *settings)
     if not isinstance(dataset, Mixture):
         return Batches(dataset.splits["train"], *settings, packing=config.packing)
     sets = {one.identity: Batches(one.splits["train"], *settings, packing=config.packing) for *_, one in apart(dataset)}
@@ -64,9 +80,9 @@ def steps_of(config: RunConfig, epochs: float) -> int:
     return 1 + bisect.bisect_left(range(1, MOST_STEPS), tokens, key=config.batch.tokens_before)
 
 
-def trained_tokens(batches: Batches | MixedBatches) -> TrainedTokens | None:
-    """Counts trained tokens, for a run that does not train all of them; else None."""
-    return None if batches.trains_all else batches.trained_tokens
+def trained_tokens(batches: Batches | MixedBatches | PairBatches) -> TrainedTokens | None:
+    """Counts trained tokens, for a run that does not train all of them; else None, and of pairs, which it counts itself."""
+    return None if isinstance(batches, PairBatches) or batches.trains_all else batches.trained_tokens
 
 
 def mixture_lines(config: RunConfig, dataset: Dataset) -> list[str]:
@@ -84,6 +100,9 @@ def mixture_lines(config: RunConfig, dataset: Dataset) -> list[str]:
 
 def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
     """The header line about packed documents, or about rows with untrained tokens."""
+    if config.objective == DPO:
+        found = f"{len(dataset.splits['train'][0].document_starts) // 2} pairs, each answer in a row of its own"
+        return [f"objective  {DPO}: {found}; beta {config.dpo_beta:g}"]
     if scores_all(dataset, config.packing):
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)

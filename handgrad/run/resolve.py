@@ -10,7 +10,7 @@ import torch
 
 from handgrad import models
 from handgrad.generation.decode import decode_buffers, with_cache
-from handgrad.joins import documents, offload
+from handgrad.joins import documents, offload, preference
 from handgrad.joins.dropout import bind as dropout
 from handgrad.joins.fp8 import bind as fp8_bind, tables, with_lora
 from handgrad.joins.fp8.formats import GRADIENT_FORMATS
@@ -30,6 +30,7 @@ from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.settings.config import TUNED, ModelShape, RunConfig
+from handgrad.settings.objective import DPO
 from handgrad.training.design import Batch, Design, Guards, Schedule
 from handgrad.training.state import flat_buffers, update_scratch
 
@@ -84,6 +85,9 @@ def resolve(
         buffers += models.document_buffers(model, config.micro_batch, shape.sequence_length)
     if config.dropout:
         buffers += dropout.buffers(config.micro_batch)
+    pairs = preference.Preference(config.dpo_beta, config.dpo_smoothing) if config.objective == DPO else None
+    if pairs is not None:
+        buffers += preference.buffers(config.micro_batch, shape.sequence_length, dtype)
     if lora is not None:
         tokens = config.micro_batch * shape.sequence_length
         buffers.append(lora_tables.frozen_buffer(flat_elements(in_16_bits), dtype))
@@ -116,6 +120,7 @@ def resolve(
         host_plan=make_plan(host_state),
         sample_tokens=config.sample_tokens,
         lora=lora,
+        preference=pairs,
         frozen=frozen,
         fp8_only=fp8_only,
     )

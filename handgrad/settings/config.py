@@ -20,6 +20,7 @@ from handgrad.networks.lora import check_lora
 from handgrad.networks.modern import SOFTCAP as SOFTCAP, TECHNIQUES as TECHNIQUES, of_stored, resolve_techniques
 from handgrad.parsing import parse_toml
 from handgrad.settings.batch_schedule import BatchSchedule, parse_schedule
+from handgrad.settings.objective import OBJECTIVES, check_objective
 
 GPT2_VOCABULARY = 50257
 EPOCHS = "epochs"  # no field: another way to set `steps`
@@ -103,21 +104,20 @@ class RunConfig:
 
     # the batch
     steps: int = option(1000, "optimizer steps of the whole run", AT_LEAST_1, at_most(10**9))
-    tokens_per_step: int = option(
-        524288, "tokens per optimizer step, a multiple of micro_batch * sequence_length", AT_LEAST_1
-    )
+    tokens_per_step: int = option(524288, "tokens per step, a multiple of micro_batch * sequence_length", AT_LEAST_1)
     batch_schedule: str = option("", "later sizes of a step, STEP:TOKENS with commas: TOKENS per step after STEP steps")
     micro_batch: int = option(
         8, "samples in a forward and backward pass: decides memory and speed (and rounding)", AT_LEAST_1
     )
-    lanes: int = option(
-        0, "logical data-parallel width, a power of two that ranks divide (0: ranks at the first start)", LANES
-    )
+    lanes: int = option(0, "logical data-parallel width, a power of two that ranks divide (0: ranks at first)", LANES)
     packing: str = option(
         AUTO,
         "stream: attention crosses documents; masked: it does not; whole: nor does a row cut them. auto: whole for chats",
         choices=PACKINGS,
     )
+    objective: str = option(AUTO, "tokens: the next one; dpo: the chosen answer. auto: by the data", choices=OBJECTIVES)
+    dpo_beta: float = option(0.1, "of dpo: how far a margin may move from the first model; smaller is freer", ABOVE_0)
+    dpo_smoothing: float = option(0.0, "of dpo: share of pairs whose answers may be the wrong way round", between(0, 0.49))
     overfit_one_batch: bool = option(False, "train on the first batch over and over (to debug: the loss must go to 0)")
 
     # the optimizer
@@ -158,9 +158,7 @@ class RunConfig:
     fp8_head: str = option(
         AUTO, "GEMMs of the loss head in fp8: forward, dgrad, wgrad, with commas, or none; auto: all, none with lora"
     )
-    fp8_gradients: str = option(
-        "e4m3", "format of gradients: digits, range, or each where it counts", choices=FP8_GRADIENTS
-    )
+    fp8_gradients: str = option("e4m3", "of gradients: digits, range, or each where it counts", choices=FP8_GRADIENTS)
     fp8_scaling: str = option("delayed", "scales from the steps before, or (slower) current ones", choices=FP8_SCALINGS)
     fp8_window: int = option(16, "steps whose largest number sets a delayed scale", AT_LEAST_1)
     fp8_margin: int = option(0, "binades that a scale leaves free above that number", between(0, 8, " binades"))
@@ -278,6 +276,7 @@ def check(config: RunConfig) -> RunConfig:
         check_lora(config.lora, config.shape(VOCABULARY_MULTIPLE), config.init_from, refused)
     check_stride(config.eval_stride, config.sequence_length)
     check_packing(config)
+    check_objective(config)
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
         every, save = config.keep_every, config.save_every
         remedy = f"keep-every {save * max(1, round(every / save))}" if save else f"save-every {every}"

@@ -17,7 +17,7 @@ from handgrad.run.checkpointing import copy_plans
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import as_begun, model_of, resolve_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
-from handgrad.run.packing import resolve_packing
+from handgrad.run.packing import resolve_objective, resolve_packing
 from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve, with_precision, with_tuned_gemms
 from handgrad.settings.config import GPT2_VOCABULARY, RunConfig, check
 from handgrad.tools.forecast import Forecast, forecast, named_gpu, resolve_for, resolved_on
@@ -104,7 +104,8 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
     if any(Path(folder).exists() for folder in named_sets(config.data)):
         try:
             dataset = open_data(config.data, model_of(config))
-            config = check(replace(config, packing=resolve_packing(config.packing, dataset)))
+            config = replace(config, packing=resolve_packing(config.packing, dataset))
+            config = check(replace(config, objective=resolve_objective(config, dataset)))
         except DataError:
             if given and not vocab_size:
                 raise

@@ -127,6 +127,7 @@ class Design:
     host_plan: Plan  # of optimizer state offloaded to the host
     sample_tokens: int = 0  # length of the run's sample texts
     lora: Any = None
+    preference: Any = None  # the loss is of pairs
     frozen: Table = ()  # with `lora`: the model's weights, in their own flat buffer
     fp8_only: frozenset[str] = frozenset()  # names of frozen weights that exist only in fp8
 

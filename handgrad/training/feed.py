@@ -9,6 +9,7 @@ from torch import Tensor
 
 SLOTS = 2  # micro-batches in flight
 SAMPLE_NUMBERS = "sample_numbers"  # each sample's index in the run, if an operation needs it
+REFERENCES = "references"  # of pairs: each sample's summed log-probability under the first model
 
 # The inputs of a forward pass: filled by the source or derived from it. `SORTED`: the sort orders for the backward.
 READ = ("tokens", "targets", "document_starts", "positions")
@@ -55,10 +56,10 @@ class BatchFeed:
     slot still in flight, two micro-steps back.
     """
 
-    def __init__(self, source: Source, act: Any, samples: Tensor | None = None):
-        """`act`: the model's activations; `samples`: receives the sample numbers of the micro-batch."""
-        self.source = source
-        self.targets = inputs_of(act) | ({} if samples is None else {SAMPLE_NUMBERS: samples})
+    def __init__(self, source: Source, act: Any, more: Mapping[str, Tensor] | None = None):
+        """`act`: the model's activations; `more`: receive the micro-batch's sample numbers or references, by name."""
+        self.source: Any = source
+        self.targets = inputs_of(act) | dict(more or {})
         self.on_host = act.tokens.device.type != "cuda"
         if act.tokens.device.type == "mps":
             self.host = [{name: torch.empty_like(t, device="cpu") for name, t in self.targets.items()}]
@@ -83,6 +84,8 @@ class BatchFeed:
         fill_inputs(self.source, host, first_sample)
         if SAMPLE_NUMBERS in host:
             torch.arange(first_sample, first_sample + len(host[SAMPLE_NUMBERS]), out=host[SAMPLE_NUMBERS])
+        if REFERENCES in host:
+            self.source.fill_references(host[REFERENCES], first_sample)
         if self.on_host:
             if host is not self.targets:
                 copy_all(self.targets, host)

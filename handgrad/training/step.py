@@ -72,16 +72,17 @@ class Program:
         return replace(self, reports={**self.reports, **(reports or {})}, **longer)
 
 
-def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
-    """Runs forward and backward of a micro-batch with `model_ops`, then norm, verdict and optimizer with `ops`."""
+def plain_program(state: TrainingState, ops: Any, model_ops: Any, pairs: tuple[Tensor, Tensor] | None = None) -> Program:
+    """Forward and backward with `model_ops`, then norm, verdict and optimizer with `ops`. `pairs`: (weights, losses)."""
     design = state.design
     model, act, d, w = design.model, state.activations, state.activation_gradients, state.weights
-    tensors = w, state.weight_gradients, act, d, state.loss_scale[:1]
+    scale, losses = pairs or (state.loss_scale[:1], act.losses)
+    tensors = w, state.weight_gradients, act, d, scale
     passes = [
         *model.forward(model_ops, w, act, design.shape),
         *model.backward(model_ops, *tensors, design.shape, recompute=design.recompute),
     ]
-    losses = Stage("", partial(ops.loss_sum, state.sum_of_losses, act.losses))
+    summed = Stage("", partial(ops.loss_sum, state.sum_of_losses, losses))
     verdict = partial(
         ops.verdict,
         state.results,
@@ -99,7 +100,7 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
     scratch = state.views.get(OPTIMIZER_SCRATCH)
     update = partial(design.optimizer.update, ops, state.owned, state.controls, state.results, scratch)
     rolled_back = [state.loss_scale] if design.guards.loss_scaling else []
-    return Program([*passes, losses], [*frozen, *norms], [verdict, update], design.batch.tokens, rolled_back=rolled_back)
+    return Program([*passes, summed], [*frozen, *norms], [verdict, update], design.batch.tokens, rolled_back=rolled_back)
 
 
 @dataclass

@@ -89,3 +89,4 @@ def test_a_graph_reads_the_documents_of_its_replay(heads: tuple[int, int, int]) 
 @pytest.mark.parametrize(("N", "V", "Vp"), [(1024, 50257, 50304), (1024, 128256, 128256), (5, 2, 128), (37, 57, 128)])
 def test_untrained_targets(draw: Draw, N: int, V: int, Vp: int, softcap: float) -> None:
     checks.check_untrained(draw, N, V, Vp, softcap)
+    checks.check_weighted(draw, N, V, Vp, softcap)

@@ -94,6 +94,19 @@ def check_one_document(draw: Draw, B: int, T: int, H: int, K: int, D: int) -> No
         assert torch.equal(found[name], own), name
 
 
+def check_weighted(draw: Draw, N: int, V: int, Vp: int, softcap: float = 0.0) -> None:
+    """With a scale for each row, some below 0, a row has the bits of a call with its scale alone."""
+    inputs = classifier_inputs(draw, N, V, Vp)
+    scales = inputs["scale"] * torch.linspace(-1, 2, N, device=draw.device, dtype=inputs["scale"].dtype)
+    options = {"vocab_size": V, "softcap": softcap}
+    losses, dlogits = nan(scales, N), inputs["logits"].clone()
+    kernels.classifier_forward_backward(losses, dlogits, inputs["targets"], scales, **options)
+    for row in range(N):
+        here, one, alone = slice(row, row + 1), nan(scales, 1), inputs["logits"][row : row + 1].clone()
+        kernels.classifier_forward_backward(one, alone, inputs["targets"][here], scales[here].clone(), **options)
+        assert torch.equal(losses[here], one) and torch.equal(dlogits[here], alone), row
+
+
 def check_untrained(draw: Draw, N: int, V: int, Vp: int, softcap: float = 0.0) -> None:
     """Rows without a target, full of NaN, have no loss and no gradient; the others keep their bits."""
     inputs = classifier_inputs(draw, N, V, Vp)

@@ -98,3 +98,4 @@ def test_the_end_of_a_document(ahead: int) -> None:
 @pytest.mark.parametrize(("N", "V", "Vp"), [(5, 2, 128), (4, 128, 128), (3, 20011, 20096)])
 def test_untrained_targets(draw: Draw, N: int, V: int, Vp: int, softcap: float) -> None:
     checks.check_untrained(draw, N, V, Vp, softcap)
+    checks.check_weighted(draw, N, V, Vp, softcap)

@@ -49,7 +49,7 @@ def classifier_forward_backward(
 ) -> None:
     N, Vp = logits_to_dlogits_inout.shape
     tensors = losses, logits_to_dlogits_inout, targets, scale
-    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, softcap, untrained, num_warps=WARPS)
+    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, softcap, untrained, scale.numel() > 1, num_warps=WARPS)
 
 
 def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
@@ -113,10 +113,14 @@ def _forward(
 
 @triton.jit
 def _forward_backward(
-    losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, UNTRAINED: tl.constexpr = False
-):
+    losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, UNTRAINED: tl.constexpr = False,
+    WEIGHTED: tl.constexpr = False,
+):  # fmt: skip
+    """WEIGHTED: each row has a scale of its own."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
+    if WEIGHTED:
+        scale += row
     loss_and_gradient(losses + row, logits, tl.load(targets + row), scale, V, Vp, CAP, UNTRAINED, store_in_place, logits)
 
 

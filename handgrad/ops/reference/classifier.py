@@ -51,15 +51,15 @@ def classifiers(capped_blocks: Blocks) -> tuple[Callable[..., None], Callable[..
         softcap: float = 0.0,
         untrained: bool = False,
     ) -> None:
-        """losses (N) from logits (N, Vp) and targets (N); overwrites the logits with scale * dlosses/dlogits. scale (1) has
-        the dtype of the losses. No element of the gradient exceeds scale in magnitude. untrained: as above."""
+        """losses (N) from logits (N, Vp) and targets (N); overwrites the logits with scale * dlosses/dlogits, no element of
+        which exceeds scale. scale (1), or (N) with a weight for each token, has the losses' dtype. untrained: as above."""
         check_trained(targets, untrained)
-        blocks_of = capped_blocks if softcap else log_softmax_blocks
+        blocks_of, scales = capped_blocks if softcap else log_softmax_blocks, scale.view(-1, 1).expand(len(targets), 1)
         for rows, target, log_p, slope in blocks_of(losses.dtype, logits_to_dlogits_inout, targets, vocab_size, softcap):
             losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
             p = log_p.exp_()  # exactly 0 in the padded columns
             p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
-            torch.mul(p if slope is None else p.mul_(slope), scale, out=logits_to_dlogits_inout[rows])
+            torch.mul(p if slope is None else p.mul_(slope), scales[rows], out=logits_to_dlogits_inout[rows])
         if untrained:
             clear_untrained(targets, losses, logits_to_dlogits_inout)
 

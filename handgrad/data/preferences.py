@@ -1,0 +1,160 @@
+"""Pairs of answers to one prompt, of which one was chosen: their rows, and their batches.
+
+A row has "chosen" and "rejected", each a list of messages that ends with the answer, or a text beside "prompt"; a prompt
+may be a list of messages too. In shards the two conversations of a pair are neighbouring documents, the chosen one first,
+and only the last answer of each is trained. Beside a split's shard lie its `references`: for every document the summed
+log-probability of its answer under the model that the training starts from.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from handgrad.data.batches import WINDOW_ORDER, documents_of, mix, permute
+from handgrad.data.chat import Conversation, Messages, messages_of
+from handgrad.data.shards import MANIFEST_FILE, Dataset, Shard
+from handgrad.data.sources import SourceFile, keys_of, read_objects, reading
+from handgrad.errors import DataError, UsageError, storage_errors
+from handgrad.files import write_durably
+
+if TYPE_CHECKING:
+    from torch import Tensor  # `prepare` shares this package and runs without torch
+
+FORM = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+SIDES = ("chosen", "rejected")
+
+
+def read_pairs(file: SourceFile) -> Iterator[tuple[int, tuple[Conversation, Conversation]]]:
+    """(position after it, chosen and rejected) for each row of a .jsonl or .json file. Raises DataError, with the row's
+    number: it is no pair; StorageError: the file is unreadable."""
+    with reading(file.path):
+        for position, where, row in read_objects(file.path):
+            seconds = file.path.stat().st_mtime
+            chosen, rejected = (Conversation(one, where, seconds, answer_only=True) for one in pair_of(row, where))
+            yield position, (chosen, rejected)
+
+
+def pair_of(row: Any, where: str) -> tuple[Messages, Messages]:
+    """The conversations of a row. Raises DataError for a row that is no pair of two answers to one prompt."""
+    if not isinstance(row, dict) or any(row.get(side) is None for side in SIDES):
+        raise DataError(f"expected an object with chosen and rejected, found {keys_of(row)} in {where}; write it as {FORM}")
+    chosen, rejected = (messages_of({"messages": turns_of(row, side)}, f"{side} of {where}") for side in SIDES)
+    if chosen[:-1] != rejected[:-1]:
+        raise DataError(f"expected one prompt for both answers, found two in {where}; take the row out")
+    for side, messages in zip(SIDES, (chosen, rejected), strict=True):
+        if messages[-1][0] != "assistant":
+            raise DataError(f"expected {side} to end with an answer, found a message of the {messages[-1][0]} in {where}")
+    if chosen == rejected:
+        raise DataError(f"expected two different answers, found equal ones in {where}; take the row out")
+    return chosen, rejected
+
+
+def turns_of(row: dict[str, Any], side: str) -> Any:
+    """The messages of a side, with the prompt's before them."""
+    prompt, answer = row.get("prompt"), row[side]
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if not isinstance(before, list) or not isinstance(turns, list):
+        return turns  # `messages_of` refuses it by its form
+    repeats = len(turns) > 1 and isinstance(prompt, str)  # UltraFeedback's rows have the prompt in both places
+    return turns if repeats else [*before, *turns]
+
+
+def has_pairs(dataset: Dataset) -> bool:
+    """True for conversations that are pairs."""
+    return bool(dataset.manifest and "preferences" in dataset.manifest)
+
+
+def references_path(shard: Shard) -> Path:
+    return shard.path.with_suffix(".references")
+
+
+def record_references(dataset: Dataset, sums: Mapping[str, np.ndarray], model: dict[str, Any]) -> None:
+    """Writes the sums (documents) of each split as float32, and their hashes and the `model` that gave them into the
+    manifest."""
+    record: dict[str, Any] = {"model": model}
+    with storage_errors(f"writing {dataset.folder}"):
+        for split, values in sums.items():
+            content = values.astype("<f4").tobytes()
+            references_path(dataset.splits[split][0]).write_bytes(content)
+            record[f"{split}_sha256"] = hashlib.sha256(content).hexdigest()
+        assert dataset.manifest is not None
+        manifest = dataset.manifest | {"preferences": record}
+        write_durably(dataset.folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+
+
+def read_references(dataset: Dataset, split: str) -> np.ndarray:
+    """The sums of a split's documents, float32. Raises DataError: the data has none, or other ones than its manifest."""
+    record = (dataset.manifest or {}).get("preferences")
+    shards = dataset.splits[split]
+    again = f"run `handgrad prepare --preferences` again with --reference and --out {dataset.folder}"
+    if not isinstance(record, dict) or len(shards) != 1:
+        raise DataError(f"expected pairs with references in {dataset.folder}, found none; {again}")
+    path = references_path(shards[0])
+    with storage_errors(f"reading {path}"):
+        content = path.read_bytes() if path.is_file() else b""
+    found = hashlib.sha256(content).hexdigest()
+    if found != record.get(f"{split}_sha256"):
+        raise DataError(f"expected SHA-256 {record.get(f'{split}_sha256')}, found {found} in {path}; {again}")
+    return np.frombuffer(content, "<f4")
+
+
+class PairBatches:
+    """Samples of one document each, padded with end-of-text: samples 2 i and 2 i + 1 are a pair. With `shuffle`, pairs in
+    an order that (seed, epoch) chooses. Raises DataError for a document longer than a row."""
+
+    trains_all = False
+
+    def __init__(self, shard: Shard, sequence_length: int, seed: int, *, shuffle: bool = True, references: Any = None):
+        self.shard, self.sequence_length, self.seed, self.shuffle = shard, sequence_length, seed, shuffle
+        self.references = references
+        self.starts, self.lengths = documents_of(shard.document_starts, shard.token_count)
+        self.samples_per_epoch = len(self.starts)
+        longest = int(self.lengths.max(initial=0))
+        if longest > sequence_length + 1:
+            raise UsageError(
+                f"expected pairs of at most {sequence_length + 1} tokens, found one of {longest} in {shard.path}; try"
+                f" --sequence-length {longest - 1}, or take it out"
+            )
+
+    def locate(self, sample: int) -> int:
+        """The document of a sample."""
+        epoch, place = divmod(sample, self.samples_per_epoch)
+        pair, side = divmod(place, 2)
+        if self.shuffle:
+            pair = permute(pair, self.samples_per_epoch // 2, mix(self.seed, WINDOW_ORDER, epoch))
+        return 2 * pair + side
+
+    @functools.cached_property
+    def trained(self) -> np.ndarray:
+        """(first, end) of each document's answer, int64."""
+        stretches = self.shard.trained
+        assert stretches is not None and len(stretches) == self.samples_per_epoch
+        return stretches.astype(np.int64)
+
+    def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int) -> None:
+        """Writes the documents of samples `first_sample`, ... into `inputs` and `targets`, int64 CPU tensors (B, T)."""
+        inputs.fill_(self.shard.end_of_text)
+        targets.fill_(-1)
+        for row in range(len(inputs)):
+            document = self.locate(first_sample + row)
+            start, length = int(self.starts[document]), int(self.lengths[document])
+            tokens = self.shard.read(start, length).astype(np.int64)
+            inputs.numpy()[row, : min(length, self.sequence_length)] = tokens[: self.sequence_length]
+            first, end = self.trained[document] - start
+            targets.numpy()[row, first - 1 : end - 1] = tokens[first:end]
+
+    def fill_references(self, out: "Tensor", first_sample: int) -> None:
+        """Writes the references of samples `first_sample`, ... into `out` (B), float32 on the CPU."""
+        out.numpy()[:] = [self.references[self.locate(first_sample + row)] for row in range(len(out))]
+
+
+def pair_batches(dataset: Dataset, split: str, sequence_length: int, seed: int, *, shuffle: bool = True) -> PairBatches:
+    """Raises the errors of `read_references` and `PairBatches`."""
+    references = read_references(dataset, split)
+    return PairBatches(dataset.splits[split][0], sequence_length, seed, shuffle=shuffle, references=references)
