@@ -1,4 +1,4 @@
-"""What a model says of pairs of answers: the log-probability of each, and the loss, accuracy and margin of the pairs."""
+"""The log-probabilities of answers under a model, and the loss, accuracy and margin of their pairs."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -5,7 +5,7 @@ margin m = beta ((s_chosen - r_chosen) - (s_rejected - r_rejected)),
 
     L = -(1 - eps) log sigmoid(m) - eps log sigmoid(-m)        eps: label smoothing (https://ericmitchell.ai/cdpo.pdf)
     w = -dL/dm = (1 - eps) sigmoid(-m) - eps sigmoid(m)
-    dL/d(-log p(t)) = beta w for the tokens t of the chosen answer, -beta w for those of the rejected one
+    dL/d(-log p(t)) = beta w for the tokens t of the chosen answer, -beta w for the rejected one's
 
 So the gradient of a pair is the classifier's, with a weight for each token. The weights are known after a forward of both
 answers, which go through the head twice.

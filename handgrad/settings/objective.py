@@ -1,4 +1,4 @@
-"""What a run minimises: the loss of the next token, or of pairs of answers (`joins.preference`)."""
+"""The loss that a run minimises: of the next token, or of pairs of answers (`joins.preference`)."""
 
 from typing import Any
 

@@ -77,10 +77,9 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any, pairs: tuple[T
     design = state.design
     model, act, d, w = design.model, state.activations, state.activation_gradients, state.weights
     scale, losses = pairs or (state.loss_scale[:1], act.losses)
-    tensors = w, state.weight_gradients, act, d, scale
     passes = [
         *model.forward(model_ops, w, act, design.shape),
-        *model.backward(model_ops, *tensors, design.shape, recompute=design.recompute),
+        *model.backward(model_ops, w, state.weight_gradients, act, d, scale, design.shape, recompute=design.recompute),
     ]
     summed = Stage("", partial(ops.loss_sum, state.sum_of_losses, losses))
     verdict = partial(
