@@ -39,7 +39,7 @@ class MadePairs:
         draw = np.random.default_rng((self.seed, number))
         return [draw.choice(self.pool, draw.integers(5, 26)).tolist() for _ in range(3)]
 
-    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None:
+    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int, references: Tensor | None = None) -> None:
         inputs.zero_()
         targets.fill_(-1)
         for row in range(len(inputs)):
@@ -47,9 +47,8 @@ class MadePairs:
             tokens = [*prompt, *answers[(first_sample + row) % 2]]
             inputs[row, : len(tokens)] = torch.tensor(tokens)
             targets[row, len(prompt) - 1 : len(tokens) - 1] = torch.tensor(tokens[len(prompt) :])
-
-    def fill_references(self, out: Tensor, first_sample: int) -> None:
-        out.copy_(torch.from_numpy(self.references[first_sample : first_sample + len(out)]))
+        if references is not None:
+            references.copy_(torch.from_numpy(self.references[first_sample : first_sample + len(inputs)]))
 
 
 def our_losses(config: RunConfig, pairs: MadePairs, vocab_size: int) -> list[float]:

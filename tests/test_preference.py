@@ -125,8 +125,7 @@ def test_a_steps_gradient_is_that_of_differences(base: RunConfig, pairs: Path) -
     def loss() -> float:
         model = training.design.shape, training.validation_ops, state.weights, state.activations
         sums = torch.from_numpy(answer_sums(*model, batches, 2 * count))
-        references = torch.zeros(2 * count)
-        batches.fill_references(references, 0)
+        references = torch.from_numpy(batches.references_of(0, 2 * count))
         return preference.losses_of(preference.margins_of(sums, references, 0.1), 0.0).mean().item()
 
     direction = gradient[: flat.numel()] / gradient.norm()
@@ -195,8 +194,7 @@ def test_batches_hold_pairs_and_their_references(pairs: Path) -> None:
     assert list(map(batches.locate, range(n))) != list(map(batches.locate, range(n, 2 * n)))
     inputs, targets = (torch.zeros(4, LENGTH, dtype=torch.int64) for _ in range(2))
     out = torch.zeros(4)
-    batches.fill(inputs, targets, 2)
-    batches.fill_references(out, 2)
+    batches.fill(inputs, targets, 2, out)
     assert out.tolist() == [references[batches.locate(s)] for s in range(2, 6)]
     decode = dataset.tokenizer.decode
     for row in range(4):

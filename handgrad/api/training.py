@@ -53,6 +53,9 @@ class Settings(TypedDict, total=False):
     micro_batch: int
     lanes: int
     packing: str
+    objective: str
+    dpo_beta: float
+    dpo_smoothing: float
     overfit_one_batch: bool
     learning_rate: float
     optimizer: str

@@ -137,8 +137,9 @@ class PairBatches:
         assert stretches is not None and len(stretches) == self.samples_per_epoch
         return stretches.astype(np.int64)
 
-    def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int) -> None:
-        """Writes the documents of samples `first_sample`, ... into `inputs` and `targets`, int64 CPU tensors (B, T)."""
+    def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int, references: "Tensor | None" = None) -> None:
+        """Writes the documents of samples `first_sample`, ... into `inputs` and `targets`, int64 CPU tensors (B, T), and
+        their sums into `references` (B), float32."""
         inputs.fill_(self.shard.end_of_text)
         targets.fill_(-1)
         for row in range(len(inputs)):
@@ -148,10 +149,12 @@ class PairBatches:
             inputs.numpy()[row, : min(length, self.sequence_length)] = tokens[: self.sequence_length]
             first, end = self.trained[document] - start
             targets.numpy()[row, first - 1 : end - 1] = tokens[first:end]
+        if references is not None:
+            references.numpy()[:] = self.references_of(first_sample, len(inputs))
 
-    def fill_references(self, out: "Tensor", first_sample: int) -> None:
-        """Writes the references of samples `first_sample`, ... into `out` (B), float32 on the CPU."""
-        out.numpy()[:] = [self.references[self.locate(first_sample + row)] for row in range(len(out))]
+    def references_of(self, first_sample: int, samples: int) -> np.ndarray:
+        """The sums of samples `first_sample`, ..., float32."""
+        return self.references[[self.locate(first_sample + row) for row in range(samples)]]
 
 
 def pair_batches(dataset: Dataset, split: str, sequence_length: int, seed: int, *, shuffle: bool = True) -> PairBatches:

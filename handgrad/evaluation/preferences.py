@@ -76,8 +76,6 @@ def held_out_pairs(
     if 0 < most_tokens < batches.shard.token_count:
         samples = min(samples, max(2, most_tokens // batches.sequence_length // 2 * 2))
     sums = torch.from_numpy(answer_sums(shape, ops, weights, act, batches, samples, ranks, progress))
-    references = torch.zeros(samples)
-    batches.fill_references(references, 0)
-    margins = margins_of(sums, references, about.beta)
+    margins = margins_of(sums, torch.from_numpy(batches.references_of(0, samples)), about.beta)
     loss, accuracy = losses_of(margins, about.smoothing).mean().item(), (margins > 0).double().mean().item()
     return PairsHeldOut(loss, accuracy, margins.mean().item(), samples // 2)

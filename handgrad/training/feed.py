@@ -29,10 +29,11 @@ def inputs_of(act: Any, names: Iterable[str] = (*READ, *SORTED)) -> dict[str, Te
 
 def fill_inputs(source: Source, inputs: Mapping[str, Tensor], first_sample: int) -> None:
     """Fills host tensors `inputs` with the samples from `first_sample` on. A source of documents also fills
-    `document_starts`."""
+    `document_starts`, one of pairs `references`."""
     fill: Callable[..., None] = source.fill
     starts = inputs.get("document_starts")
-    fill(inputs["tokens"], inputs["targets"], first_sample, *([] if starts is None else [starts]))
+    more = [inputs[name] for name in ("document_starts", REFERENCES) if name in inputs]
+    fill(inputs["tokens"], inputs["targets"], first_sample, *more)
     if starts is not None and "positions" in inputs:
         torch.sub(torch.arange(starts.shape[1]), starts, out=inputs["positions"])
     for name, by in SORTED.items():
@@ -58,7 +59,7 @@ class BatchFeed:
 
     def __init__(self, source: Source, act: Any, more: Mapping[str, Tensor] | None = None):
         """`act`: the model's activations; `more`: receive the micro-batch's sample numbers or references, by name."""
-        self.source: Any = source
+        self.source = source
         self.targets = inputs_of(act) | dict(more or {})
         self.on_host = act.tokens.device.type != "cuda"
         if act.tokens.device.type == "mps":
@@ -84,8 +85,6 @@ class BatchFeed:
         fill_inputs(self.source, host, first_sample)
         if SAMPLE_NUMBERS in host:
             torch.arange(first_sample, first_sample + len(host[SAMPLE_NUMBERS]), out=host[SAMPLE_NUMBERS])
-        if REFERENCES in host:
-            self.source.fill_references(host[REFERENCES], first_sample)
         if self.on_host:
             if host is not self.targets:
                 copy_all(self.targets, host)

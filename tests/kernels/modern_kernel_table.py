@@ -33,7 +33,7 @@ def launches(itemsize: int) -> dict[str, Launch]:
     softmax = {"V": V, "Vp": Vp, "CAP": 15.0}
     found["classifier_forward"] = classifier._forward, {**softmax, "PADDED": 64}, classifier.WARPS
     found["classifier_forward_backward"] = classifier._forward_backward, softmax, classifier.WARPS
-    weighted = {**softmax, "UNTRAINED": True, "WEIGHTED": True}
+    weighted = {**softmax, "UNTRAINED": True, "SCALES": 1}
     found["classifier_forward_backward of pairs"] = classifier._forward_backward, weighted, classifier.WARPS
     found["softcap_forward"] = classifier._cap, {"BLOCK": classifier.CAP_BLOCK, "CAP": 15.0}, classifier.WARPS
     for C in (768, 1600):

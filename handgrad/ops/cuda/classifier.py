@@ -49,7 +49,8 @@ def classifier_forward_backward(
 ) -> None:
     N, Vp = logits_to_dlogits_inout.shape
     tensors = losses, logits_to_dlogits_inout, targets, scale
-    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, softcap, untrained, scale.numel() > 1, num_warps=WARPS)
+    own = int(scale.numel() > 1)
+    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, softcap, untrained, own, num_warps=WARPS)
 
 
 def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
@@ -114,13 +115,12 @@ def _forward(
 @triton.jit
 def _forward_backward(
     losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, UNTRAINED: tl.constexpr = False,
-    WEIGHTED: tl.constexpr = False,
+    SCALES: tl.constexpr = 0,
 ):  # fmt: skip
-    """WEIGHTED: each row has a scale of its own."""
+    """SCALES: 1 if each row has its own, else 0."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    if WEIGHTED:
-        scale += row
+    scale += row * SCALES
     loss_and_gradient(losses + row, logits, tl.load(targets + row), scale, V, Vp, CAP, UNTRAINED, store_in_place, logits)
 
 
