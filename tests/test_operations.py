@@ -211,7 +211,8 @@ def check_classifier(
 def test_classifier_survives_extreme_logits(ops: ModuleType) -> None:
     logits = torch.tensor([[1e30, -1e30, 0.0, math.nan], [-1e4, 1e4, 0.0, math.nan]], dtype=torch.float64)
     losses = nan(2)
-    ops.classifier_forward_backward(losses, logits, torch.tensor([0, 0]), vocab_size=3, scale=1.0)
+    one = torch.ones(1, dtype=torch.float64)
+    ops.classifier_forward_backward(losses, logits, torch.tensor([0, 0]), vocab_size=3, scale=one)
     assert losses.tolist() == [0.0, 2e4]
     assert torch.isfinite(logits).all()
 

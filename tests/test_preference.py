@@ -67,7 +67,7 @@ def preferring(base: RunConfig, pairs: Path, out: Path, **settings: object) -> R
         "learning_rate": 3e-3,
         "warmup_steps": 0,
     }
-    return replace(base, data=str(pairs), out=str(out), **{"init_from": base.out, **more, **settings})
+    return replace(base, out=str(out), **{"data": str(pairs), "init_from": base.out, **more, **settings})
 
 
 # The gradient.
@@ -281,6 +281,11 @@ def test_adapters_prefer_too(base: RunConfig, pairs: Path, tmp_path: Path) -> No
 def test_a_run_refuses(settings: dict, problem: str, base: RunConfig, pairs: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=problem), open_run(preferring(base, pairs, tmp_path / "run", **settings)):
         pass
+
+
+def test_pairs_stand_alone(base: RunConfig, pairs: Path, shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="pairs are no part of several sets, found some in"):
+        train(preferring(base, pairs, tmp_path / "run", data=f"{pairs}=0.5,{shards}=0.5"))
 
 
 def test_pairs_are_needed(base: RunConfig, shards: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn, TimeRemainingColumn
 
+from handgrad.data.preferences import has_pairs
 from handgrad.data.prepare import Prepared, PrepareOptions, Progress, prepare as write_shards
 from handgrad.data.shards import Dataset
 from handgrad.data.sources import passed_over
@@ -112,9 +113,11 @@ def show_prepared(prepared: Prepared) -> None:
     for name, split in dataset.manifest["splits"].items():
         marks = "end-of-text and begin-of-text" if dataset.tokenizer.begins else "end-of-text"
         if dataset.is_chat:
-            share = split["trained_tokens"] / split["tokens"]
+            share, count = split["trained_tokens"] / split["tokens"], f"{split['documents']} conversations"
+            if has_pairs(dataset):
+                count = f"{split['documents'] // 2} pairs"
             print(
-                f"{name:<10} {split['tokens']} tokens in {split['documents']} conversations, {split['trained_tokens']} of"
+                f"{name:<10} {split['tokens']} tokens in {count}, {split['trained_tokens']} of"
                 f" them trained ({share:.0%}), {len(split['shards'])} shard(s)"
             )
             if split.get("left_out"):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from handgrad.data.batches import Batches, mix, permute
+from handgrad.data.preferences import has_pairs
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.errors import DataError, UsageError
 from handgrad.storage.checkpoint import Checkpoint
@@ -107,6 +108,8 @@ def open_data(data: str, model: str = "", *, chat: bool = False) -> Dataset:
     if len(opened) == 1:
         return first
     for other, dataset in opened.items():
+        if has_pairs(dataset):
+            raise UsageError(f"pairs are no part of several sets, found some in {other}; give them alone")
         one, two = first.tokenizer, dataset.tokenizer
         if (one.sha256, one.vocab_size) != (two.sha256, two.vocab_size):
             raise DataError(

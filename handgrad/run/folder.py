@@ -13,6 +13,7 @@ from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run.listing import Records, failed_twice, last_failure, records_of
 from handgrad.run.packing import DOCUMENTS
 from handgrad.settings.config import AUTO, STREAM, RunConfig, check, differences, to_dict, to_toml
+from handgrad.settings.objective import TOKENS
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Checkpoint
 from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES, take_lock
@@ -133,12 +134,13 @@ class RunFolder:
 
 
 def inherited_settings(config: RunConfig) -> dict[str, Any]:
-    """Settings that `config` leaves open and the run in `config.out` decided: precision, packing, lanes, head GEMMs."""
+    """Settings that `config` leaves open and the run in `config.out` decided: precision, packing, objective, lanes, ..."""
     begun = checkpoint.peek_config(Path(config.out))
     if begun is None:
         return {}
     # (setting, its value when left open, its value before the setting existed)
-    decided = (("precision", AUTO, AUTO), ("packing", AUTO, STREAM), ("lanes", 0, 1), ("fp8_head", AUTO, ""))
+    decided = (("precision", AUTO, AUTO), ("packing", AUTO, STREAM), ("objective", AUTO, TOKENS), ("lanes", 0, 1))
+    decided = (*decided, ("fp8_head", AUTO, ""))
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
 
 

@@ -39,6 +39,7 @@ from handgrad.run.loop import Run
 from handgrad.run.packing import resolve_objective, resolve_packing
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.settings.config import RunConfig, check, check_packing, to_dict
+from handgrad.settings.objective import check_objective
 
 
 @contextlib.contextmanager
@@ -89,8 +90,8 @@ def complete(asked: RunConfig, device: torch.device, ranks: Ranks) -> tuple[RunC
     config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")))
     devices.dtype_of(device, config.precision)  # refuses a precision that the device lacks, before reading data
     data = open_data(asked.data, model_of(asked))
-    config = check_packing(replace(config, packing=resolve_packing(config.packing, data)))
-    return check(replace(config, objective=resolve_objective(config, data))), data
+    suited = {"packing": resolve_packing(config.packing, data), "objective": resolve_objective(config, data)}
+    return check_objective(check_packing(replace(config, **suited))), data
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ AUTO, TOKENS, DPO = "auto", "tokens", "dpo"
 OBJECTIVES = (AUTO, TOKENS, DPO)
 
 
-def check_objective(config: Any) -> None:
-    """Raises `UsageError` for settings of a `RunConfig` that a loss on pairs does not support."""
+def check_objective(config: Any) -> Any:
+    """Returns a `RunConfig`; raises `UsageError` for settings that a loss on pairs does not support."""
     if config.objective != DPO:
-        return
+        return config
     needs = (
         ("init_from", "the model of the references", bool(config.init_from)),
         ("micro_batch", "a multiple of 2", config.micro_batch % 2 == 0),
@@ -22,3 +22,4 @@ def check_objective(config: Any) -> None:
     for name, needed, holds in needs:
         if not holds:
             raise UsageError(f"objective {DPO} needs {name}: {needed}, found {getattr(config, name)!r}")
+    return config

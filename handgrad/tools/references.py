@@ -20,8 +20,8 @@ def add_references(dataset: Dataset, source: str) -> Dataset:
     Raises `DataError` for a model of another tokenizer, `UsageError` for one with a shorter context, and the errors of
     `open_weights`."""
     weights = open_weights(source)
-    assert dataset.manifest is not None
-    if dataset.manifest["preferences"].get("model") == weights.origin:
+    record = (dataset.manifest or {}).get("preferences")
+    if isinstance(record, dict) and record.get("model") == weights.origin:
         return dataset
     if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
         raise DataError(f"expected pairs in the tokens of {source}, found others in {dataset.folder}; prepare them again")
