@@ -349,3 +349,23 @@ def test_in_python(base: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
     dataset = handgrad.prepare(tmp_path / "pairs.jsonl", tmp_path / "out", preferences=True, reference=base.out)
     assert len(read_references(dataset, "validation")) % 2 == 0
+
+
+def test_fewer_pairs_are_validated_when_asked(base: RunConfig, pairs: Path, tmp_path: Path) -> None:
+    train(preferring(base, pairs, tmp_path / "run", eval_tokens=4 * LENGTH, steps=4))
+    assert " on 2 pairs" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_references_need_the_models_tokens_and_context(
+    base: RunConfig, pairs: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = replace(small_run(shards, tmp_path / "short"), sequence_length=16, sample_tokens=0, steps=2, eval_every=0)
+    train(short)
+    with pytest.raises(UsageError, match=r"expected answers of at most the 17 tokens that .* takes, found one of"):
+        add_references(open_dataset(pairs), short.out)
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    other = prepare(
+        PrepareOptions(str(tmp_path / "pairs.jsonl"), tmp_path / "other", tokenizer="bpe:300", preferences=True)
+    )
+    with pytest.raises(DataError, match="expected pairs in the tokens of"):
+        add_references(other.dataset, base.out)

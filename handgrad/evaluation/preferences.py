@@ -44,7 +44,8 @@ def answer_sums(
     ops, host = documents.operations(ops, act, masked=True), devices.host_buffers(inputs)
     batch = act.tokens.shape[0]
     starts, mine = range(0, samples, batch), list[float]()
-    for number, first in enumerate(starts[ranks.rank :: ranks.size], start=1):
+    own = starts[ranks.rank :: ranks.size]
+    for number, first in enumerate(own, start=1):
         fill_inputs(batches, host, first)
         if host is not inputs:
             copy_all(inputs, host)
@@ -52,7 +53,7 @@ def answer_sums(
         compute_losses(ops, weights, act, shape)
         mine += (-act.losses.view(act.tokens.shape).cpu().double().sum(1)).tolist()
         if progress is not None:
-            progress(number * act.tokens.numel(), len(starts[ranks.rank :: ranks.size]) * act.tokens.numel())
+            progress(number * act.tokens.numel(), len(own) * act.tokens.numel())
     mine += [0.0] * (-(-len(starts) // ranks.size) * batch - len(mine))
     everyone = ranks.all_gather_numbers(mine, "log-probabilities of answers")
     rows = [everyone[i % ranks.size][i // ranks.size * batch : (i // ranks.size + 1) * batch] for i in range(len(starts))]
