@@ -325,7 +325,8 @@ def test_what_is_said_of_a_run(base: RunConfig, pairs: Path, tmp_path: Path, cap
     last = records(tmp_path / "run", ("validation",))[-1]
     assert main(["report", config.out]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "nats per pair" in page and f"{last['accuracy']:.1%}" in page and "Perplexity" not in page
+    assert "Loss, nats per pair" in page and f"{last['accuracy']:.1%}" in page
+    assert "nats per token" not in page and "Perplexity" not in page
     capsys.readouterr()
     assert main(["evaluate", config.out, "--micro-batch", "4"]) == 0
     lines = capsys.readouterr().out

@@ -65,7 +65,8 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
     floor = " Dashed: entropy of the source, which no model can beat." if floors(runs) else ""
     crosses = " Crosses: skipped updates." if any(run.skipped for run in runs) else ""
     caption = "Thin: every step. Thick: running mean." + dots + floor
-    plots = [Plot("loss", "Loss, nats per token", caption, True, draw_loss)]
+    unit = "pair" if all(run.pairs for run in runs) else "token"
+    plots = [Plot("loss", f"Loss, nats per {unit}", caption, True, draw_loss)]
     if all(len(run.steps.step) >= CLOSE_UP_STEPS for run in runs):
         caption = "The same, without the fall of the first fifth."
         plots.append(Plot("loss_close_up", "Loss, close-up", caption, True, draw_loss_close_up))
