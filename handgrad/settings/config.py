@@ -395,5 +395,6 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Differences of two configs that change the numbers: ['seed: 1 -> 2', ...]. A missing setting has its default."""
     old = {"lanes": 1, "packing": STREAM, "objective": TOKENS, "fp8_head": "", **of_stored(old)}
     known = {name: field.default for name, field in FIELDS.items() if not field.metadata["free"]}
-    then, now = ({name: config.get(name, default) for name, default in known.items()} for config in (old, new))
+    both = old, {"objective": TOKENS, **new}  # a record of an older run may be on either side
+    then, now = ({name: config.get(name, default) for name, default in known.items()} for config in both)
     return [f"{name}: {value!r} -> {now[name]!r}" for name, value in then.items() if value != now[name]]
