@@ -14,7 +14,7 @@ class ChatRows:
         self.pool, self.seed, self.length = pool, seed, length
 
     def lengths(self, row: int) -> list[int]:
-        """Of the chats in a row."""
+        """The lengths of the chats in a row, in tokens."""
         draw, lengths = np.random.default_rng((self.seed, row)), list[int]()
         while (left := self.length - sum(lengths)) > 0:
             lengths.append(min(left, int(draw.integers(*CHAT_TOKENS))))

@@ -30,6 +30,8 @@ LARGEST_DIFFERENCE = 1e-5  # nats
 class MadePairs:
     """Made-up pairs: a prompt and two answers of 5 to 25 tokens each. Sample 2 i is the chosen one of pair i."""
 
+    trains_all = False
+
     def __init__(self, pool: np.ndarray, seed: int):
         self.pool, self.seed, self.references = pool, seed, np.zeros(0, np.float32)
         self.samples_per_epoch = 2 * STEPS * PAIRS_PER_STEP

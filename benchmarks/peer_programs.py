@@ -1,7 +1,7 @@
 """Peers that are programs of their own, built from their sources outside this repository: llmq and llm.c.
 
-    LLMQ=/tmp/llmq/build/train python -m benchmarks.llama_speed --shapes Qwen2.5-0.5B --contenders handgrad,llmq
-    LLMC=/tmp/llm.c/train_gpt2cu handgrad bench step --device cuda --contenders handgrad,llmc
+    LLMQ=PATH/train python -m benchmarks.llama_speed --shapes Qwen2.5-0.5B --contenders handgrad,llmq
+    LLMC=PATH/train_gpt2cu handgrad bench step --device cuda --contenders handgrad,llmc
 
 A program starts from handgrad's initial weights in bf16 and takes handgrad's samples in another order. Between its turns
 it stands still (SIGSTOP), but the device finishes what it has launched: up to a micro-batch of llmq's CUDA graphs, which
@@ -41,7 +41,7 @@ LAST_LINES = 6  # of its output, in an error
 
 
 def is_program(name: str) -> bool:
-    """Whether a contender is llmc, or llmq with +e4m3 for its GEMMs in fp8 and +SAMPLES for a micro-batch of its own."""
+    """True for llmc, and for llmq with +e4m3 for its GEMMs in fp8 and +SAMPLES for a micro-batch of its own."""
     kind, *options = name.split("+")
     return name == "llmc" or (kind == "llmq" and all(option == "e4m3" or option.isdecimal() for option in options))
 

@@ -41,7 +41,7 @@ class TrainerSwitches:
 
 
 def trainer_switches(name: str) -> TrainerSwitches | None:
-    """Those of a contender called "transformers" or "trl", with +OPTION for each; None for another name."""
+    """The switches of a contender called "transformers" or "trl", each a +OPTION; None for another name."""
     kind, *options = name.split("+")
     known = {*TrainerSwitches.__dataclass_fields__} - {"trl"} - ({"varlen"} if kind == TRAINER else set())
     if kind not in (TRAINER, TRL) or not {*options} <= known:
@@ -177,7 +177,7 @@ class TrainerRun:
         return with_adapters(model, self.config) if switches.lora else model
 
     def arguments(self, switches: TrainerSwitches) -> dict[str, Any]:
-        """Of transformers' `TrainingArguments`."""
+        """The keyword arguments of transformers' `TrainingArguments`."""
         config = self.config
         return {
             "output_dir": tempfile.gettempdir(),  # nothing is written

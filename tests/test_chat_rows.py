@@ -40,7 +40,7 @@ def test_targets_are_the_trained_tokens_of_the_same_chat(rows: ChatRows) -> None
 
 
 def test_chats_train_a_packed_model() -> None:
-    """The mean loss is that of the trained tokens, at first about ln of the vocabulary."""
+    """The loss is a mean over the trained tokens, at first about ln of the vocabulary."""
     settings = Settings("tiny-llama", 1, 512, 2, device="cpu", precision="fp32", vocab_size=300, chats=True)
     assert settings.config().packed and "second half of each trained" in tokens_of(settings).words
     run = llama_speed.make_run("handgrad", settings)

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from handgrad.cli import main
 from handgrad.data.chat import Conversation
-from handgrad.data.preferences import pair_batches, pair_of, read_references, references_path
+from handgrad.data.preferences import pair_batches, pair_of, read_references, record_references, references_path
 from handgrad.data.prepare import prepare
 from handgrad.data.recipe import PrepareOptions
-from handgrad.data.shards import MANIFEST_FILE, open_dataset
+from handgrad.data.shards import SPLITS, open_dataset
 from handgrad.errors import ConfigError, DataError, UsageError
 from handgrad.evaluation.preferences import answer_sums
 from handgrad.interop.sources import open_weights
@@ -91,7 +91,7 @@ def test_a_weight_for_each_token(ops: ModuleType, softcap: float) -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_weights_are_the_losss_gradient(smoothing: float) -> None:
-    """Beside autograd and torch's own formula, from tokens' losses of three pairs."""
+    """The losses of three pairs and their gradient equal autograd's, through torch's logsigmoid."""
     about, T = Preference(0.3, smoothing), 5
     losses, references = randn(6 * T).abs().requires_grad_(), -randn(6, seed=2).abs().float()
     sums = -losses.view(6, T).sum(1) - references.double()
@@ -293,26 +293,44 @@ def test_pairs_are_needed(base: RunConfig, shards: Path, tmp_path: Path) -> None
         train(preferring(base, shards, tmp_path / "run", objective="dpo"))
 
 
+def test_pairs_are_no_text(base: RunConfig, pairs: Path, tmp_path: Path) -> None:
+    """The loss of the next token would train the rejected answers."""
+    with pytest.raises(DataError, match="objective tokens would train the rejected answers too"):
+        train(preferring(base, pairs, tmp_path / "run", objective="tokens"))
+
+
+def test_lost_references_are_made_again(base: RunConfig, pairs: Path) -> None:
+    dataset = open_dataset(pairs)
+    path = references_path(dataset.splits["validation"][0])
+    content = path.read_bytes()
+    path.unlink()
+    try:
+        add_references(dataset, base.out)
+        assert path.read_bytes() == content
+    finally:
+        path.write_bytes(content)
+
+
 def test_the_run_keeps_to_its_references(base: RunConfig, pairs: Path, tmp_path: Path) -> None:
     """Other references are other data."""
     config = preferring(base, pairs, tmp_path / "run", steps=8)
     with open_run(config) as run:
-        assert isinstance(run, Run) and run.facts["identity"]["preferences"]["train_sha256"]
+        assert isinstance(run, Run) and run.facts["identity"]["references"]["train_sha256"]
         run.begin()
         run.advance(4)
         run.save()
-    manifest = pairs / MANIFEST_FILE
-    content = manifest.read_text()
+    dataset = open_dataset(pairs)
+    assert dataset.manifest is not None
+    model, sums = dataset.manifest["preferences"]["model"], {split: read_references(dataset, split) for split in SPLITS}
+    record_references(dataset, sums, {**model, "source": "the same model in another place"})
     try:
-        dataset = open_dataset(pairs)
-        other = json.loads(content)
-        other["preferences"]["model"] = {"from": "elsewhere"}
-        manifest.write_text(json.dumps(other))
+        train(replace(config, steps=6), allow_changes=True)
+        record_references(dataset, {split: one + 1 for split, one in sums.items()}, model)
         with pytest.raises(ConfigError, match="was trained on other data than"):
-            train(config)
+            train(replace(config, steps=6))
         assert dataset.identity == open_dataset(pairs).identity
     finally:
-        manifest.write_text(content)
+        record_references(dataset, sums, model)
 
 
 def test_what_is_said_of_a_run(base: RunConfig, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +338,7 @@ def test_what_is_said_of_a_run(base: RunConfig, pairs: Path, tmp_path: Path, cap
     config = preferring(base, pairs, tmp_path / "run", audit_every=4)
     train(config)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "objective  dpo: 48 pairs, each answer in a row of its own; beta 0.1" in log
+    assert f"objective  dpo: 48 pairs, each answer in a row of its own; beta 0.1; references of {base.out}" in log
     assert "result     reached validation loss" in log and "perplexity" not in log
     last = records(tmp_path / "run", ("validation",))[-1]
     assert main(["report", config.out]) == 0

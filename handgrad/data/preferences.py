@@ -70,6 +70,18 @@ def has_pairs(dataset: Dataset) -> bool:
     return bool(dataset.manifest and "preferences" in dataset.manifest)
 
 
+def references_identity(dataset: Dataset) -> dict[str, Any]:
+    """The hashes of the references, by split."""
+    record = (dataset.manifest or {}).get("preferences") or {}
+    return {key: digest for key, digest in record.items() if key != "model"}
+
+
+def references_source(dataset: Dataset) -> str:
+    """The model of the references, in the user's words."""
+    record = (dataset.manifest or {}).get("preferences") or {}
+    return str(record.get("model", {}).get("source", "none"))
+
+
 def references_path(shard: Shard) -> Path:
     return shard.path.with_suffix(".references")
 
@@ -106,7 +118,7 @@ def read_references(dataset: Dataset, split: str) -> np.ndarray:
 
 class PairBatches:
     """Samples of one document each, padded with end-of-text: samples 2 i and 2 i + 1 are a pair. With `shuffle`, pairs in
-    an order that (seed, epoch) chooses. Raises DataError for a document longer than a row."""
+    an order that (seed, epoch) chooses. Raises UsageError for a document longer than a row."""
 
     trains_all = False
 

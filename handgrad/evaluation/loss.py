@@ -2,12 +2,13 @@
 
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from handgrad.data.batches import Batches
 from handgrad.data.mixture import apart, open_data
@@ -38,36 +39,55 @@ def mean_loss(
 ) -> float:
     """Mean cross-entropy in nats over the tokens that the first `samples` samples (at most one epoch) score.
 
-    The last micro-batch may be padded with samples that do not count. Ranks take the micro-batches round-robin; each rank
-    then adds the sums of all in the order of the samples, as a single rank does. After each micro-batch, `progress`
-    receives the number of positions that this rank has done, and its total.
+    Each rank adds the sums of all micro-batches in the order of the samples, as a single rank does. `progress`: of
+    `token_losses`.
     """
     ranks = Ranks() if ranks is None else ranks
+    samples, sums = min(samples, batches.samples_per_epoch), list[float]()
+    for first, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):
+        for row in range(len(losses)):
+            losses[row, : batches.context(first + row)] = 0.0
+        sums.append(losses.sum().item())
+    total = 0.0
+    for one in in_order(sums, 1, -(-samples // act.tokens.shape[0]), ranks):
+        total += one
+    return total / batches.scored_tokens(samples)
+
+
+def token_losses(
+    shape: ModelShape,
+    ops: Any,
+    weights: Any,
+    act: Any,
+    batches: Any,
+    samples: int,
+    ranks: Ranks,
+    progress: OnTokens | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """(first sample, losses (samples, T) in float64 on the CPU) of each micro-batch of this rank; ranks take them
+    round-robin. The samples that pad the last micro-batch are left out. After each, `progress` receives the number of
+    positions that this rank has done, and its total."""
     inputs = inputs_of(act, READ)
-    ops = documents.operations(ops, act, masked=not batches.trains_all)
-    host = devices.host_buffers(inputs)
-    samples = min(samples, batches.samples_per_epoch)
-    batch = act.tokens.shape[0]
-    starts = range(0, samples, batch)
-    sums = [0.0] * -(-len(starts) // ranks.size)
-    for index, first in enumerate(starts[ranks.rank :: ranks.size]):
+    ops, host = documents.operations(ops, act, masked=not batches.trains_all), devices.host_buffers(inputs)
+    batch, positions = act.tokens.shape[0], act.tokens.numel()
+    own = range(0, samples, batch)[ranks.rank :: ranks.size]
+    for number, first in enumerate(own, start=1):
         fill_inputs(batches, host, first)
         if host is not inputs:
             copy_all(inputs, host)
         ranks.set_status(f"evaluation, sample {first}")
         compute_losses(ops, weights, act, shape)
-        counted = min(batch, samples - first)
-        losses = act.losses.view(act.tokens.shape)[:counted].cpu().to(torch.float64, copy=True)
-        for row in range(counted):
-            losses[row, : batches.context(first + row)] = 0.0
-        sums[index] = losses.sum().item()
+        yield first, act.losses.view(act.tokens.shape)[: samples - first].cpu().to(torch.float64, copy=True)
         if progress is not None:
-            progress((index + 1) * act.tokens.numel(), len(sums) * act.tokens.numel())
-    everyone = ranks.all_gather_numbers(sums, "losses of the evaluation")
-    total = 0.0
-    for index in range(len(starts)):
-        total += everyone[index % ranks.size][index // ranks.size]
-    return total / batches.scored_tokens(samples)
+            progress(number * positions, len(own) * positions)
+
+
+def in_order(own: list[float], width: int, micro_batches: int, ranks: Ranks) -> list[float]:
+    """The numbers of all ranks, `width` for each micro-batch, in the order of the samples. `own`: this rank's."""
+    rounds = -(-micro_batches // ranks.size)
+    everyone = ranks.all_gather_numbers([*own, *[0.0] * (rounds * width - len(own))], "losses of the evaluation")
+    places = ((rank, turn * width) for turn in range(rounds) for rank in range(ranks.size))
+    return [number for rank, first in places for number in everyone[rank][first : first + width]][: micro_batches * width]
 
 
 def perplexity(loss: float) -> float:

@@ -7,14 +7,10 @@ import numpy as np
 import torch
 
 from handgrad.data.preferences import PairBatches
-from handgrad.evaluation.loss import OnTokens
-from handgrad.joins import documents
+from handgrad.evaluation.loss import OnTokens, in_order, token_losses
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.preference import Preference, losses_of, margins_of
-from handgrad.machine import devices
-from handgrad.models import compute_losses
 from handgrad.networks import ModelShape
-from handgrad.training.feed import READ, copy_all, fill_inputs, inputs_of
 
 
 @dataclass(frozen=True)
@@ -37,27 +33,11 @@ def answer_sums(
     ranks: Ranks | None = None,
     progress: OnTokens | None = None,
 ) -> np.ndarray:
-    """The summed log-probabilities of the answers of the first `samples` samples, float64, the same on every rank. Ranks
-    take micro-batches round-robin."""
-    ranks = Ranks() if ranks is None else ranks
-    inputs = inputs_of(act, READ)
-    ops, host = documents.operations(ops, act, masked=True), devices.host_buffers(inputs)
-    batch = act.tokens.shape[0]
-    starts, mine = range(0, samples, batch), list[float]()
-    own = starts[ranks.rank :: ranks.size]
-    for number, first in enumerate(own, start=1):
-        fill_inputs(batches, host, first)
-        if host is not inputs:
-            copy_all(inputs, host)
-        ranks.set_status(f"evaluation, sample {first}")
-        compute_losses(ops, weights, act, shape)
-        mine += (-act.losses.view(act.tokens.shape).cpu().double().sum(1)).tolist()
-        if progress is not None:
-            progress(number * act.tokens.numel(), len(own) * act.tokens.numel())
-    mine += [0.0] * (-(-len(starts) // ranks.size) * batch - len(mine))
-    everyone = ranks.all_gather_numbers(mine, "log-probabilities of answers")
-    rows = [everyone[i % ranks.size][i // ranks.size * batch : (i // ranks.size + 1) * batch] for i in range(len(starts))]
-    return np.concatenate([np.zeros(0), *rows])[:samples]
+    """The summed log-probabilities of the answers of the first `samples` samples, float64, the same on every rank."""
+    ranks, batch, own = Ranks() if ranks is None else ranks, act.tokens.shape[0], list[float]()
+    for _, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):
+        own += [*(-losses.sum(1)).tolist(), *[0.0] * (batch - len(losses))]
+    return np.array(in_order(own, batch, -(-samples // batch), ranks)[:samples])
 
 
 def held_out_pairs(

@@ -130,9 +130,7 @@ class Run:
     fp8: list[tuple[int, dict[str, Quantized]]]  # step, classes of tensors by name
     last_line_cut: bool
     sets: dict[int, dict[str, float]] = field(default_factory=dict)  # step: nats per token of each of several data sets
-    pairs: dict[int, tuple[float, float]] = field(
-        default_factory=dict
-    )  # step: accuracy and mean margin of pairs of answers
+    pairs: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: accuracy, mean margin of pairs
     is_log: bool = False  # a main.log in llm.c's format: curves only
 
     @property

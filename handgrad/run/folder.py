@@ -134,13 +134,18 @@ class RunFolder:
 
 
 def inherited_settings(config: RunConfig) -> dict[str, Any]:
-    """Settings that `config` leaves open and the run in `config.out` decided: precision, packing, objective, lanes, ..."""
+    """The settings that `config` leaves open and that the run in `config.out` has decided."""
     begun = checkpoint.peek_config(Path(config.out))
     if begun is None:
         return {}
     # (setting, its value when left open, its value before the setting existed)
-    decided = (("precision", AUTO, AUTO), ("packing", AUTO, STREAM), ("objective", AUTO, TOKENS), ("lanes", 0, 1))
-    decided = (*decided, ("fp8_head", AUTO, ""))
+    decided = (
+        ("precision", AUTO, AUTO),
+        ("packing", AUTO, STREAM),
+        ("objective", AUTO, TOKENS),
+        ("lanes", 0, 1),
+        ("fp8_head", AUTO, ""),
+    )
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
 
 

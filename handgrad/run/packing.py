@@ -10,7 +10,7 @@ import numpy as np
 
 from handgrad.data.batches import Batches, documents_of
 from handgrad.data.mixture import MIXTURE, MixedBatches, Mixture, apart, open_data, phases_record
-from handgrad.data.preferences import PairBatches, has_pairs, pair_batches
+from handgrad.data.preferences import PairBatches, has_pairs, pair_batches, references_identity, references_source
 from handgrad.data.shards import SPLITS, Dataset
 from handgrad.errors import DataError
 from handgrad.evaluation.loss import scores_all
@@ -36,11 +36,16 @@ def resolve_packing(packing: str, dataset: Dataset) -> str:
 
 
 def resolve_objective(config: RunConfig, dataset: Dataset) -> str:
-    """`config.objective`, with "auto" replaced by the one that suits the data. Raises `DataError` if the data has no pairs
-    for `dpo`."""
+    """`config.objective`, with "auto" replaced by the one that suits the data. Raises `DataError` if `dpo` finds no pairs,
+    or `tokens` some."""
     if config.objective == DPO and not has_pairs(dataset):
         raise DataError(
             f"objective {DPO} needs pairs, found none in {dataset.folder}; make some: `handgrad prepare --preferences`"
+        )
+    if config.objective == TOKENS and has_pairs(dataset):
+        raise DataError(
+            f"objective {TOKENS} would train the rejected answers too, found pairs in {dataset.folder}; try {DPO}, or"
+            " prepare the chosen ones with --chat"
         )
     return config.objective if config.objective != AUTO else DPO if has_pairs(dataset) else TOKENS
 
@@ -53,7 +58,7 @@ def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
 def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """The hashes of all that a run reads: tokens, tokenizer, document boundaries if packing needs them; weights of sets."""
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
-    hashes |= {"preferences": dataset.manifest["preferences"]} if has_pairs(dataset) and dataset.manifest else {}
+    hashes |= {"references": references_identity(dataset)} if has_pairs(dataset) else {}
     hashes |= {MIXTURE: phases_record(dataset.phases)} if isinstance(dataset, Mixture) else {}
     boundaries = json.dumps([[shard.index_sha256 for shard in dataset.splits[name]] for name in SPLITS])
     return hashes | ({DOCUMENTS: hashlib.sha256(boundaries.encode()).hexdigest()} if config.packed else {})
@@ -101,8 +106,8 @@ def mixture_lines(config: RunConfig, dataset: Dataset) -> list[str]:
 def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
     """The header line about packed documents, or about rows with untrained tokens."""
     if config.objective == DPO:
-        found = f"{len(dataset.splits['train'][0].document_starts) // 2} pairs, each answer in a row of its own"
-        return [f"objective  {DPO}: {found}; beta {config.dpo_beta:g}"]
+        pairs = f"{len(dataset.splits['train'][0].document_starts) // 2} pairs, each answer in a row of its own"
+        return [f"objective  {DPO}: {pairs}; beta {config.dpo_beta:g}; references of {references_source(dataset)}"]
     if scores_all(dataset, config.packing):
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)

@@ -109,7 +109,7 @@ class RunConfig:
     micro_batch: int = option(
         8, "samples in a forward and backward pass: decides memory and speed (and rounding)", AT_LEAST_1
     )
-    lanes: int = option(0, "logical data-parallel width, a power of two that ranks divide (0: ranks at first)", LANES)
+    lanes: int = option(0, "logical data-parallel width, a power of two that ranks divide (0: one per rank)", LANES)
     packing: str = option(
         AUTO,
         "stream: attention crosses documents; masked: it does not; whole: nor does a row cut them. auto: whole for chats",

@@ -1,8 +1,9 @@
 """The references of prepared pairs: what a model, from which a training on them will start, says of each answer."""
 
+import contextlib
 from dataclasses import replace
 
-from handgrad.data.preferences import PairBatches, record_references
+from handgrad.data.preferences import PairBatches, read_references, record_references
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import load_model, machine
@@ -15,14 +16,17 @@ ROWS_AT_ONCE = 8
 
 
 def add_references(dataset: Dataset, source: str) -> Dataset:
-    """Computes and records the references of a prepared folder of pairs under the model `source`, unless it has them.
+    """Computes and records the references of a prepared folder of pairs under the model `source`, unless it has them whole.
 
     Raises `DataError` for a model of another tokenizer, `UsageError` for one with a shorter context, and the errors of
     `open_weights`."""
     weights = open_weights(source)
     record = (dataset.manifest or {}).get("preferences")
     if isinstance(record, dict) and record.get("model") == weights.origin:
-        return dataset
+        with contextlib.suppress(DataError):  # lost or damaged: make them again
+            for split in SPLITS:
+                read_references(dataset, split)
+            return dataset
     if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
         raise DataError(f"expected pairs in the tokens of {source}, found others in {dataset.folder}; prepare them again")
     shards = {split: dataset.splits[split][0] for split in SPLITS}
