@@ -54,7 +54,8 @@ def register_varlen() -> None:
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any) -> Any:
         ends, longest = more["cu_seq_lens_q"], more["max_length_q"]
-        q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))  # (N, heads, D)
+        # Under autocast the rotation by float32 angles widens queries and keys; flash attention takes 16 bits.
+        q, k, v = (part[0].transpose(0, 1).to(value.dtype) for part in (query, key, value))  # (N, heads, D)
         grouped = {"enable_gqa": True} if knows and k.shape[1] < q.shape[1] else {}
         y = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0), **grouped)
         return y[None], None
