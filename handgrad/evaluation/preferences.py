@@ -36,7 +36,7 @@ def answer_sums(
     """The summed log-probabilities of the answers of the first `samples` samples, float64, the same on every rank."""
     ranks, batch, own = Ranks() if ranks is None else ranks, act.tokens.shape[0], list[float]()
     for _, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):
-        own += [*(-losses.sum(1)).tolist(), *[0.0] * (batch - len(losses))]
+        own += (-losses.sum(1)).tolist()
     return np.array(in_order(own, batch, -(-samples // batch), ranks)[:samples])
 
 
