@@ -19,7 +19,7 @@ from tests.test_preference import LENGTH, PAIRS
 from tests.test_runs import records
 
 
-@pytest.mark.parametrize("lora", ["", "rank=4,alpha=8"])
+@pytest.mark.parametrize("lora", ["", "rank=8,alpha=16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_runs_over_pairs(architecture: str, precision: str, lora: str, shards: Path, tmp_path: Path) -> None:
