@@ -22,6 +22,7 @@ from handgrad.interop.sources import open_weights
 from handgrad.joins import preference
 from handgrad.joins.preference import Preference
 from handgrad.ops import cpu, reference
+from handgrad.reports import comparing, reading, results
 from handgrad.run.assemble import assemble
 from handgrad.run.loop import Run
 from handgrad.run.open import open_run, train
@@ -345,6 +346,9 @@ def test_what_is_said_of_a_run(base: RunConfig, pairs: Path, tmp_path: Path, cap
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Loss, nats per pair" in page and f"{last['accuracy']:.1%}" in page
     assert "nats per token" not in page and "Perplexity" not in page
+    run = reading.read_run(tmp_path / "run", "run")
+    (perplexity,) = (column.text(run) for column in comparing.COLUMNS if column.name == "perplexity")
+    assert perplexity == results.DASH
     capsys.readouterr()
     assert main(["evaluate", config.out, "--micro-batch", "4"]) == 0
     lines = capsys.readouterr().out
