@@ -218,7 +218,7 @@ def test_references_belong_to_their_data_and_model(base: RunConfig, pairs: Path,
         path.write_bytes(content)
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
     bare = prepare(PrepareOptions(str(tmp_path / "pairs.jsonl"), tmp_path / "bare", tokenizer="bytes", preferences=True))
-    with pytest.raises(DataError, match="expected SHA-256 None"):
+    with pytest.raises(DataError, match=r"expected pairs with references in .*, found none; run `handgrad prepare"):
         read_references(bare.dataset, "train")
 
 

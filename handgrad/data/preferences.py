@@ -70,16 +70,10 @@ def has_pairs(dataset: Dataset) -> bool:
     return bool(dataset.manifest and "preferences" in dataset.manifest)
 
 
-def references_identity(dataset: Dataset) -> dict[str, Any]:
-    """The hashes of the references, by split."""
-    record = (dataset.manifest or {}).get("preferences") or {}
-    return {key: digest for key, digest in record.items() if key != "model"}
-
-
-def references_source(dataset: Dataset) -> str:
-    """The model of the references, in the user's words."""
-    record = (dataset.manifest or {}).get("preferences") or {}
-    return str(record.get("model", {}).get("source", "none"))
+def references_record(dataset: Dataset) -> dict[str, Any]:
+    """What the manifest says of the references: the `model` that gave them and a hash for each split; {} if it has none."""
+    record = (dataset.manifest or {}).get("preferences")
+    return record if isinstance(record, dict) and isinstance(record.get("model"), dict) else {}
 
 
 def references_path(shard: Shard) -> Path:
@@ -102,10 +96,9 @@ def record_references(dataset: Dataset, sums: Mapping[str, np.ndarray], model: d
 
 def read_references(dataset: Dataset, split: str) -> np.ndarray:
     """The sums of a split's documents, float32. Raises DataError: the data has none, or other ones than its manifest."""
-    record = (dataset.manifest or {}).get("preferences")
-    shards = dataset.splits[split]
+    record, shards = references_record(dataset), dataset.splits[split]
     again = f"run `handgrad prepare --preferences` again with --reference and --out {dataset.folder}"
-    if not isinstance(record, dict) or len(shards) != 1:
+    if not record or len(shards) != 1:
         raise DataError(f"expected pairs with references in {dataset.folder}, found none; {again}")
     path = references_path(shards[0])
     with storage_errors(f"reading {path}"):

@@ -10,7 +10,7 @@ import numpy as np
 
 from handgrad.data.batches import Batches, documents_of
 from handgrad.data.mixture import MIXTURE, MixedBatches, Mixture, apart, open_data, phases_record
-from handgrad.data.preferences import PairBatches, has_pairs, pair_batches, references_identity, references_source
+from handgrad.data.preferences import PairBatches, has_pairs, pair_batches, references_record
 from handgrad.data.shards import SPLITS, Dataset
 from handgrad.errors import DataError
 from handgrad.evaluation.loss import scores_all
@@ -58,7 +58,8 @@ def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
 def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """The hashes of all that a run reads: tokens, tokenizer, document boundaries if packing needs them; weights of sets."""
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
-    hashes |= {"references": references_identity(dataset)} if has_pairs(dataset) else {}
+    references = {key: digest for key, digest in references_record(dataset).items() if key != "model"}
+    hashes |= {"references": references} if references else {}
     hashes |= {MIXTURE: phases_record(dataset.phases)} if isinstance(dataset, Mixture) else {}
     boundaries = json.dumps([[shard.index_sha256 for shard in dataset.splits[name]] for name in SPLITS])
     return hashes | ({DOCUMENTS: hashlib.sha256(boundaries.encode()).hexdigest()} if config.packed else {})
@@ -107,7 +108,8 @@ def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
     """The header line about packed documents, or about rows with untrained tokens."""
     if config.objective == DPO:
         pairs = f"{len(dataset.splits['train'][0].document_starts) // 2} pairs, each answer in a row of its own"
-        return [f"objective  {DPO}: {pairs}; beta {config.dpo_beta:g}; references of {references_source(dataset)}"]
+        model = references_record(dataset)["model"].get("source")
+        return [f"objective  {DPO}: {pairs}; beta {config.dpo_beta:g}; references of {model}"]
     if scores_all(dataset, config.packing):
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)

@@ -3,7 +3,7 @@
 import contextlib
 from dataclasses import replace
 
-from handgrad.data.preferences import PairBatches, read_references, record_references
+from handgrad.data.preferences import PairBatches, read_references, record_references, references_record
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import load_model, machine
@@ -21,8 +21,7 @@ def add_references(dataset: Dataset, source: str) -> Dataset:
     Raises `DataError` for a model of another tokenizer, `UsageError` for one with a shorter context, and the errors of
     `open_weights`."""
     weights = open_weights(source)
-    record = (dataset.manifest or {}).get("preferences")
-    if isinstance(record, dict) and record.get("model") == weights.origin:
+    if references_record(dataset).get("model") == weights.origin:
         with contextlib.suppress(DataError):  # lost or damaged: make them again
             for split in SPLITS:
                 read_references(dataset, split)
