@@ -71,7 +71,7 @@ def has_pairs(dataset: Dataset) -> bool:
 
 
 def references_record(dataset: Dataset) -> dict[str, Any]:
-    """What the manifest says of the references: the `model` that gave them and a hash for each split; {} if it has none."""
+    """The manifest's entry on the references: the `model` that gave them and a hash for each split; {} if it has none."""
     record = (dataset.manifest or {}).get("preferences")
     return record if isinstance(record, dict) and isinstance(record.get("model"), dict) else {}
 
