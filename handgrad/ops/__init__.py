@@ -37,7 +37,7 @@ OPERATIONS = (
     *("attention_forward", "attention_backward"),
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
     *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # also GEMM epilogues
-    *("classifier_forward", "classifier_forward_backward", "softcap_forward"),
+    *("classifier_forward", "classifier_forward_backward", "distill_forward_backward", "softcap_forward"),
     *("loss_sum", "squared_norms", "verdict", "adamw_update"),
     *("muon_momentum", "muon_polar", "muon_update"),
     *("tree_sum", "checksum", "digest"),  # over lanes and ranks

@@ -76,6 +76,8 @@ CALLS = {
     "geglu_backward": "dhidden[N 2F] <- dout[N F] hidden[N 2F]*3",
     "classifier_forward": "losses[N] logits_inout[N Vp]*4 <- targets[N] | vocab_size",
     "classifier_forward_backward": "losses[N] logits_to_dlogits_inout[N Vp]*4 <- targets[N] scale[1] | vocab_size",
+    "distill_forward_backward": "losses[N] logits_to_dlogits_inout[N Vp]*4"
+    " <- teacher_logits[N Vp]*4 targets[N] scale[1] | vocab_size",
     "softcap_forward": "logits_inout[N V]*4 <- | softcap",
 }
 TENSOR = re.compile(r"(\w+)\[([^]]+)\](\*\d+|\+|\^2)?")
@@ -179,8 +181,8 @@ class Draw:
             x = x.clamp(min=0).square()
         elif change:
             x *= float(change[1:])
-        if name.startswith("logits"):
-            x[:, sizes["V"] :] = math.nan  # no operation may read the padded vocabulary
+        if "logits" in name:
+            x[:, sizes["V"] :] = math.nan if written else 6e4  # no operation may read the padded vocabulary
         return x
 
 
@@ -274,6 +276,7 @@ GRADIENTS = {
     "gelu_backward": "out:dhidden_inout <- inp:dhidden_inout",
     # The training loss, which may have terms that the validation loss lacks.
     "classifier_forward_backward": "losses:scale <- logits_to_dlogits_inout:logits_to_dlogits_inout",
+    "distill_forward_backward": "losses:scale <- logits_to_dlogits_inout:logits_to_dlogits_inout",
     "rmsnorm_backward": "out:dout <- inp:dresidual_inout gain:dgain_acc",
     "mix_rmsnorm_backward": "mixed:dstream_inout out:dout <- inp:dstream_inout first:dfirst_inout"
     " residual_scalar:dresidual_scalar_acc input_scalar:dinput_scalar_acc",

@@ -52,6 +52,7 @@ def floor(name: str, arguments: Arguments, exact: Arguments, dtype: torch.dtype)
     if name in SCALARS:
         return of_a_scalar(name, arguments, exact)
     least = root_of(roundings(name, arguments, dtype), dtype, exact[name])
+    least = max(least, of_a_divergence(name, arguments)) if "teacher_logits" in arguments else least
     return max(least, of_a_cap(name, arguments, exact[name], dtype)) if arguments.get("softcap") else least
 
 
@@ -61,6 +62,16 @@ def of_a_scalar(name: str, arguments: Arguments, exact: Arguments) -> float:
     dmixed = exact["dstream_inout"] / (1 if scalar is None else scalar.double())
     products = dmixed * arguments[SCALARS[name]].double()
     return root_of(MIXTURE_SUM if streams == torch.float32 else 1.0, streams, products)
+
+
+def of_a_divergence(name: str, arguments: Arguments) -> float:
+    """The floor for a divergence and its gradient: differences in float32 of two terms that are as large as the logits of
+    both models or, in the gradient p - q, as 1."""
+    logits, V = ("logits_to_dlogits_inout", "teacher_logits"), arguments["vocab_size"]
+    largest = sum(arguments[key][:, :V].abs().max().item() for key in logits)
+    if name != "losses":
+        largest = arguments["scale"].abs().max().item() * (largest if arguments.get("reverse") else 1.0)
+    return 2 * largest * ROUNDING[torch.float32] * math.sqrt(len(arguments["targets"]))
 
 
 def of_a_cap(name: str, arguments: Arguments, exact: Tensor, dtype: torch.dtype) -> float:

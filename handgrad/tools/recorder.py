@@ -88,7 +88,7 @@ MOVING = {
     "SwiGLU": "swiglu_forward swiglu_backward",
     "GEGLU": "geglu_forward geglu_backward",
     "bias sums": "bias_backward",
-    "classifier": "classifier_forward classifier_forward_backward softcap_forward",
+    "classifier": "classifier_forward classifier_forward_backward distill_forward_backward softcap_forward",
     "loss and verdict": "loss_sum verdict",
     "norm": "squared_norms",
     "sums over lanes": "tree_sum",

@@ -4,7 +4,7 @@ classifier as they are launched at real sizes, compiled for Hopper without a GPU
 import triton
 
 from handgrad.networks.modern import GATE_CHANNELS
-from handgrad.ops.cuda import activations, classifier, embedding, mix, rmsnorm, rotary, value_embedding
+from handgrad.ops.cuda import activations, classifier, distill, embedding, mix, rmsnorm, rotary, value_embedding
 from handgrad.ops.sizes import backward_tile, forward_tile, rmsnorm_backward_tile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import NUMBERS
@@ -35,6 +35,14 @@ def launches(itemsize: int) -> dict[str, Launch]:
     found["classifier_forward_backward"] = classifier._forward_backward, softmax, classifier.WARPS
     weighted = {**softmax, "UNTRAINED": True, "SCALES": 1}
     found["classifier_forward_backward of pairs"] = classifier._forward_backward, weighted, classifier.WARPS
+    for reverse in (False, True):
+        teacher = {**softmax, "UNTRAINED": True, "SCALES": 0, "REVERSE": reverse}
+        found[f"distill_forward_backward{', reverse' * reverse}"] = distill._distill, teacher, classifier.WARPS
+    found["distill_forward_backward, no cap"] = (
+        distill._distill,
+        {**teacher, "CAP": 0.0, "UNTRAINED": False},
+        classifier.WARPS,
+    )
     found["softcap_forward"] = classifier._cap, {"BLOCK": classifier.CAP_BLOCK, "CAP": 15.0}, classifier.WARPS
     for C in (768, 1600):
         block, rows, warps = forward_tile(C)

@@ -12,7 +12,7 @@ from typing import Any
 from handgrad.ops import Backend, compose, reference
 from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.attention import attention_backward, attention_forward
-from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward
+from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward, distill_forward_backward
 from handgrad.ops.cpu.linear import (
     geglu_backward,
     geglu_forward,

@@ -37,4 +37,4 @@ def capped_tanh(logits: Tensor, softcap: float) -> Tensor:
     return tanh.mul_(2).sub_(1)
 
 
-classifier_forward, classifier_forward_backward = classifiers(capped_blocks)
+classifier_forward, classifier_forward_backward, distill_forward_backward = classifiers(capped_blocks)

@@ -26,6 +26,7 @@ from handgrad.ops.cuda.attention_tiles import capability_here, widest_head
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward, softcap_forward
 from handgrad.ops.cuda.column_sums import bias_backward
 from handgrad.ops.cuda.cublaslt import tuning
+from handgrad.ops.cuda.distill import distill_forward_backward
 from handgrad.ops.cuda.embedding import (
     embedding_backward,
     embedding_forward,

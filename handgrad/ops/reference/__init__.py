@@ -29,7 +29,12 @@ from handgrad.ops.reference.activations import (
     swiglu_linear_backward,
 )
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
-from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward, softcap_forward
+from handgrad.ops.reference.classifier import (
+    classifier_forward,
+    classifier_forward_backward,
+    distill_forward_backward,
+    softcap_forward,
+)
 from handgrad.ops.reference.decode import store_keys_values
 from handgrad.ops.reference.embedding import (
     embedding_backward,

@@ -14,14 +14,18 @@ CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # elements of the softmax's float32 tempora
 # a cap c the soft-capped logits z = c tanh(logits / c) (Bello et al. 2016, https://arxiv.org/abs/1611.09940).
 # Backward: dlogits = (softmax(z) - onehot(target)) * scale, times 1 - (z / c)^2 with a cap; 0 in the padded columns.
 # A target below 0 marks a token without a loss: its loss is 0, its row of dlogits is 0.
+#
+# Distillation (Hinton et al. 2015, https://arxiv.org/abs/1503.02531): the loss is KL(q || p) = sum q log(q / p), q the softmax
+# of a teacher's logits, and its gradient p - q. In reverse (Gu et al. 2023, https://arxiv.org/abs/2306.08543): KL(p || q), and
+# p (log(p / q) - KL(p || q)).
 
 Block = tuple[slice, Tensor, Tensor, Tensor | None]
 Blocks = Callable[[torch.dtype, Tensor, Tensor, int, float], Iterator[Block]]
 
 
-def classifiers(capped_blocks: Blocks) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Returns (classifier_forward, classifier_forward_backward), a pair as in `ops.compose`. Capped logits come from
-    `capped_blocks`, uncapped ones from `log_softmax_blocks`."""
+def classifiers(capped_blocks: Blocks) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """Returns (classifier_forward, classifier_forward_backward, distill_forward_backward), as in `ops.compose`. Capped
+    logits come from `capped_blocks`, uncapped ones from `log_softmax_blocks`."""
 
     def classifier_forward(
         losses: Tensor,
@@ -63,7 +67,39 @@ def classifiers(capped_blocks: Blocks) -> tuple[Callable[..., None], Callable[..
         if untrained:
             clear_untrained(targets, losses, logits_to_dlogits_inout)
 
-    return classifier_forward, classifier_forward_backward
+    def distill_forward_backward(
+        losses: Tensor,
+        logits_to_dlogits_inout: Tensor,
+        teacher_logits: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+        *,
+        vocab_size: int,
+        softcap: float = 0.0,
+        untrained: bool = False,
+        reverse: bool = False,
+    ) -> None:
+        """`classifier_forward_backward` with losses KL(q || p) or, in `reverse`, KL(p || q) to q = softmax(teacher_logits
+        (N, Vp)). The teacher's logits are capped already. Of targets (N) only the signs count."""
+        check_trained(targets, untrained)
+        blocks_of, scales = capped_blocks if softcap else log_softmax_blocks, scale.view(-1, 1).expand(len(targets), 1)
+        for rows, _, log_p, slope in blocks_of(losses.dtype, logits_to_dlogits_inout, targets, vocab_size, softcap):
+            log_q = torch.log_softmax(teacher_logits[rows, :vocab_size], 1, dtype=losses.dtype)
+            ratio = log_p[:, :vocab_size] - log_q
+            p = log_p.exp_()  # exactly 0 in the padded columns
+            words = p[:, :vocab_size]
+            if reverse:
+                losses[rows] = (words * ratio).sum(1)
+                words.mul_(ratio.sub_(losses[rows].unsqueeze(1)))
+            else:
+                q = log_q.exp_()
+                losses[rows] = (q * ratio).sum(1).neg_()
+                words.sub_(q)
+            torch.mul(p if slope is None else p.mul_(slope), scales[rows], out=logits_to_dlogits_inout[rows])
+        if untrained:
+            clear_untrained(targets, losses, logits_to_dlogits_inout)
+
+    return classifier_forward, classifier_forward_backward, distill_forward_backward
 
 
 def check_trained(targets: Tensor, untrained: bool) -> None:
@@ -97,7 +133,7 @@ def log_softmax_blocks(
         yield rows, targets[rows].clamp(min=0).unsqueeze(1), torch.log_softmax(z, 1, dtype=dtype), slope
 
 
-classifier_forward, classifier_forward_backward = classifiers(log_softmax_blocks)
+classifier_forward, classifier_forward_backward, distill_forward_backward = classifiers(log_softmax_blocks)
 
 
 def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:

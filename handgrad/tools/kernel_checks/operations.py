@@ -51,9 +51,10 @@ for operation in ("attention_forward", "attention_backward"):
 for way in ("forward", "backward"):
     CASES[f"rotary_{way}, of grouped heads"] = case(f"rotary_{way}", **TURNED)
     CASES[f"gained_qk_norm_rotary_{way}"] = case(f"gained_qk_norm_rotary_{way}", **GROUPED)
-for operation in ("classifier_forward", "classifier_forward_backward"):
+for operation in ("classifier_forward", "classifier_forward_backward", "distill_forward_backward"):
     CASES[f"{operation}, with a cap"] = case(operation, softcap=15.0)
     CASES[f"{operation}, some untrained"] = case(operation, untrained=True)
+CASES["distill_forward_backward, reverse"] = case("distill_forward_backward", reverse=True)
 CASES["tree_sum, rounded"] = lambda d: d.arguments("tree_sum", pieces=d.float32(16, 2 * 4096), rounded=True)
 CASES["muon_polar, tall"] = lambda d: {"update_to_polar_inout": d(2, F, C)}
 
