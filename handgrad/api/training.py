@@ -54,6 +54,8 @@ class Settings(TypedDict, total=False):
     lanes: int
     packing: str
     objective: str
+    teacher: str | os.PathLike[str]
+    teacher_divergence: str
     dpo_beta: float
     dpo_smoothing: float
     overfit_one_batch: bool

@@ -126,5 +126,5 @@ def mark(action: argparse.Action, *, takes_run: bool) -> None:
         action.choices = list(presets.MODELS)
     elif "|" in words and action.nargs is None:
         action.choices = words.split("|")
-    elif words in PATH_METAVARS or action.dest in ("data", "out", "init_from"):
+    elif words in PATH_METAVARS or action.dest in ("data", "out", "init_from", "teacher"):
         action.complete = PATHS  # type: ignore

@@ -287,6 +287,7 @@ def verify(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder, or a certificate with checkpoints/ beside it")
     parser.text("--data", "DIR", "the run's shards (default: where the run had them)")
     parser.text("--init-from", "DIR", "the weights that it started from (default: where the run had them)")
+    parser.text("--teacher", "DIR", "the weights that it learnt from (default: the same)")
     parser.number("--from", "step to begin after, 0 or one with a checkpoint (default: the first)", rule=NOT_NEGATIVE)
     parser.number("--to", "last step (default: the step of the last link or checkpoint)", rule=AT_LEAST_1)
     parser.number("--segments", "instead: N segments between checkpoints, drawn by --seed", rule=AT_LEAST_1)

@@ -98,7 +98,11 @@ def outcome_of(
         if best_saved and best_saved[1] < now:
             return Outcome(OVERFITTED, f"{text}; {config.out}/best is the checkpoint of step {best_saved[0]}")
         return Outcome(OVERFITTED, text, ("--keep-best",))
-    units = "" if config.objective == DPO else f" (perplexity {math.exp(min(now, 700)):.4g})"
+    units = (
+        ""
+        if config.objective == DPO or (config.teacher and not validations)
+        else f" (perplexity {math.exp(min(now, 700)):.4g})"
+    )
     reached = f"{name} loss {now:.4f}{units}, from {start:.4f} at the start"
     reached += f", {best:.4f} at step {best_step}" if now - best > NAMED_SHARE * best else ""
     earlier = [loss for step, loss in validations if step <= steps / 2] or [curve.within(steps / 2)]

@@ -56,6 +56,7 @@ class WithMasked(Overlay):
         super().__init__(ops)
         self.classifier_forward = partial(ops.classifier_forward, untrained=True)
         self.classifier_forward_backward = partial(ops.classifier_forward_backward, untrained=True)
+        self.distill_forward_backward = partial(ops.distill_forward_backward, untrained=True)
 
 
 def operations(ops: Any, act: Any, *, masked: bool = False) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.joins import documents, offload, preference
+from handgrad.joins import distill, documents, offload, preference
 from handgrad.joins.audit.digest import StateDigest
 from handgrad.joins.dropout.bind import WithDropout
 from handgrad.joins.fp8 import bind as fp8, with_lora
@@ -162,14 +162,18 @@ def bind(
         graphs = design.device.type == "cuda" and design.ops.BACKEND.capturable
     if feed is None:
         assert source is not None
-        more = {name: state.views[name] for name in (SAMPLE_NUMBERS, REFERENCES) if name in state.views}
+        more = {name: state.views[name] for name in (SAMPLE_NUMBERS, REFERENCES, "positions") if name in state.views}
         feed = BatchFeed(source, state.activations, more)
 
     model_ops = training_operations(state, masked=trained_tokens is not None or design.preference is not None)
+    if design.teacher is not None:
+        model_ops = distill.WithTeacher(model_ops, state)
     if design.preference is not None:
         program = preference.program(state, design.ops, model_ops, design.preference)
     else:
         program = plain_program(state, design.ops, model_ops)
+    if design.teacher is not None:
+        program = model_ops.launches(program)
     sync = GradientSync(state, ranks) if design.sharding.lanes > 1 else None
     replicas = Replicas(state, ranks, guards.replicas_every) if sync is not None and ranks.size > 1 else None
     digest = StateDigest(state, ranks, guards.audit_every, graphs=graphs) if guards.audit_every else None

@@ -4,7 +4,7 @@ background save writes while training continues."""
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,14 @@ from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, storage_errors
 from handgrad.evaluation.load import CHAT, Weights
 from handgrad.format import human_bytes
+from handgrad.joins import distill
 from handgrad.joins.fp8.tables import HEAD, names_in
 from handgrad.joins.offload import pin
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine import devices
 from handgrad.memory.arena import Buffer, Plan, make_plan
 from handgrad.memory.layout import Bucket, bucket_of
-from handgrad.memory.rows import ParameterRow
+from handgrad.memory.rows import ParameterRow, Table
 from handgrad.models import parameter_table
 from handgrad.run.assemble import Assembly
 from handgrad.settings.config import RunConfig, to_dict
@@ -138,24 +139,30 @@ def run_numbers(training: Assembly) -> dict[str, Any]:
 
 
 def begin_state(
-    training: Assembly, config: RunConfig, weights: Weights | None, resumed: Checkpoint | None
+    training: Assembly,
+    config: RunConfig,
+    weights: Weights | None,
+    resumed: Checkpoint | None,
+    teacher: Weights | None = None,
 ) -> tuple[int, int]:
-    """Loads the initial weights and the checkpoint to resume from, if any. Returns (completed steps, skipped updates in a
-    row). Raises the errors of `load_run`."""
+    """Loads the teacher, the initial weights and the checkpoint to resume from, if any. Returns (completed steps, skipped
+    updates in a row). Raises the errors of `load_run`."""
+    if teacher is not None:
+        flat = training.state.views[distill.WEIGHTS]
+        load_weights(teacher, training.design.teacher.parameters, lambda row, values: row.stored(flat).copy_(values))
     if weights is not None:
-        load_initial_weights(weights, training)
+        load = training.load_frozen_weight if training.design.frozen else training.state.load_weight
+        load_weights(weights, training.design.frozen or training.design.parameters, load)
     if resumed is None:
         return 0, 0
     load_run(resumed, config, training)
     return resumed.step, resumed.manifest["skips_in_a_row"]
 
 
-def load_initial_weights(weights: Weights, training: Assembly) -> None:
-    """Loads initial weights that another run or model supplies; with adapters, these are the base. A run with fewer
-    positions takes the first ones."""
-    design = training.design
-    load = training.load_frozen_weight if design.frozen else training.state.load_weight
-    for theirs, row in zip(parameter_table(weights.shape), design.frozen or design.parameters, strict=True):
+def load_weights(weights: Weights, table: Table, load: Callable[[ParameterRow, Tensor], object]) -> None:
+    """Loads the rows of `table` from weights that another run or model supplies. A run with fewer positions takes the first
+    ones."""
+    for theirs, row in zip(parameter_table(weights.shape), table, strict=True):
         assert theirs.name == row.name
         load(row, weights.weight(theirs)[: row.stored_rows])
 

@@ -28,7 +28,7 @@ from handgrad.training.design import Design
 
 def check_names(config: RunConfig) -> None:
     """Refuses paths that are not UTF-8. Linux allows them, but the log and safetensors do not."""
-    for name in ("data", "out", "init_from"):
+    for name in ("data", "out", "init_from", "teacher"):
         path = getattr(config, name)
         try:
             path.encode()
@@ -52,7 +52,8 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
             + (" --batch-schedule ''" if config.batch_schedule else "")
         )
     shape, device = design.shape, design.device
-    design.plain_ops.check_sizes(**shape.kernel_sizes)
+    for each in (shape, *([design.teacher.shape] if design.teacher else [])):
+        design.plain_ops.check_sizes(**each.kernel_sizes)
     needed = sum(memory_bytes(design).values()) + more_bytes
     host, free = design.host_plan.total_bytes, devices.available_bytes(torch.device("cpu"))
     if free is not None and host > free:

@@ -11,7 +11,7 @@ from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run.listing import Records, failed_twice, last_failure, records_of
-from handgrad.run.packing import DOCUMENTS
+from handgrad.run.packing import DOCUMENTS, TEACHER
 from handgrad.settings.config import AUTO, STREAM, RunConfig, check, differences, to_dict, to_toml
 from handgrad.settings.objective import TOKENS
 from handgrad.storage import checkpoint
@@ -109,6 +109,12 @@ class RunFolder:
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in hashes.items() if old.get(key) != value]
         if self.resumed and old.get(MIXTURE) != identity.get(MIXTURE):
             changed.append(f"data: {trained_on} -> {here}, after step {self.resumed.step}")
+        if old.get(TEACHER) != identity.get(TEACHER) and not allow_changes:
+            then, now = (str(hashes.get(TEACHER))[:12] for hashes in (old, identity))
+            raise ConfigError(
+                f"{self.path} learns from a teacher with SHA-256 {then}, found {now} at {self.config.teacher}; name the"
+                " first by --teacher, as RUN/checkpoints/step_00001000, or choose another --out, or --allow-changes"
+            )
         if changed and not allow_changes:
             old = f": {trained_on}; give that --data," if trained_on else "; use the old data,"
             if trained_on == here:

@@ -31,9 +31,10 @@ def header_lines(
     started: str,
     ranks: Ranks,
     origin: dict[str, Any] | None = None,
+    teacher: dict[str, Any] | None = None,
 ) -> list[str]:
     """Versions, model, data, batch, numbers, memory. `started`: how the weights start, in a word or two; `origin`: their
-    source, if the run did not draw them."""
+    source, if the run did not draw them; `teacher`: that of a teacher's weights."""
     shape, ops, host = design.shape, design.plain_ops, design.host_plan
     lines = [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(design.device)}",
@@ -42,6 +43,10 @@ def header_lines(
     ]
     if origin:
         lines.append(f"weights    {origin_text(origin)}")
+    if teacher:
+        loss = "KL(student || teacher)" if design.teacher.reverse else "KL(teacher || student)"
+        size = human_count(count_parameters(design.teacher.parameters))
+        lines.append(f"teacher    {origin_text(teacher)}: {size} parameters; the training loss is {loss}")
     lines += freezing_lines(config, design)
     lines.append(
         f"data       {config.data}: {human_count(dataset.tokens('train'))} training and"
@@ -142,7 +147,12 @@ def dropout_lines(config: RunConfig, design: Design) -> list[str]:
 
 
 def run_record(
-    config: RunConfig, design: Design, dataset: Dataset, memory_bytes: dict[str, int], origin: dict[str, Any] | None = None
+    config: RunConfig,
+    design: Design,
+    dataset: Dataset,
+    memory_bytes: dict[str, int],
+    origin: dict[str, Any] | None = None,
+    teacher: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The "run" line of metrics.jsonl."""
     manifest, all_scored = dataset.manifest, scores_all(dataset, config.packing)
@@ -175,6 +185,7 @@ def run_record(
         "floor_nats_per_token": floor_of(dataset, config.packing),
         "flops_per_token": design.flops_per_token,
         **({"init": origin} if origin else {}),
+        **({"teacher": teacher} if teacher else {}),
     }
 
 

@@ -60,16 +60,18 @@ class Run:
         folder: RunFolder,
         ranks: Ranks,
         weights: Weights | None = None,
+        teacher: Weights | None = None,
         tasks: TaskEvaluation | None = None,
         *,
         allow_changes: bool,
         console: ConsoleMode,
     ):
-        """`weights`: initial weights, unless the run resumes or draws them; with adapters, the base."""
+        """`weights`: initial weights, unless the run resumes or draws them; with adapters, the base. `teacher`: to learn
+        from, if any."""
         dataset = continued(dataset, folder.resumed)
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.batch, batches = config.batch, training_batches(config, dataset)
-        versions, identity = versions_of(design.device, design.plain_ops), identity_of(config, dataset)
+        versions, identity = versions_of(design.device, design.plain_ops), identity_of(config, dataset, teacher)
         ranks.check_equal("versions and data", {**versions, **identity})
         ranks.from_rank_0(lambda: folder.claim(identity, allow_changes=allow_changes), "the run's data")
 
@@ -79,7 +81,8 @@ class Run:
         self.origin = origin_of(resumed) if resumed else weights.origin if weights else None
         # Every checkpoint's manifest has these.
         self.facts = {**run_facts(config, dataset, self.origin), "versions": versions, "identity": identity}
-        self.completed, self.skips_in_a_row = begin_state(self.training, config, weights, resumed)
+        self.teacher = teacher.origin if teacher else None
+        self.completed, self.skips_in_a_row = begin_state(self.training, config, weights, resumed, teacher)
         if resumed is not None:
             folder.changes += changed_versions(resumed, versions)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, console, audited=bool(config.audit_every))
@@ -105,12 +108,12 @@ class Run:
         tasks = self.evaluations.tasks
         memory = memory_bytes(self.design) | (tasks.plan.size_bytes if tasks else {})
         described = self.config, self.design, self.dataset, memory
-        header = header_lines(*described, started, self.ranks, self.origin)
+        header = header_lines(*described, started, self.ranks, self.origin, self.teacher)
         for line in (*header, *self.save_lines, *self.folder.passed_over, *(tasks.notes if tasks else ())):
             self.log.line(line)
         for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
             self.event(text)
-        record = run_record(*described, self.origin)
+        record = run_record(*described, self.origin, self.teacher)
         record["host_bytes"] = 0 if self.saves.copy is None else self.saves.copy.size_bytes
         if not self.log.has_end(self.config.steps):
             self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)

@@ -66,6 +66,7 @@ def open_run(
         check_fits(config, design, dataset, ranks.size, more_bytes=0 if tasks is None else tasks.plan.total_bytes)
         if ranks.is_rank_0:
             check_disk(config, design)
+        teacher = open_rank_0_first(lambda: open_teacher(config, dataset), ranks) if config.teacher else None
         with contextlib.closing(RunFolder(config, ranks, allow_changes=allow_changes, strict=strict)) as folder:
             weights = None
             if config.init_from and not folder.resumed:
@@ -73,7 +74,18 @@ def open_run(
             elif config.lora and folder.resumed:
                 resumed = folder.resumed
                 weights = open_rank_0_first(lambda: base_of(resumed, open_weights, config.init_from), ranks)
-            run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, console=console)
+            run = Run(
+                config,
+                design,
+                dataset,
+                folder,
+                ranks,
+                weights,
+                teacher,
+                tasks,
+                allow_changes=allow_changes,
+                console=console,
+            )
             with contextlib.closing(run.log), contextlib.closing(run.saves), record_stop(run):
                 yield run
 
@@ -141,6 +153,21 @@ def open_initial_weights(config: RunConfig, dataset: Dataset, *, strict: bool) -
     if shape.network.any_context and shape.sequence_length < weights.shape.sequence_length:
         weights = replace(weights, origin=weights.origin | {CONTEXT: weights.shape.sequence_length})
     return located(weights) if config.lora else weights
+
+
+def open_teacher(config: RunConfig, dataset: Dataset) -> Weights:
+    """Opens the weights of `teacher`. Raises `DataError` if it has another tokenizer, `UsageError` if its context is
+    shorter than a row, and the errors of `open_weights`."""
+    weights = open_weights(config.teacher)
+    if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
+        record = tokenizer_record(weights.tokenizer)
+        raise DataError(other_tokenizer(config.teacher, record, tokenizer_flag(record, config.teacher), dataset))
+    if config.sequence_length > weights.shape.sequence_length:
+        raise UsageError(
+            f"expected a sequence_length of at most the {weights.shape.sequence_length} positions of the teacher"
+            f" {config.teacher}, found {config.sequence_length}; try --sequence-length {weights.shape.sequence_length}"
+        )
+    return weights
 
 
 def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:

@@ -13,14 +13,16 @@ from handgrad.data.mixture import MIXTURE, MixedBatches, Mixture, apart, open_da
 from handgrad.data.preferences import PairBatches, has_pairs, pair_batches, references_record
 from handgrad.data.shards import SPLITS, Dataset
 from handgrad.errors import DataError
+from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import scores_all
 from handgrad.format import human_count
 from handgrad.run.assemble import TrainedTokens
 from handgrad.settings.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
-from handgrad.settings.objective import DPO, TOKENS
+from handgrad.settings.objective import DISTILL, DPO, TOKENS
 
 MOST_STEPS = 1 << 48
 DOCUMENTS = "documents"  # an identity entry that older checkpoints and chains lack
+TEACHER = "teacher"  # an identity entry
 PACKING_TEXT = {
     STREAM: "a row is cut from the stream of documents",
     MASKED: "a row is cut from the stream of documents, attention stays within each",
@@ -36,18 +38,19 @@ def resolve_packing(packing: str, dataset: Dataset) -> str:
 
 
 def resolve_objective(config: RunConfig, dataset: Dataset) -> str:
-    """`config.objective`, with "auto" replaced by the one that suits the data. Raises `DataError` if `dpo` finds no pairs,
-    or `tokens` some."""
+    """`config.objective`, with "auto" replaced by the one that suits the data and a teacher. Raises `DataError` if `dpo`
+    finds no pairs, or another objective some."""
     if config.objective == DPO and not has_pairs(dataset):
         raise DataError(
             f"objective {DPO} needs pairs, found none in {dataset.folder}; make some: `handgrad prepare --preferences`"
         )
-    if config.objective == TOKENS and has_pairs(dataset):
+    if config.objective in (TOKENS, DISTILL) and has_pairs(dataset):
         raise DataError(
-            f"objective {TOKENS} would train the rejected answers too, found pairs in {dataset.folder}; try {DPO}, or"
-            " prepare the chosen ones with --chat"
+            f"objective {config.objective} would train the rejected answers too, found pairs in {dataset.folder}; try {DPO},"
+            " or prepare the chosen ones with --chat"
         )
-    return config.objective if config.objective != AUTO else DPO if has_pairs(dataset) else TOKENS
+    alone = DISTILL if config.teacher else TOKENS
+    return config.objective if config.objective != AUTO else DPO if has_pairs(dataset) else alone
 
 
 def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
@@ -55,11 +58,14 @@ def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
     return resolve_packing(AUTO if other_data and own == STREAM else own, dataset)
 
 
-def identity_of(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """The hashes of all that a run reads: tokens, tokenizer, document boundaries if packing needs them; weights of sets."""
+def identity_of(config: RunConfig, dataset: Dataset, teacher: Weights | None = None) -> dict[str, Any]:
+    """The hashes of all that a run reads: tokens, tokenizer, document boundaries if packing needs them, the teacher's
+    weights; weights of sets."""
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
     references = {key: digest for key, digest in references_record(dataset).items() if key != "model"}
     hashes |= {"references": references} if references else {}
+    if teacher is not None:
+        hashes |= {TEACHER: hashlib.sha256("".join(sorted(teacher.origin["sha256"].values())).encode()).hexdigest()}
     hashes |= {MIXTURE: phases_record(dataset.phases)} if isinstance(dataset, Mixture) else {}
     boundaries = json.dumps([[shard.index_sha256 for shard in dataset.splits[name]] for name in SPLITS])
     return hashes | ({DOCUMENTS: hashlib.sha256(boundaries.encode()).hexdigest()} if config.packed else {})

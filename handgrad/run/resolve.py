@@ -10,7 +10,8 @@ import torch
 
 from handgrad import models
 from handgrad.generation.decode import decode_buffers, with_cache
-from handgrad.joins import documents, offload, preference
+from handgrad.interop.sources import read_sizes
+from handgrad.joins import distill, documents, offload, preference
 from handgrad.joins.dropout import bind as dropout
 from handgrad.joins.fp8 import bind as fp8_bind, tables, with_lora
 from handgrad.joins.fp8.formats import GRADIENT_FORMATS
@@ -30,7 +31,7 @@ from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.settings.config import TUNED, ModelShape, RunConfig
-from handgrad.settings.objective import DPO
+from handgrad.settings.objective import DPO, REVERSE
 from handgrad.training.design import Batch, Design, Guards, Schedule
 from handgrad.training.state import flat_buffers, update_scratch
 
@@ -81,8 +82,13 @@ def resolve(
 
     state, host_state = state_buffers(config, layout, sharding, optimizer_state, dtype, device)
     buffers = [*state, *activation_buffers(config, rows, fp8, frozen or parameters, ranks, fp8_only)]
+    teacher = teacher_of(config, shape)
     if config.packed:
-        buffers += models.document_buffers(model, config.micro_batch, shape.sequence_length)
+        readers = [model] if teacher is None else [model, models.architecture(teacher.shape)]
+        places = config.micro_batch, shape.sequence_length
+        buffers += {row.name: row for each in readers for row in models.document_buffers(each, *places)}.values()
+    if teacher is not None:
+        buffers += distill.buffers(teacher, rows, dtype, plain_ops)
     if config.dropout:
         buffers += dropout.buffers(config.micro_batch)
     pairs = preference.Preference(config.dpo_beta, config.dpo_smoothing) if config.objective == DPO else None
@@ -121,6 +127,7 @@ def resolve(
         sample_tokens=config.sample_tokens,
         lora=lora,
         preference=pairs,
+        teacher=teacher,
         frozen=frozen,
         fp8_only=fp8_only,
     )
@@ -189,6 +196,14 @@ def state_buffers(
 
 
 # The parts of a design.
+
+
+def teacher_of(config: RunConfig, shape: ModelShape) -> distill.Teacher | None:
+    """The run's teacher, by the sizes of its weights. Raises the errors of `read_sizes`."""
+    if not config.teacher:
+        return None
+    sizes = read_sizes(config.teacher) | {"sequence_length": shape.sequence_length}
+    return distill.Teacher(ModelShape(shape.vocab_size, **sizes), config.teacher_divergence == REVERSE)
 
 
 def optimizer_of(config: RunConfig) -> AdamW | Muon:

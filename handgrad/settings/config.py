@@ -20,7 +20,7 @@ from handgrad.networks.lora import check_lora
 from handgrad.networks.modern import SOFTCAP as SOFTCAP, TECHNIQUES as TECHNIQUES, of_stored, resolve_techniques
 from handgrad.parsing import parse_toml
 from handgrad.settings.batch_schedule import BatchSchedule, parse_schedule
-from handgrad.settings.objective import OBJECTIVES, TOKENS, check_objective
+from handgrad.settings.objective import DIVERGENCES, FORWARD, OBJECTIVES, TOKENS, check_objective
 
 GPT2_VOCABULARY = 50257
 EPOCHS = "epochs"  # no field: another way to set `steps`
@@ -106,16 +106,18 @@ class RunConfig:
     steps: int = option(1000, "optimizer steps of the whole run", AT_LEAST_1, at_most(10**9))
     tokens_per_step: int = option(524288, "tokens per step, a multiple of micro_batch * sequence_length", AT_LEAST_1)
     batch_schedule: str = option("", "later sizes of a step, STEP:TOKENS with commas: TOKENS per step after STEP steps")
-    micro_batch: int = option(
-        8, "samples in a forward and backward pass: decides memory and speed (and rounding)", AT_LEAST_1
-    )
+    micro_batch: int = option(8, "samples in a forward and backward pass: decides memory, speed, rounding", AT_LEAST_1)
     lanes: int = option(0, "logical data-parallel width, a power of two that ranks divide (0: one per rank)", LANES)
     packing: str = option(
         AUTO,
         "stream: attention crosses documents; masked: it does not; whole: nor does a row cut them. auto: whole for chats",
         choices=PACKINGS,
     )
-    objective: str = option(AUTO, "tokens: the next one; dpo: the chosen answer. auto: by the data", choices=OBJECTIVES)
+    objective: str = option(
+        AUTO, "tokens, dpo: chosen answers, distill: a teacher. auto: by data, teacher", choices=OBJECTIVES
+    )
+    teacher: str = option("", "of distill: the model to learn from, named like init_from's; same tokenizer", free=True)
+    teacher_divergence: str = option(FORWARD, "of distill: KL(teacher || student), or its reverse", choices=DIVERGENCES)
     dpo_beta: float = option(0.1, "of dpo: how far a margin may move from the first model; smaller is freer", ABOVE_0)
     dpo_smoothing: float = option(0.0, "of dpo: share of pairs whose answers may be the wrong way round", between(0, 0.49))
     overfit_one_batch: bool = option(False, "train on the first batch over and over (to debug: the loss must go to 0)")
@@ -136,9 +138,7 @@ class RunConfig:
     skip_loss_z: float = option(0.0, "skip updates whose loss is this many standard deviations above the last 128 (0: off)")
     skip_norm_z: float = option(0.0, "the same for the gradient norm (0: off)")
     max_skips: int = option(20, "stop with exit code 76 after this many skipped updates in a row", AT_LEAST_1)
-    seed: int = option(
-        1337, "seed of the initial weights, the order of samples and dropout masks", NOT_NEGATIVE, BELOW_2_32
-    )
+    seed: int = option(1337, "of the initial weights, the order of samples and dropout masks", NOT_NEGATIVE, BELOW_2_32)
     dropout: float = option(0.0, "dropout probability, at GPT-2's four places (0: none)", between(0, 0.99))
 
     # several processes

@@ -10,6 +10,7 @@ from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import CONTEXT
 from handgrad.files import file_sha256
+from handgrad.interop.sources import open_weights
 from handgrad.joins.audit.chain import BEGIN, FORMAT, NUMBERS, STEP, Line, canonical, check_chain, links, read_chain
 from handgrad.machine import devices
 from handgrad.machine.backend import plain_backend
@@ -167,7 +168,7 @@ def config_of(record: RunRecord, step: int, elsewhere: dict[str, str]) -> RunCon
         raise DataError(f"{record.path} has {further[0]!r:.40} among the settings that change the numbers; it was edited")
     settings: dict[str, Any] = {**free, **begun}
     _, manifest = checkpoint.peek(record.folder) or ("", {})
-    for name in ("data", "init_from"):
+    for name in ("data", "init_from", "teacher"):
         if settings.get(name) and name not in elsewhere:
             elsewhere = {**elsewhere, name: place_of(name, record.folder, settings, manifest, needed=name == "data")}
     settings |= elsewhere
@@ -194,7 +195,7 @@ def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
 def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> None:
     """Raises `DataError` unless the data at hand have the hashes that the run recorded."""
     dataset = open_data(config.data)
-    identity = identity_of(config, dataset)
+    identity = identity_of(config, dataset, open_weights(config.teacher) if config.teacher else None)
     for begin in begins:
         texts = text_facts(dataset) if begin["format"] == FORMAT else {}
         # Older chains lack documents; `config_of` takes the weights from the chain.

@@ -59,7 +59,7 @@ MANY = 8  # from this many micro-batches on, their number no longer matters: the
 # Settings that change the speed; the measured runs had their defaults.
 COSTLY = (
     *("recompute", "dropout", "zero", "reduce_precision", "master_weights", "moments", "offload", "head_chunk_tokens"),
-    *("architecture", "freeze", "lora", "optimizer", "audit_every"),
+    *("architecture", "freeze", "lora", "optimizer", "audit_every", "teacher"),
     *("fp8_keep_bf16", "fp8_gradients", "fp8_scaling"),
 )
 

@@ -128,6 +128,7 @@ class Design:
     sample_tokens: int = 0  # length of the run's sample texts
     lora: Any = None
     preference: Any = None  # the loss is of pairs
+    teacher: Any = None  # of `joins.distill`
     frozen: Table = ()  # with `lora`: the model's weights, in their own flat buffer
     fp8_only: frozenset[str] = frozenset()  # names of frozen weights that exist only in fp8
 
@@ -143,6 +144,7 @@ class Design:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of forward and backward."""
+        """FLOPs of forward and backward, and of a teacher's forward."""
         flops = self.shape.flops_per_token
-        return flops if self.lora is None else self.lora.flops_per_token(flops, self.frozen, self.shape)
+        flops = flops if self.lora is None else self.lora.flops_per_token(flops, self.frozen, self.shape)
+        return flops + (0.0 if self.teacher is None else self.teacher.flops_per_token)

@@ -7,9 +7,9 @@ from torch import Tensor
 from handgrad.ops.cuda.classifier import LOG2_E, LOWEST, WARPS, capped
 from handgrad.ops.cuda.launch import launch
 
-# Two sweeps over a row of both logits, as in `classifier`: the first finds the loss, the second, backwards, turns the logits
-# into gradients. With g the difference of both logits and S the sums of their exponentials, log(p / q) = g - log(S_p / S_q):
-# so the loss is log(S_p / S_q) - E_q[g], or in reverse E_p[g] - log(S_p / S_q), and log(p / q) less that is g - E_p[g].
+# Two sweeps over a row of both logits, as in `classifier`: the first finds the loss, the second, backwards, turns logits
+# into gradients. With g the difference of both logits, S the sums of their exponentials, log(p / q) = g - log(S_p / S_q).
+# So the loss is log(S_p / S_q) - E_q[g] or, in reverse, E_p[g] - log(S_p / S_q), and log(p / q) less that is g - E_p[g].
 BLOCK, UNROLL = tl.constexpr(2048), tl.constexpr(2)  # two 16-byte loads of either row per lane
 TILE = tl.constexpr(2048 * 2)
 

@@ -15,9 +15,9 @@ CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # elements of the softmax's float32 tempora
 # Backward: dlogits = (softmax(z) - onehot(target)) * scale, times 1 - (z / c)^2 with a cap; 0 in the padded columns.
 # A target below 0 marks a token without a loss: its loss is 0, its row of dlogits is 0.
 #
-# Distillation (Hinton et al. 2015, https://arxiv.org/abs/1503.02531): the loss is KL(q || p) = sum q log(q / p), q the softmax
-# of a teacher's logits, and its gradient p - q. In reverse (Gu et al. 2023, https://arxiv.org/abs/2306.08543): KL(p || q), and
-# p (log(p / q) - KL(p || q)).
+# Distillation (Hinton et al. 2015, https://arxiv.org/abs/1503.02531): the loss is KL(q || p) = sum q log(q / p), with q the
+# softmax of a teacher's logits, and its gradient p - q. In reverse (Gu et al. 2023, https://arxiv.org/abs/2306.08543):
+# KL(p || q), and p (log(p / q) - KL(p || q)).
 
 Block = tuple[slice, Tensor, Tensor, Tensor | None]
 Blocks = Callable[[torch.dtype, Tensor, Tensor, int, float], Iterator[Block]]
