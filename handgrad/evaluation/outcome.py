@@ -103,7 +103,9 @@ def outcome_of(
         if config.objective == DPO or (config.teacher and not validations)
         else f" (perplexity {math.exp(min(now, 700)):.4g})"
     )
-    reached = f"{name} loss {now:.4f}{units}, from {start:.4f} at the start"
+    reached = f"{name} loss {now:.4f}{units}"
+    if not (config.teacher and validations and measured[0][0]):  # else the first loss is a divergence
+        reached += f", from {start:.4f} at the start"
     reached += f", {best:.4f} at step {best_step}" if now - best > NAMED_SHARE * best else ""
     earlier = [loss for step, loss in validations if step <= steps / 2] or [curve.within(steps / 2)]
     gain = min(earlier[-1] - now, now - (floor or 0))  # no more than is left

@@ -87,7 +87,5 @@ class WithTeacher(Overlay):
     def classifier_forward_backward(self, losses: Tensor, logits: Tensor, *inputs: Tensor, **options: Any) -> None:
         """Both models have chunks of equal length."""
         _, teacher_logits = next(self.chunks)
-        if softcap := self.teacher.shape.softcap:
-            self.plain_ops.softcap_forward(teacher_logits, softcap=softcap)
-        options["reverse"] = self.teacher.reverse
+        options |= {"teacher_softcap": self.teacher.shape.softcap, "reverse": self.teacher.reverse}
         self.ops.distill_forward_backward(losses, logits, teacher_logits, *inputs, **options)

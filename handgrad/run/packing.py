@@ -46,8 +46,8 @@ def resolve_objective(config: RunConfig, dataset: Dataset) -> str:
         )
     if config.objective in (TOKENS, DISTILL) and has_pairs(dataset):
         raise DataError(
-            f"objective {config.objective} would train the rejected answers too, found pairs in {dataset.folder}; try {DPO},"
-            " or prepare the chosen ones with --chat"
+            f"objective {config.objective} would train the rejected answers too, found pairs in {dataset.folder}; try"
+            f" {DPO}, or prepare the chosen ones with --chat"
         )
     alone = DISTILL if config.teacher else TOKENS
     return config.objective if config.objective != AUTO else DPO if has_pairs(dataset) else alone

@@ -27,7 +27,7 @@ GROUPED = {"K": 2}
 CASES: dict[str, Arguments] = {backward: {} for backward in PAIRS}
 CASES |= {"attention_backward": GROUPED, "gained_qk_norm_rotary_backward": GROUPED}
 CASES |= {"classifier_forward_backward, with a cap": {"softcap": 3.0}}
-CASES |= {"distill_forward_backward, reverse, with a cap": {"softcap": 3.0, "reverse": True}}
+CASES |= {"distill_forward_backward, reverse, with a cap": {"softcap": 3.0, "teacher_softcap": 2.0, "reverse": True}}
 CASES |= {"rmsnorm_backward, without a gain": {"gain": None, "dgain_acc": None}, "rmsnorm_backward, of 1 + w": {"plus": 1}}
 
 BATCH, LENGTH = 2, 5

@@ -36,11 +36,11 @@ def launches(itemsize: int) -> dict[str, Launch]:
     weighted = {**softmax, "UNTRAINED": True, "SCALES": 1}
     found["classifier_forward_backward of pairs"] = classifier._forward_backward, weighted, classifier.WARPS
     for reverse in (False, True):
-        teacher = {**softmax, "UNTRAINED": True, "SCALES": 0, "REVERSE": reverse}
+        teacher = {**softmax, "CAP_Q": 30.0, "UNTRAINED": True, "SCALES": 0, "REVERSE": reverse}
         found[f"distill_forward_backward{', reverse' * reverse}"] = distill._distill, teacher, classifier.WARPS
     found["distill_forward_backward, no cap"] = (
         distill._distill,
-        {**teacher, "CAP": 0.0, "UNTRAINED": False},
+        {**teacher, "CAP": 0.0, "CAP_Q": 0.0, "UNTRAINED": False},
         classifier.WARPS,
     )
     found["softcap_forward"] = classifier._cap, {"BLOCK": classifier.CAP_BLOCK, "CAP": 15.0}, classifier.WARPS

@@ -23,19 +23,20 @@ def distill_forward_backward(
     *,
     vocab_size: int,
     softcap: float = 0.0,
+    teacher_softcap: float = 0.0,
     untrained: bool = False,
     reverse: bool = False,
 ) -> None:
     N, Vp = logits_to_dlogits_inout.shape
     tensors = losses, logits_to_dlogits_inout, teacher_logits, targets, scale
-    own = int(scale.numel() > 1)
-    launch(_distill, (N,), *tensors, vocab_size, Vp, softcap, untrained, own, reverse, num_warps=WARPS)
+    settings = vocab_size, Vp, softcap, teacher_softcap, untrained, int(scale.numel() > 1), reverse
+    launch(_distill, (N,), *tensors, *settings, num_warps=WARPS)
 
 
 @triton.jit
 def _distill(
     losses, logits, teacher, targets, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr,
-    UNTRAINED: tl.constexpr, SCALES: tl.constexpr, REVERSE: tl.constexpr,
+    CAP_Q: tl.constexpr, UNTRAINED: tl.constexpr, SCALES: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """SCALES: 1 if each row has its own, else 0."""
     row = tl.program_id(0).to(tl.int64)
@@ -47,12 +48,13 @@ def _distill(
             column = start + tl.arange(0, BLOCK)
             tl.store(logits + column, tl.zeros((BLOCK,), logits.dtype.element_ty), column < Vp)
     else:
-        loss, mean, maximum_p, total_p, maximum_q, total_q = divergence(logits, teacher, V, Vp, CAP, REVERSE)
+        loss, mean, maximum_p, total_p, maximum_q, total_q = divergence(logits, teacher, V, Vp, CAP, CAP_Q, REVERSE)
         tl.store(losses + row, loss)
         factor = tl.load(scale + row * SCALES)
         per_p, per_q = factor / total_p, factor / total_q
         for back in range(0, Vp, TILE):
-            z, slope, y, column = tile_of(logits, teacher, (Vp - 1) // TILE * TILE - back, V, Vp, CAP, "evict_first")
+            start = (Vp - 1) // TILE * TILE - back
+            z, slope, y, column = tile_of(logits, teacher, start, V, Vp, CAP, CAP_Q, "evict_first")
             d = tl.exp2((z - maximum_p) * LOG2_E) * per_p
             d = d * (z - y - mean) if REVERSE else d - tl.exp2((y - maximum_q) * LOG2_E) * per_q
             d = tl.where(column < V, d * slope, 0.0)
@@ -60,24 +62,30 @@ def _distill(
 
 
 @triton.jit
-def tile_of(logits, teacher, start, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, EVICTION: tl.constexpr):
+def tile_of(
+    logits, teacher, start, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, CAP_Q: tl.constexpr,
+    EVICTION: tl.constexpr,
+):  # fmt: skip
     """(z, dz/dlogits, y, columns), each (UNROLL, BLOCK): the capped logits and the teacher's, minus infinity past V."""
     column = start + tl.arange(0, UNROLL)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy=EVICTION).to(tl.float32)
     y = tl.load(teacher + column, mask=column < Vp, other=0.0, eviction_policy=EVICTION).to(tl.float32)
     z, slope = capped(x, CAP, logits.dtype.element_ty)
+    y = capped(y, CAP_Q, teacher.dtype.element_ty)[0]
     return tl.where(column < V, z, float("-inf")), slope, tl.where(column < V, y, float("-inf")), column
 
 
 @triton.jit
-def divergence(logits, teacher, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, REVERSE: tl.constexpr):
+def divergence(
+    logits, teacher, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, CAP_Q: tl.constexpr, REVERSE: tl.constexpr
+):
     """(loss, E[g], the maximum of z and the sum of exp(z - maximum), the same two of y) of a row. The expectation is under
     q, or p in reverse."""
     maximum_p, maximum_q = tl.full((1, BLOCK), LOWEST, tl.float32), tl.full((1, BLOCK), LOWEST, tl.float32)
     total_p, total_q = tl.zeros((1, BLOCK), tl.float32), tl.zeros((1, BLOCK), tl.float32)
     moment = tl.zeros((1, BLOCK), tl.float32)
     for start in range(0, Vp, TILE):
-        z, _, y, column = tile_of(logits, teacher, start, V, Vp, CAP, "evict_last")
+        z, _, y, column = tile_of(logits, teacher, start, V, Vp, CAP, CAP_Q, "evict_last")
         g = tl.where(column < V, z - y, 0.0)
         maximum_p, kept_p, weight_p = larger(maximum_p, z)
         maximum_q, kept_q, weight_q = larger(maximum_q, y)

@@ -76,15 +76,17 @@ def classifiers(capped_blocks: Blocks) -> tuple[Callable[..., None], Callable[..
         *,
         vocab_size: int,
         softcap: float = 0.0,
+        teacher_softcap: float = 0.0,
         untrained: bool = False,
         reverse: bool = False,
     ) -> None:
         """`classifier_forward_backward` with losses KL(q || p) or, in `reverse`, KL(p || q) to q = softmax(teacher_logits
-        (N, Vp)). The teacher's logits are capped already. Of targets (N) only the signs count."""
+        (N, Vp)), which `teacher_softcap` caps. Of targets (N) only the signs count."""
         check_trained(targets, untrained)
         blocks_of, scales = capped_blocks if softcap else log_softmax_blocks, scale.view(-1, 1).expand(len(targets), 1)
         for rows, _, log_p, slope in blocks_of(losses.dtype, logits_to_dlogits_inout, targets, vocab_size, softcap):
-            log_q = torch.log_softmax(teacher_logits[rows, :vocab_size], 1, dtype=losses.dtype)
+            y = teacher_logits[rows, :vocab_size].to(losses.dtype)
+            log_q = torch.log_softmax(torch.tanh(y / teacher_softcap) * teacher_softcap if teacher_softcap else y, 1)
             ratio = log_p[:, :vocab_size] - log_q
             p = log_p.exp_()  # exactly 0 in the padded columns
             words = p[:, :vocab_size]
