@@ -15,7 +15,7 @@ import handgrad
 from handgrad.api.training import Settings
 from handgrad.settings.config import RunConfig
 
-PATHS = {"data", "out", "init_from"}  # which may be path objects
+PATHS = {"data", "out", "init_from", "teacher"}  # which may be path objects
 
 
 def test_the_keywords_are_the_fields_of_a_run() -> None:

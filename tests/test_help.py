@@ -120,5 +120,5 @@ def test_completions_know_every_word() -> None:
     assert set(FIELDS) <= {name for name, action in train.items() if action.help != argparse.SUPPRESS}
     assert train["preset"].choices == list(PRESETS) and train["precision"].choices == [AUTO, *PRECISIONS]
     paths = [name for name, action in train.items() if hasattr(action, "complete")]
-    assert paths == ["config", "data", "out", "init_from"]
+    assert paths == ["config", "data", "out", "init_from", "teacher"]
     assert command_line().parse_args(["train", "d12", "--precision", "bf16"]).precision == "bf16"

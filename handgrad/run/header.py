@@ -34,7 +34,7 @@ def header_lines(
     teacher: dict[str, Any] | None = None,
 ) -> list[str]:
     """Versions, model, data, batch, numbers, memory. `started`: how the weights start, in a word or two; `origin`: their
-    source, if the run did not draw them; `teacher`: that of a teacher's weights."""
+    source, if the run did not draw them; `teacher`: the source of a teacher's weights."""
     shape, ops, host = design.shape, design.plain_ops, design.host_plan
     lines = [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(design.device)}",

@@ -122,3 +122,20 @@ def check_untrained(draw: Draw, N: int, V: int, Vp: int, softcap: float = 0.0) -
         results.append((losses, again, dlogits))
     for plain, found in zip(*results, strict=True):
         assert torch.equal(found[~untrained], plain[~untrained]) and (found[untrained] == 0).all()
+
+
+def check_taught_rows(draw: Draw, N: int, V: int, Vp: int, *, reverse: bool) -> None:
+    """With a teacher: rows without a target have no loss and no gradient, rows with a scale of their own the bits of a call
+    alone."""
+    t = draw.arguments("distill_forward_backward", N=N, V=V, Vp=Vp)
+    scales = t["scale"] * torch.linspace(-1, 2, N, device=draw.device, dtype=t["scale"].dtype)
+    targets, losses, dlogits = t["targets"].clone(), nan(scales, N), t["logits_to_dlogits_inout"].clone()
+    targets[::3], dlogits[::3] = -1, math.nan
+    options = {"vocab_size": V, "softcap": 15.0, "untrained": True, "reverse": reverse}
+    kernels.distill_forward_backward(losses, dlogits, t["teacher_logits"], targets, scales, **options)
+    for row in range(N):
+        here, one, alone = slice(row, row + 1), nan(scales, 1), t["logits_to_dlogits_inout"][row : row + 1].clone()
+        inputs = t["teacher_logits"][here].clone(), targets[here].clone(), scales[here].clone()
+        kernels.distill_forward_backward(one, alone, *inputs, **options)
+        assert torch.equal(losses[here], one) and torch.equal(dlogits[here], alone), row
+        assert targets[row] >= 0 or not (losses[row] or dlogits[row].any()), row
