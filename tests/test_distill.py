@@ -193,7 +193,9 @@ def test_a_student_learns(teacher: RunConfig, tmp_path: Path) -> None:
     assert f"\nteacher    {teacher.out} (checkpoint of step 20), model.safetensors SHA-256 " in log
     assert "the training loss is KL(teacher || student)\n" in log
     (run,) = records(tmp_path / "run", ("run",))
-    assert run["teacher"]["step"] == 20
+    assert run["teacher"].startswith(f"{teacher.out} (checkpoint of step 20)")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "Training: the divergence from a teacher." in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora": "rank=4,alpha=8"}, {"dropout": 0.1}, {"recompute": 3}], ids=str)

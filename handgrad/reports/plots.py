@@ -64,7 +64,8 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
     dots = " Dots: validation." if any(run.validations for run in runs) else ""
     floor = " Dashed: entropy of the source, which no model can beat." if floors(runs) else ""
     crosses = " Crosses: skipped updates." if any(run.skipped for run in runs) else ""
-    caption = "Thin: every step. Thick: running mean." + dots + floor
+    of_teacher = " Training: the divergence from a teacher." if any(run.start.teacher for run in runs) else ""
+    caption = "Thin: every step. Thick: running mean." + of_teacher + dots + floor
     unit = "pair" if all(run.pairs for run in runs) else "token"
     plots = [Plot("loss", f"Loss, nats per {unit}", caption, True, draw_loss)]
     if all(len(run.steps.step) >= CLOSE_UP_STEPS for run in runs):

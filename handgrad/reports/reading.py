@@ -129,6 +129,7 @@ def read_start(line: Record) -> Start:
         "command": "",
         "commit": "",
         "batch_schedule": "",
+        "teacher": "",
         "trained_parameters": line.fields.get("parameters"),
         **line.fields,
         "data": {"source": "", **data.fields},

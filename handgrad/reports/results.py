@@ -44,6 +44,7 @@ class Start:
     trained_parameters: float
     tokens_per_step: int
     batch_schedule: str
+    teacher: str  # its weights, if the training loss is the divergence from one
     steps: int  # planned
     vocab_size: float
     memory_bytes: dict[str, float]

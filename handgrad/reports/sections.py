@@ -162,11 +162,12 @@ def tiles(run: Run) -> str:
         shown = [("Validation loss", results.validation_text(run), note)]
     else:
         loss = results.final_training_loss(run)
-        shown = [("Training loss", loss_text(loss), "nats per token; no validation yet")]
+        unit = "nats per token from the teacher" if run.start.teacher else "nats per token"
+        shown = [("Training loss", loss_text(loss), f"{unit}; no validation yet")]
     if run.pairs:
         accuracy, margin = run.pairs[max(run.pairs)]
         shown.append(("Accuracy", f"{accuracy:.1%}", f"of pairs; mean margin {margin:+.3f}"))
-    else:
+    elif run.validations or not run.start.teacher:
         shown.append(("Perplexity", results.perplexity_text(loss), "per token"))
     if run.validations and not math.isnan(bits := results.bits_per_byte(run, loss)):
         shown.append(("Bits per byte", loss_text(bits), "of validation text"))

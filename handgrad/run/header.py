@@ -185,7 +185,7 @@ def run_record(
         "floor_nats_per_token": floor_of(dataset, config.packing),
         "flops_per_token": design.flops_per_token,
         **({"init": origin} if origin else {}),
-        **({"teacher": teacher} if teacher else {}),
+        **({"teacher": origin_text(teacher)} if teacher else {}),
     }
 
 
