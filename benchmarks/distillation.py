@@ -66,7 +66,12 @@ def main() -> None:
     floor = lines_of(work / "teacher")["run"][0]["floor_nats_per_token"]
     settings = {name: value for name, value in to_dict(student(work, SEEDS[0], "")).items() if name not in ("data", "out")}
     figures = {"floor_nats_per_token": floor, "teacher": teacher, "students": students, "mean_above_floor": means}
-    sizes = {"teacher_steps": TEACHER_STEPS, "documents": DOCUMENTS, "seeds": list(SEEDS)}
+    sizes = {
+        "teacher_steps": TEACHER_STEPS,
+        "documents": DOCUMENTS,
+        "seeds": list(SEEDS),
+        "threads": torch.get_num_threads(),
+    }
     write_record(parsed.out, torch.device("cpu"), **sizes, settings=settings, **rounded(figures, 5))
 
 

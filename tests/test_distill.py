@@ -26,7 +26,7 @@ from handgrad.settings.config import RunConfig, check
 from handgrad.storage import checkpoint
 from tests.conftest import small_run
 from tests.test_operations import close, equal_autograd, nan, randn
-from tests.test_packed_runs import chats  # noqa: F401
+from tests.test_packed_runs import chats, documents  # noqa: F401
 from tests.test_runs import records, same_bits
 
 BOTH = pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
@@ -227,6 +227,33 @@ def test_packed_conversations(teacher: RunConfig, chats: Path, tmp_path: Path) -
     train(config)
     steps = records(config.out, ("step",))
     assert steps[-1]["loss"] < steps[0]["loss"] / 2 and steps[0]["trained_tokens"] < config.tokens_per_step
+
+
+def test_documents_are_read_apart(documents: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The first step's loss is that of both models' logits for each document alone."""
+    of_documents = replace(small_run(documents, tmp_path / "teacher"), sample_tokens=0, steps=8, packing="whole")
+    train(of_documents)
+    settings = {"architecture": "llama", "packing": "whole", "init_from": "", "precision": "fp32"}
+    config = taught(of_documents, tmp_path / "run", **settings)
+    rows = config.tokens_per_step // config.sequence_length
+    tokens, targets = (torch.zeros(rows, config.sequence_length, dtype=torch.int64) for _ in range(2))
+    starts = torch.zeros(rows, config.sequence_length, dtype=torch.int32)
+    train(config)
+    with open_run(config) as run:
+        assert isinstance(run, Run)
+        training_batches(config, run.dataset).fill(tokens, targets, 0, starts)
+    student = replace(config, out=f"{config.out}_start", learning_rate=0.0, steps=1, eval_every=0)
+    train(student)
+    total, count = 0.0, 0
+    for row in range(rows):
+        for start in starts[row].unique().tolist():
+            (here,) = (starts[row] == start).nonzero(as_tuple=True)
+            z, y = (logits_of(one, tokens[row, here][None])[0] for one in (student.out, of_documents.out))
+            trained = targets[row, here] >= 0
+            total += divergence(z, y, reverse=False)[trained].sum().item()
+            count += int(trained.sum())
+    assert len(starts.unique()) > 3
+    assert records(config.out, ("step",))[0]["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "olmo"])
