@@ -16,6 +16,7 @@ from handgrad.data.prepare import prepare
 from handgrad.data.recipe import PrepareOptions
 from handgrad.data.shards import open_dataset
 from handgrad.errors import ConfigError, DataError, UsageError
+from handgrad.evaluation.outcome import NOTHING, outcome_of
 from handgrad.joins import distill
 from handgrad.ops import cpu, reference
 from handgrad.run.loop import Run
@@ -24,6 +25,7 @@ from handgrad.run.packing import TEACHER, training_batches
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check
 from handgrad.storage import checkpoint
+from handgrad.tools.forecast import forecast
 from tests.conftest import small_run
 from tests.test_operations import close, equal_autograd, nan, randn
 from tests.test_packed_runs import chats, documents  # noqa: F401
@@ -132,6 +134,10 @@ def test_the_plan_has_the_teacher(teacher: RunConfig, capsys: pytest.CaptureFixt
     own = sum(size for name, size in buffers.items() if name.startswith(distill.PREFIX) and name != distill.WEIGHTS)
     assert design.plan.size_bytes["activations"] < max(alone.plan.size_bytes["activations"] + own / 3, own)
     assert design.flops_per_token == alone.flops_per_token + design.teacher.shape.flops_per_token / 3
+    seconds, of_alone = (
+        forecast(each, 257, "h100").seconds for each in (config, replace(config, teacher="", objective="tokens"))
+    )
+    assert seconds == pytest.approx(of_alone * design.flops_per_token / alone.flops_per_token)
     words = ["--num-layers", "1", "--channels", "32", "--num-heads", "2", "--sequence-length", "32"]
     assert main(["plan", *words, "--teacher", teacher.out, "--data", teacher.data]) == 0
     assert "\n  teacher  " in capsys.readouterr().out
@@ -346,3 +352,14 @@ def test_a_teacher_alone_is_the_objective(teacher: RunConfig, tmp_path: Path) ->
     assert open_dataset(Path(teacher.data)).tokenizer.sha256 == checkpoint.find(str(out)).manifest["identity"]["tokenizer"]
     assert "training loss" not in (out / "log.txt").read_text().split("result")[1]
     assert "at the start" not in (out / "log.txt").read_text().split("result")[1]
+
+
+def test_a_divergence_is_judged_by_its_own_size(teacher: RunConfig, tmp_path: Path) -> None:
+    """It begins below the loss of a guess, ends at 0, and is no perplexity."""
+    config = taught(teacher, tmp_path / "run")
+    losses = [(step, 0.5 - 0.03 * step) for step in range(1, 11)]
+    settings = {"uniform": 10.8, "floor": None, "usual_rate": 1e-3, "best_saved": None}
+    plain = replace(config, teacher="", objective="tokens")
+    told, of_plain = (outcome_of(each, losses, [], **settings) for each in (config, plain))
+    assert told is not None and of_plain is not None
+    assert told.kind != NOTHING and "perplexity" not in told.text and of_plain.kind == NOTHING

@@ -262,7 +262,9 @@ def test_a_run_of_before_boundaries_counted_goes_on(packed: RunConfig, documents
     """Its checkpoint and its chain name tokens and tokenizer alone."""
     config = replace(packed, packing="masked", steps=2, warmup_steps=0, eval_every=0, audit_every=1)
     with pytest.MonkeyPatch.context() as older:
-        older.setattr(loop, "identity_of", lambda config, dataset, teacher: identity_of(replace(config, packing="stream"), dataset))
+        older.setattr(
+            loop, "identity_of", lambda config, dataset, teacher: identity_of(replace(config, packing="stream"), dataset)
+        )
         train(config)
     assert "documents" not in find(config.out).manifest["identity"]
     assert main(["verify", config.out]) == 0

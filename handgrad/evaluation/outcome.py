@@ -85,7 +85,8 @@ def outcome_of(
         return Outcome(DIVERGED, f"diverged by step {curve.ends[since]}: {rose}", ("--learning-rate", f"{rate:g}"))
 
     longer = ("--steps", str(max(2 * config.steps, FEW_STEPS)), "--allow-changes")
-    if losses[0][0] == 1 and not config.init_from and first - last < NOTHING_SHARE * uniform:
+    most = first if config.teacher else uniform  # a divergence ends at 0
+    if losses[0][0] == 1 and not config.init_from and first - last < NOTHING_SHARE * most:
         slow = config.learning_rate < usual_rate / 5
         text = f"learnt nothing: the loss fell by {first - last:.2g}, from {first:.3f} to {last:.3f}, in {steps} steps"
         return Outcome(NOTHING, text, ("--learning-rate", f"{rounded(usual_rate):g}") if slow else longer)

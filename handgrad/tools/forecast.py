@@ -86,9 +86,10 @@ def forecast(
 
 
 def estimated_seconds(gpu: Gpu, config: RunConfig, design: Design, ranks: int) -> float:
-    """Seconds of all steps, by the roofline model."""
+    """Seconds of all steps, by the roofline model; a teacher's forward in proportion to its FLOPs."""
     stages = [(replace(config, tokens_per_step=stage.tokens_per_step), n) for stage, n in config.batch.spans(config.steps)]
-    return sum(steps * step_time(gpu, stage, design, ranks).total for stage, steps in stages)
+    taught = design.teacher.flops_per_token / design.flops_per_token if design.teacher else 0.0
+    return sum(steps * step_time(gpu, stage, design, ranks).total for stage, steps in stages) / (1 - taught)
 
 
 def named_gpu(name: str) -> tuple[str, Gpu]:
