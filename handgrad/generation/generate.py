@@ -65,6 +65,7 @@ class Continuation:
     seed: int
     tokens: list[int] = field(default_factory=list)  # after the prompt, without a final end-of-text
     stopped: str = ""  # END_OF_TEXT, STOP or MAX_TOKENS; empty while it continues
+    end: int = -1  # the token of an END_OF_TEXT
 
 
 @dataclass
@@ -188,8 +189,8 @@ class Decoder:
             if slot is None or slot.text.stopped or not slot.steps_left:
                 text = next(waiting, None)
                 if text is not None:
-                    assert text.prompt and text.max_tokens > 0
-                    self.slots[index] = Slot(text, text.max_tokens)
+                    assert text.prompt and text.max_tokens > len(text.tokens)
+                    self.slots[index] = Slot(text, text.max_tokens - len(text.tokens))
                     entering[index] = text
                 elif slot is not None:
                     self.slots[index] = None
@@ -260,7 +261,7 @@ class Decoder:
                     " again with a lower --learning-rate"
                 )
             if token in self.ends:
-                text.stopped = END_OF_TEXT
+                text.stopped, text.end = END_OF_TEXT, token
             else:
                 text.tokens.append(token)
                 if len(text.tokens) == text.max_tokens:

@@ -44,6 +44,12 @@ def plain_backend(name: str, device: torch.device, precision: str) -> ModuleType
     return choose_backend(name, device, "bf16" if precision == "fp8" else precision)
 
 
+def invariant_backend(ops: ModuleType) -> ModuleType:
+    """The operations `ops`, with forwards that give a token the same bits for any number of tokens beside it if the backend
+    has them (`ops.cuda.invariant`)."""
+    return importlib.import_module(f"{ops.__name__}.invariant") if ops.__name__ == "handgrad.ops.cuda" else ops
+
+
 def why_no_kernels(device: torch.device) -> str:
     """Why the kernels cannot run on this device, with the remedy; "" if they can."""
     if device.type != "cuda":

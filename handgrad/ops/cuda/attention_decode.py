@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.ops.cuda.attention_tiles import capability, is_before_ampere
+from handgrad.ops.cuda.attention_loops import forward_step
+from handgrad.ops.cuda.attention_tiles import capability, choose_config, is_before_ampere
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.row_gemms import NOTHING, AttentionParts
 
@@ -54,6 +55,9 @@ def attention_decode(
 ) -> None:
     B, K, maxT, D = keys_inout.shape
     H = out.shape[1] // D
+    if K < H and B * K >= FEW_PROGRAMS and not window and qkv.element_size() == 2:
+        attention_in_tiles(out, keys_inout, values_inout, qkv, positions)  # which reads the keys of a group once
+        return
     tensors = out, keys_inout, values_inout, qkv, positions
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
     elements, warps = FEW_ATTENTIONS if B * H < FEW_PROGRAMS else MANY_ATTENTIONS
@@ -96,6 +100,20 @@ def attention_append(
     tile = queries, keys_at_once, max(16, triton.next_power_of_2(D)), H // K
     grid, options = (triton.cdiv(T, queries), H, B), {"WINDOW": window, "num_warps": warps}
     launch(_attention_append, grid, *tensors, H, T, maxT, D, scale, *tile, **options)
+
+
+def attention_in_tiles(out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor) -> None:
+    """`attention_decode` in the tiles and the steps of the training kernel, so with its bits. The query heads that share
+    keys are the rows of a tile on the tensor cores."""
+    B, K, maxT, D = keys_inout.shape
+    H = out.shape[1] // D
+    config = choose_config("forward", qkv, D, K < H)
+    distance = (values_inout.data_ptr() - keys_inout.data_ptr()) // keys_inout.element_size()
+    tile = config.queries, config.keys, max(16, triton.next_power_of_2(D)), H // K
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    options |= {"maxnreg": config.registers} if config.registers else {}
+    tensors = out, keys_inout, qkv, positions
+    launch(_attention_in_tiles, (K, B), *tensors, distance, H, maxT, D, *tile, **options)
 
 
 @triton.jit
@@ -213,6 +231,38 @@ def _attention(
     sums = tl.sum(total * share) + mine_weight
     result = tl.sum(y * share[:, None], 0) + mine_weight * v.to(tl.float32)
     tl.store(out + b * H * D + h * D + channel, (result / sums).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attention_in_tiles(
+    out, keys, qkv, positions, distance, H, maxT, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one head of keys, as the first GROUP rows of a tile. The values are `distance` numbers behind the
+    keys."""
+    kv_head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kv_heads, first = H // GROUP, kv_head * GROUP
+    query, channel = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
+    position = tl.load(positions + b).to(tl.int32)
+    row, inside = qkv + b * ((H + 2 * kv_heads) * D), channel < D
+    mine = (query < GROUP)[:, None] & inside[None, :]
+    q = tl.load(row + (first + query)[:, None] * D + channel[None, :], mask=mine, other=0.0)
+    k_head = keys + (b * kv_heads + kv_head) * maxT * D
+    new = row + (H + kv_head) * D + channel
+    place = k_head + position.to(tl.int64) * D + channel
+    tl.store(place, tl.load(new, mask=inside, other=0.0), mask=inside)
+    tl.store(place + distance, tl.load(new + kv_heads * D, mask=inside, other=0.0), mask=inside)
+    tl.debug_barrier()  # the last step reads both
+    y = tl.zeros((QUERIES, WIDTH), tl.float32)
+    m = tl.full((QUERIES,), -float("inf"), tl.float32)
+    l = tl.zeros((QUERIES,), tl.float32)
+    head = k_head, distance, D, position + 1
+    diagonal = position // KEYS * KEYS
+    for key in range(0, diagonal, KEYS):
+        y, m, l = forward_step(y, m, l, q, head, position, key, D, KEYS, False, False, None, None, None)
+    y, m, l = forward_step(y, m, l, q, head, position, diagonal, D, KEYS, True, True, None, None, None, False)
+    to = out + (b * H + first) * D + query[:, None] * D + channel[None, :]
+    tl.store(to, (y / l[:, None]).to(out.dtype.element_ty), mask=mine)
 
 
 @triton.jit

@@ -73,8 +73,9 @@ def forward_loop(
 @triton.jit
 def forward_step(
     y, m, l, q, head, first_query, first_key, D: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
-    TAIL: tl.constexpr, mask, KEEP: tl.constexpr, own,
+    TAIL: tl.constexpr, mask, KEEP: tl.constexpr, own, IN_ORDER: tl.constexpr = True,
 ):  # fmt: skip
+    """IN_ORDER: the queries have consecutive positions; otherwise all have the first one's."""
     QUERIES: tl.constexpr = q.shape[0]
     WIDTH: tl.constexpr = q.shape[1]
     scale2: tl.constexpr = LOG2_E / D**0.5
@@ -83,7 +84,8 @@ def forward_step(
     k = load_tile(k_tile, row_stride, T - first_key, D, KEYS, WIDTH, TAIL)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if DIAGONAL:
-        s = tl.where(is_later(first_query, first_key, QUERIES, KEYS), -float("inf"), s)
+        LATER_QUERIES: tl.constexpr = QUERIES if IN_ORDER else 1
+        s = tl.where(is_later(first_query, first_key, LATER_QUERIES, KEYS), -float("inf"), s)
     if own is not None:
         s = tl.where(is_before(first_key, KEYS, own), -float("inf"), s)
     m_new = tl.maximum(m, tl.max(s, 1) * scale2)

@@ -28,6 +28,7 @@ from handgrad.ops.sizes import WORKSPACE_BYTES
 DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 PLAIN, BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 164, 192
+SPLITS, REDUCTION = lt.MatmulAlgoConfigAttribute.SPLITK_NUM, lt.MatmulAlgoConfigAttribute.REDUCTION_SCHEME
 EPILOGUES = {PLAIN: "plain", BIAS: "bias", GELU_AUX_BIAS: "gelu", DGELU: "dgelu"}
 
 ALIGNMENT_BYTES = 256  # alignment that the heuristic may assume of a pointer, unless the pointer has less
@@ -57,6 +58,7 @@ class Product:
     fast_sums: bool = False  # fp8 only: accumulate at the tensor cores' own width throughout
     a_stride: int = 0  # elements from one row of a in memory to the next; 0 if contiguous
     b_stride: int = 0
+    whole_sums: bool = False  # no split of the inner dimension, which makes another sum for another n
 
     def name(self) -> str:
         """The key in a table of algorithms."""
@@ -90,14 +92,14 @@ class Plan:
         self.b = lt.matrix_layout_create(DATA_TYPES[product.b_dtype], *b_shape, product.b_stride or b_shape[0])
         self.d = lt.matrix_layout_create(DATA_TYPES[product.out_dtype], m, n, m)
         self.beta = ONE if product.adds else ZERO
-        self.algorithm: np.ndarray = self.choose()
+        self.algorithm: np.ndarray = self.whole(self.choose()) if product.whole_sums else self.choose()
 
     def set(self, attribute: int, value: int, dtype: type) -> None:
         buffer = np.array([value], dtype)
         lt.matmul_desc_set_attribute(self.descriptor, int(attribute), buffer.ctypes.data, buffer.nbytes)
 
     def choose(self) -> np.ndarray:
-        """The table's algorithm, or the heuristic's first. Raises `UsageError` if the library has none."""
+        """The table's algorithm, or the heuristic's first. Raises `UsageError` if the library has none that fits."""
         frozen = self.frozen()
         if frozen is not None:
             return frozen
@@ -109,16 +111,35 @@ class Plan:
             )
         return heuristic[0]
 
+    def whole(self, algorithm: np.ndarray) -> np.ndarray:
+        """`algorithm` without a split of the inner dimension: where it splits in 4, that costs at most a few microseconds
+        (docs/reward.md). Raises `UsageError` if the library has no such one."""
+        unsplit = algorithm.copy()
+        for attribute, value, dtype in ((SPLITS, 1, np.int32), (REDUCTION, int(lt.ReductionScheme.NONE), np.uint32)):
+            buffer = np.array([value], dtype)
+            lt.matmul_algo_config_set_attribute(unsplit.ctypes.data, int(attribute), buffer.ctypes.data, buffer.nbytes)
+        try:
+            self.check(unsplit)
+        except lt.cuBLASLtError as error:
+            raise UsageError(
+                f"cuBLASLt refuses the product {self.product.name()} in one program ({error}), which a run on rewards"
+                " needs; use --backend reference"
+            ) from None
+        return unsplit
+
+    def check(self, algorithm: np.ndarray) -> None:
+        """Raises `cuBLASLtError` if the library refuses an algorithm."""
+        found, layouts = lt.MatmulHeuristicResult(1), (self.a, self.b, self.d, self.d)
+        lt.matmul_algo_check(library(), self.descriptor, *layouts, algorithm.ctypes.data, found.ptr)
+
     def frozen(self) -> np.ndarray | None:
         """The table's algorithm or None: eight 64-bit words, valid only for this library version. Raises `DataError`."""
         words = frozen_algorithms().get(self.product.name())
         if words is None:
             return None
         algorithm = np.array([int(word, 16) for word in words], np.uint64)
-        found = lt.MatmulHeuristicResult(1)
-        layouts = self.a, self.b, self.d, self.d
         try:
-            lt.matmul_algo_check(library(), self.descriptor, *layouts, algorithm.ctypes.data, found.ptr)
+            self.check(algorithm)
         except lt.cuBLASLtError as error:
             raise DataError(
                 f"cuBLASLt refuses the tuned algorithm of {self.product.name()} ({error}); remove {user_table()} or run"
@@ -232,11 +253,13 @@ def multiply(
     inverse_scales: InverseScales | None = None,
     fast_sums: bool = False,
     tf32: bool = False,
+    whole_sums: bool = False,
 ) -> None:
     """The column-major GEMM d = op(a) op(b) + added on row-major tensors d (n, m), a and b.
 
     fp8 operands need `inverse_scales`, and Hopper multiplies them only with `transpose_a` and without `transpose_b`.
-    With `tf32` the tensor cores read 19 bits of float32 operands.
+    With `tf32` the tensor cores read 19 bits of float32 operands. `whole_sums`: one program adds up the inner dimension, so
+    that a row of d does not depend on the number of rows.
     """
     n, m = d.shape
     k = a.shape[1] if transpose_a else a.shape[0]
@@ -250,6 +273,7 @@ def multiply(
         fast_sums=fast_sums,
         a_stride=0 if a.is_contiguous() else a.stride(0),
         b_stride=0 if b.is_contiguous() else b.stride(0),
+        whole_sums=whole_sums,
     )
     plan(product).launch(d, a, b, c, bias, aux, inverse_scales, scratch)
 

@@ -3,6 +3,8 @@
 docs/operations/linear.md has the measurements of what pays in an epilogue. `ops.cuda.tf32` binds `tf32`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,11 +25,10 @@ def has_gelu_epilogue(tensor: Tensor) -> bool:
     return tensor.dtype != torch.float32
 
 
-def linear_forward(
-    out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, tf32: bool = False
-) -> None:
+def linear_forward(out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, **sums: Any) -> None:
+    """`sums`: `tf32` and `whole_sums` of `multiply`, as in the other forwards."""
     epilogue = PLAIN if bias is None else BIAS
-    multiply(out, weight, inp, transpose_a=True, epilogue=epilogue, bias=bias, tf32=tf32, scratch=scratch)
+    multiply(out, weight, inp, transpose_a=True, epilogue=epilogue, bias=bias, scratch=scratch, **sums)
 
 
 def linear_backward(
@@ -57,22 +58,22 @@ def weight_backward(dweight_acc: Tensor, dout: Tensor, inp: Tensor, *, scratch: 
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, tf32: bool = False
+    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, **sums: Any
 ) -> None:
     """The epilogue adds in float32 and rounds once."""
     options = {"transpose_a": True, "epilogue": PLAIN if bias is None else BIAS, "bias": bias, "added": residual}
-    multiply(out, weight, inp, **options, tf32=tf32, scratch=scratch)
+    multiply(out, weight, inp, **options, **sums, scratch=scratch)
 
 
 def linear_gelu_forward(
-    out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor, tf32: bool = False
+    out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor, **sums: Any
 ) -> None:
     """As an epilogue, GELU reads hidden before it is rounded."""
     if has_gelu_epilogue(hidden):
         options = {"transpose_a": True, "epilogue": GELU_AUX_BIAS, "bias": bias, "aux": hidden}
-        multiply(out, weight, inp, **options, scratch=scratch)
+        multiply(out, weight, inp, **options, scratch=scratch, **sums)
     else:
-        linear_forward(hidden, inp, weight, bias, scratch=scratch, tf32=tf32)
+        linear_forward(hidden, inp, weight, bias, scratch=scratch, **sums)
         gelu_forward(out, hidden)
 
 
@@ -95,9 +96,9 @@ def gelu_linear_backward(
     weight_backward(dweight_acc, dout, inp, scratch=scratch, tf32=tf32)
 
 
-def linear_relu2_forward(out: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False) -> None:
+def linear_relu2_forward(out: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, **sums: Any) -> None:
     """The squared ReLU reads the rounded output of the GEMM."""
-    linear_forward(out, inp, weight, None, scratch=scratch, tf32=tf32)
+    linear_forward(out, inp, weight, None, scratch=scratch, **sums)
     relu2_forward(out)
 
 
@@ -110,10 +111,10 @@ def relu2_linear_backward(
 
 
 def linear_swiglu_forward(
-    out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
+    out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, **sums: Any
 ) -> None:
     """SwiGLU reads the rounded output of the GEMM."""
-    linear_forward(hidden, inp, weight, None, scratch=scratch, tf32=tf32)
+    linear_forward(hidden, inp, weight, None, scratch=scratch, **sums)
     swiglu_forward(out, hidden)
 
 
