@@ -42,6 +42,10 @@ SHAPES: dict[str, tuple[int, int, int, int, str]] = {
         *(128256, 36, 16, 2048),
         "kv_heads=4,feed_forward=11008,norm_epsilon=1e-06,tied,rotary_base=5000000.0,nope_interval=4",
     ),
+    "Qwen3-1.7B": (
+        *(151936, 28, 16, 2048),
+        "kv_heads=8,head_width=128,feed_forward=6144,norm_epsilon=1e-06,tied,qk_norm,rotary_base=1000000.0",
+    ),
     "Qwen3-4B": (
         *(151936, 36, 32, 2560),
         "kv_heads=8,head_width=128,feed_forward=9728,norm_epsilon=1e-06,tied,qk_norm,rotary_base=1000000.0",

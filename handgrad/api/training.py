@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from handgrad.api.model import Model
 from handgrad.errors import NumericsError, Preempted, UsageError
+from handgrad.evaluation import rewards
 from handgrad.evaluation.load import Weights
 from handgrad.joins.lora import tables as lora
 from handgrad.machine import devices
@@ -58,6 +59,12 @@ class Settings(TypedDict, total=False):
     teacher_divergence: str
     dpo_beta: float
     dpo_smoothing: float
+    reward: str | Callable[..., float]  # or a function (row, answer), called in this process
+    rollouts: int
+    answer_tokens: int
+    updates: int
+    clip_ratio: float
+    reward_seconds: int
     overfit_one_batch: bool
     learning_rate: float
     optimizer: str
@@ -189,10 +196,15 @@ class Training:
 
         Raises the errors of `handgrad train`.
         """
+        reward = settings.get("reward")
+        function = reward if callable(reward) else None
+        if function is not None:
+            settings["reward"] = rewards.PYTHON + getattr(function, "__qualname__", type(function).__name__)
         resolved = configuration(preset, settings, config, model)
         with contextlib.ExitStack() as opening:
             console = "nothing" if quiet else "lines"
-            run = opening.enter_context(open_run(resolved, allow_changes=allow_changes, console=console))
+            how: dict[str, Any] = {"allow_changes": allow_changes, "console": console, "reward": function}
+            run = opening.enter_context(open_run(resolved, **how))
             self.config: RunConfig = run.config
             run.begin()
             self._run: Run | None = run

@@ -1,4 +1,4 @@
-"""handgrad evaluate: the loss of a checkpoint on held-out text, and its results on tasks."""
+"""handgrad evaluate: the loss of a checkpoint on held-out text, its results on tasks, the rewards of its answers."""
 
 import math
 import os
@@ -15,6 +15,7 @@ from torch import Tensor
 from handgrad.data.preferences import has_pairs, pair_batches
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
+from handgrad.evaluation.answers import Answers
 from handgrad.evaluation.likelihoods import Request, Workload
 from handgrad.evaluation.load import (
     LoadedModel,
@@ -92,16 +93,19 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
     requests = ranks.from_rank_0(lambda: make_requests(tasks, source.tokenizer, context), "the requests") if tasks else []
-    dataset = None if tasks and not parsed.data else validation_data(parsed, source)
+    rewarded = parsed.reward or (source.config.reward if not tasks and not parsed.data else "")
+    dataset = None if rewarded or (tasks and not parsed.data) else validation_data(parsed, source)
     if dataset is not None:
         check_stride(stride_of(parsed, source), context, "context")
 
     shape = replace(source.shape, sequence_length=context)  # sizes the memory; the weights keep the model's shape
-    parts: list[LossPart | TasksPart] = []
+    parts: list[LossPart | TasksPart | Answers] = []
     if dataset is not None:
         parts.append(LossPart(parsed, source, dataset, shape, on, ranks))
     if tasks:
         parts.append(TasksPart(parsed, source, tasks, requests, shape, on, ranks))
+    if rewarded:
+        parts.append(Answers(source, parsed.data, rewarded, parsed.answer_tokens, shape, on, ranks))
     memory_bytes = max(part.plan.size_bytes[KIND] for part in parts)
     buffers = [*(buffer for part in parts for buffer in part.beside), Buffer(MEMORY, (memory_bytes,), torch.uint8, KIND)]
     model = load_model(source, device, on.dtype, on.ops, buffers)

@@ -207,6 +207,9 @@ def evaluate(parser: Parser) -> None:
     parser.text("--tasks", "NAME[=FILE],...", f"{', '.join(TASKS)}, or your own; without a FILE from the Hub")
     parser.number("--limit", "first N examples of each task (default: all)", rule=NOT_NEGATIVE, default=0)
     parser.text("--out", "FILE", "write a line of JSON for each example of the tasks")
+    parser.text("--reward", "NAME", "of greedy answers to the prompts in --data, as `train --objective reward` takes both")
+    longest = "tokens of the longest rewarded answer (default: the run's, or 256)"
+    parser.number("--answer-tokens", longest, rule=NOT_NEGATIVE, default=0)
     add_timeout_arguments(parser)
 
 

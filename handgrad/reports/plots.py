@@ -83,6 +83,14 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
         Plot("step_time", "Milliseconds per step", "Rare peaks may pass the top.", False, step_time),
     ]
     for quantity, title, caption in (
+        ("reward", "Reward", "Mean of a step's answers."),
+        ("answer_tokens", "Tokens per answer", "Mean of a step's answers."),
+        ("entropy", "Entropy, nats per token", "Of the sampled tokens, an estimate."),
+    ):
+        if any(len(run.rollouts.step) for run in runs):
+            draw = partial(draw_quantity, of="rollouts", quantity=quantity)
+            plots.append(Plot(f"rollout_{quantity}", title, caption, False, draw))
+    for quantity, title, caption in (
         ("watts", "GPU power, watts", "Of the board, in the last second before the reading."),
         ("sm_megahertz", "GPU clock, MHz", "Of the multiprocessors. It falls where the power limit holds it back."),
     ):
@@ -306,7 +314,7 @@ def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
     show_values_as(axes)
 
 
-def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu"], quantity: str) -> None:
+def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu", "rollouts"], quantity: str) -> None:
     """Draws a column from zero, so that a wobble looks as small as it is, and cuts above 99 % of the values. Runs without
     values get no line."""
     tops = [0.0]

@@ -11,7 +11,7 @@ import numpy as np
 
 from handgrad.errors import DataError, HandgradError, UsageError, storage_errors
 from handgrad.parsing import Record, numbered_lines, parse_record, parse_toml
-from handgrad.reports.results import DataSource, GpuReadings, Pace, Quantized, Run, Start, Steps, TaskFigure
+from handgrad.reports.results import DataSource, GpuReadings, Pace, Quantized, RolloutFigures, Run, Start, Steps, TaskFigure
 from handgrad.storage.run_files import CONFIG_FILE, METRICS_FILE, missing_run
 
 Kind = TypeVar("Kind")
@@ -164,6 +164,7 @@ OF_A_STEP: dict[str, Callable[[Record], Any]] = {
     "step": read_step,
     "gpu": lambda line: [line.number(name) for name in GpuReadings.__annotations__],
     "validation": lambda line: line.number("loss"),
+    "rollouts": lambda line: [line.number(name) for name in RolloutFigures.__annotations__],
     "sample": lambda line: line.text("text", encodable=False),
     "ranks": lambda line: read(Pace, line),
     "fp8": lambda line: {name: read(Quantized, line.inner("tensors").inner(name)) for name in line.inner("tensors").fields},
@@ -184,6 +185,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
     skipped: dict[int, str] = {}
     sets: dict[int, dict[str, float]] = {}
     pairs: dict[int, tuple[float, float]] = {}
+    rewards: dict[int, tuple[float, float]] = {}
     tasks: dict[tuple[str, str], dict[int, TaskFigure]] = {}
     events: list[tuple[int, str]] = []
     for line in lines:
@@ -198,6 +200,9 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
                 sets[step] = {name: line.inner("sets").number(name) for name in line.inner("sets").fields}
             if kind == "validation" and "accuracy" in line.fields:
                 pairs[step] = line.number("accuracy"), line.number("margin")
+            if kind == "validation" and "reward" in line.fields:
+                rewards[step] = line.number("reward"), line.number("stderr")
+                del found[kind][step]  # its loss is the reward's negative
             if kind == "step":
                 if first_steps and first_steps[-1] is None:
                     first_steps[-1] = step
@@ -228,6 +233,8 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
         fp8=ordered["fp8"],
         sets=sets,
         pairs=pairs,
+        rewards=rewards,
+        rollouts=columns(RolloutFigures, ordered["rollouts"]),
         **run,
     )
 

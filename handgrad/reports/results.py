@@ -103,6 +103,16 @@ class Quantized:
 
 
 @dataclass(frozen=True)
+class RolloutFigures:
+    """Means over the rollouts of each step that sampled, as columns."""
+
+    step: np.ndarray
+    reward: np.ndarray
+    answer_tokens: np.ndarray
+    entropy: np.ndarray  # nats per token
+
+
+@dataclass(frozen=True)
 class TaskFigure:
     """A metric of a task after a step, with its standard error; NaN where unknown."""
 
@@ -132,6 +142,10 @@ class Run:
     last_line_cut: bool
     sets: dict[int, dict[str, float]] = field(default_factory=dict)  # step: nats per token of each of several data sets
     pairs: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: accuracy, mean margin of pairs
+    rewards: dict[int, tuple[float, float]] = field(
+        default_factory=dict
+    )  # step: reward of a validation, its standard error
+    rollouts: RolloutFigures = field(default_factory=lambda: RolloutFigures(*np.empty((4, 0))))
     is_log: bool = False  # a main.log in llm.c's format: curves only
 
     @property

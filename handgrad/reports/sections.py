@@ -164,7 +164,11 @@ def tiles(run: Run) -> str:
         loss = results.final_training_loss(run)
         unit = "nats per token from the teacher" if run.start.teacher else "nats per token"
         shown = [("Training loss", loss_text(loss), f"{unit}; no validation yet")]
-    if run.pairs:
+    if run.rewards:
+        step = max(run.rewards)
+        reward, stderr = run.rewards[step]
+        shown = [("Reward", f"{reward:.4f}", f"± {stderr:.4f} on held-out prompts, step {step:,}")]
+    elif run.pairs:
         accuracy, margin = run.pairs[max(run.pairs)]
         shown.append(("Accuracy", f"{accuracy:.1%}", f"of pairs; mean margin {margin:+.3f}"))
     elif run.validations or not run.start.teacher:
@@ -217,6 +221,9 @@ def history(run: Run) -> str:
 
 
 def validations(run: Run) -> str:
+    if run.rewards:
+        rewarded = [[f"{step:,}", f"{reward:.4f}", f"{stderr:.4f}"] for step, (reward, stderr) in run.rewards.items()]
+        return table(["step", "reward", "standard error"], rewarded)
     rows, sets = [], list(dict.fromkeys(name for losses in run.sets.values() for name in losses))
     for index in thin(len(run.validations), ROWS):
         step, loss = run.validations[index]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from handgrad.joins import distill, documents, offload, preference
+from handgrad.joins import distill, documents, offload, policy, preference
 from handgrad.joins.audit.digest import StateDigest
 from handgrad.joins.dropout.bind import WithDropout
 from handgrad.joins.fp8 import bind as fp8, with_lora
@@ -21,7 +21,7 @@ from handgrad.joins.parallel.step import ParallelStep
 from handgrad.machine import devices
 from handgrad.memory.rows import ParameterRow
 from handgrad.training.design import Design
-from handgrad.training.feed import REFERENCES, SAMPLE_NUMBERS, BatchFeed, Source
+from handgrad.training.feed import OF_ANSWERS, SAMPLE_NUMBERS, BatchFeed, Source
 from handgrad.training.state import FROZEN, TrainingState, make_state
 from handgrad.training.step import Feed, TrainStep, plain_program
 
@@ -38,6 +38,7 @@ class Assembly:
     stepper: TrainStep
     scaling: Scaling | None  # of fp8
     sync: GradientSync | None  # of several lanes or ranks
+    model_ops: Any  # of the step's forward and backward
     validation_ops: Any  # read `state.weights`
     plain_ops: Any  # for sampling and tasks: read `state.plain_weights`
     digest: StateDigest | None  # of an audited run
@@ -162,7 +163,8 @@ def bind(
         graphs = design.device.type == "cuda" and design.ops.BACKEND.capturable
     if feed is None:
         assert source is not None
-        more = {name: state.views[name] for name in (SAMPLE_NUMBERS, REFERENCES, "positions") if name in state.views}
+        names = (SAMPLE_NUMBERS, *OF_ANSWERS, "positions")
+        more = {name: state.views[name] for name in names if name in state.views}
         feed = BatchFeed(source, state.activations, more)
 
     model_ops = training_operations(state, masked=trained_tokens is not None or design.preference is not None)
@@ -170,6 +172,9 @@ def bind(
         model_ops = distill.WithTeacher(model_ops, state)
     if design.preference is not None:
         program = preference.program(state, design.ops, model_ops, design.preference)
+    elif design.policy is not None:
+        rollouts: Any = source
+        program = policy.program(state, design.ops, model_ops, design.policy, rollouts.before_step)
     else:
         program = plain_program(state, design.ops, model_ops)
     if design.teacher is not None:
@@ -197,6 +202,6 @@ def bind(
         stepper = TrainStep(state, feed, program, graphs=graphs)
     else:
         stepper = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
-    assembly = Assembly(design, state, feed, stepper, scaling, sync, *evaluation_operations(state), digest)
+    assembly = Assembly(design, state, feed, stepper, scaling, sync, model_ops, *evaluation_operations(state), digest)
     assembly.await_state()  # compiling ahead launched copies of it; afterwards the host may write it
     return assembly

@@ -77,8 +77,9 @@ class Audit:
         begun = next((line for line in reversed(lines) if line["kind"] == BEGIN), {})
         return last, {key: value for key, value in begun.items() if key in FACTS}
 
-    def add(self, training: Assembly, completed: int, result: StepResult) -> None:
-        """Adds a link for the step whose result was just read, if one is due."""
+    def add(self, training: Assembly, completed: int, result: StepResult, rollouts: Line) -> None:
+        """Adds a link for the step whose result was just read, if one is due. `rollouts`: hashes of what it trained on,
+        if it was sampled."""
         if not self.due(completed):
             return
         digest, batch = training.digest, training.design.batch
@@ -94,6 +95,7 @@ class Audit:
                 "learning_rate": result.learning_rate.hex(),
                 "skipped": result.skipped is not None,
                 "state": digest.joined(result.reports[REPORT]),
+                **rollouts,
             }
         )
 

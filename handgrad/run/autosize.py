@@ -19,6 +19,7 @@ import torch
 
 from handgrad.data.mixture import apart, open_data
 from handgrad.data.preferences import has_pairs
+from handgrad.data.prompts import has_prompts, longest_prompt, open_prompts
 from handgrad.data.shards import SPLITS, Dataset
 from handgrad.format import round_number
 from handgrad.joins.parallel.launchers import find_rank_info
@@ -37,6 +38,8 @@ MOST_WARM_UP_STEPS = 700
 # By kind of device: most tokens per row, tokens per step, most rows per micro-batch.
 CPU_LIMITS, GPU_LIMITS = (512, 2048, 4), (2048, 16384, 16)
 PAIRS_RATE = 0.1  # of the rate for tokens: a pair's gradient is a difference
+REWARD_RATE, REWARD_STEPS = 0.1, 100
+ROLLOUTS, USUAL_ANSWER = 64, 64  # answers a step; tokens of the longest, which rows have room for
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 3e-5, 2e-4
 EPOCHS, WARMUP_SHARE = 3, 0.05
 ENOUGH_STEPS = 100  # with fewer, a few conversations would barely move the weights
@@ -184,14 +187,18 @@ def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: di
     source, device = settings["init_from"], devices.resolve_device(settings.get("device", RunConfig.device))
     if begun is not None:
         return {name: begun[name] for name in (*CHOSEN, "sample_tokens") if name in begun}
-    dataset = open_data(settings["data"], source) if "data" in settings else None
+    rewarded = bool(settings.get("reward"))
+    opened = open_prompts if rewarded else open_data
+    dataset = opened(settings["data"], source) if "data" in settings else None
     config = fitted_to_weights(settings, sizes, dataset, device)
     chosen = {name: getattr(config, name) for name in ("sequence_length", "tokens_per_step", "micro_batch", *ENDING)}
-    rate = suited_rate(source, adapters=bool(config.lora)) * (PAIRS_RATE if dataset and has_pairs(dataset) else 1)
+    rate = suited_rate(source, adapters=bool(config.lora))
+    rate *= REWARD_RATE if rewarded else PAIRS_RATE if dataset and has_pairs(dataset) else 1
     chosen["learning_rate"] = settings.get("learning_rate", rate)
     if dataset is not None:
         epochs = max(EPOCHS, ENOUGH_STEPS * config.tokens_per_step / dataset.tokens("train"))
-        chosen |= paced(config, dataset, device, epochs, WARMUP_SHARE, settings.get("steps", 0))
+        steps = settings.get("steps", REWARD_STEPS if rewarded else 0)
+        chosen |= paced(config, dataset, device, epochs, WARMUP_SHARE, steps)
         if dataset.is_chat:
             chosen["sample_tokens"] = 0  # a text without a prompt is no conversation
     return chosen
@@ -212,6 +219,12 @@ def fitted_to_weights(
             lengths = [document_lengths(dataset, split) for split in SPLITS]
             length = min(row_that_holds(max(each.max(initial=1) for each in lengths)), sizes.get("sequence_length", tokens))
             corpus = len(lengths[0]) * length
+        elif has_prompts(dataset):
+            needed = longest_prompt(dataset) + settings.get("answer_tokens", USUAL_ANSWER)
+            length = min(row_that_holds(needed), sizes.get("sequence_length", needed))
+            group = settings.get("rollouts", RunConfig.rollouts)
+            tokens = corpus = max(1, ROLLOUTS // group) * group * length
+            corpus *= 4
         elif resolve_packing(settings.get("packing", AUTO), dataset) == WHOLE:
             whole = row_that_holds(max(document_lengths(dataset, split).max(initial=1) for split in SPLITS))
             few = max(whole, power_of_two(max(1, corpus // FEW_ROWS)))

@@ -23,6 +23,7 @@ from handgrad.memory.rows import KIND
 from handgrad.run.assemble import Assembly
 from handgrad.run.log import EVALUATION_OF, RunLog
 from handgrad.run.resolve import generation_plan
+from handgrad.run.rollouts import Rollouts
 from handgrad.settings.config import RunConfig
 from handgrad.training.design import Design
 from handgrad.training.state import TrainingState
@@ -105,7 +106,8 @@ class Evaluations:
         self.decode = decode_tensors(design.shape, generation_plan(design).allocate(design.device))
         if tasks is not None:
             tasks.allocate(training.plain_ops)
-        self.loss: float | None = None  # of the last validation, in nats
+        self.loss: float | None = None  # of the last validation, in nats; of rewards, the mean's negative
+        self.rollouts: Rollouts | None = None  # of a run on rewards
 
     def validate(self, step: int, is_best: Callable[[float], bool]) -> bool:
         """Validates after `step`, unless the record has it. `is_best(loss)` saves the state if the loss is the lowest so
@@ -115,6 +117,16 @@ class Evaluations:
         self.training.await_weights()
         state, config = self.training.state, self.config
         model = state.design.shape, self.training.validation_ops, state.weights, state.activations
+        if self.rollouts is not None:
+            answered = self.rollouts.held_out(config.eval_tokens)
+            if answered is None:
+                return False
+            self.loss, best = -answered.reward, is_best(-answered.reward)
+            self.log.validation_of_rewards(step, answered, ", the best so far" if best else "")
+            if self.ranks.is_rank_0 and ("sample", step) not in self.log.recorded:
+                shown = (f"{asked} -> {answer} (reward {reward:g})" for asked, answer, reward in answered.shown)
+                self.log.sample(step, "\n".join(shown))
+            return best
         if state.design.preference is not None:
             batches = pair_batches(self.dataset, "validation", config.sequence_length, 0, shuffle=False)
             about = {"about": state.design.preference, "most_tokens": config.eval_tokens, "ranks": self.ranks}

@@ -151,6 +151,7 @@ def inherited_settings(config: RunConfig) -> dict[str, Any]:
         ("objective", AUTO, TOKENS),
         ("lanes", 0, 1),
         ("fp8_head", AUTO, ""),
+        ("answer_tokens", 0, 0),
     )
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
 

@@ -184,6 +184,15 @@ class RunLog:
         figures = f"loss {found.loss:.4f}, accuracy {found.accuracy:.1%}, margin {found.margin:+.4f} on {found.pairs} pairs"
         self.line(f"step {step}: validation {figures}{note}")
 
+    def validation_of_rewards(self, step: int, found: Any, note: str) -> None:
+        """Records a validation (`Answered`)."""
+        figures = {"reward": found.reward, "stderr": found.stderr, "answer_tokens": found.answer_tokens}
+        self.record("validation", step=step, loss=-found.reward, **figures, prompts=found.prompts)
+        self.line(
+            f"step {step}: reward {found.reward:.4f} ± {found.stderr:.4f} on {found.prompts} held-out prompts, answers of"
+            f" {found.answer_tokens:.1f} tokens{note}"
+        )
+
     def sample(self, step: int, text: str) -> None:
         path = self.folder / SAMPLES / f"step_{step:08d}.txt"
         with storage_errors(f"writing {path}"):

@@ -14,6 +14,7 @@ from handgrad.errors import STOPPING, NumericsError, Preempted, end_interrupted,
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import floor_of
 from handgrad.evaluation.outcome import Outcome, outcome_of
+from handgrad.evaluation.rewards import Reward
 from handgrad.joins.fp8.bind import REPORT
 from handgrad.joins.fp8.scaling import Scaling, findings, saturation_line, summary
 from handgrad.joins.parallel.ranks import Ranks
@@ -39,6 +40,7 @@ from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.log import RunLog, StepLines, read_curves
 from handgrad.run.packing import identity_of, trained_tokens, training_batches
 from handgrad.run.resolve import memory_bytes
+from handgrad.run.rollouts import Rollouts
 from handgrad.run.saves import SaveCheck, Saves
 from handgrad.run.step_check import checked_result, is_overflow
 from handgrad.settings.config import RunConfig, to_dict
@@ -65,9 +67,10 @@ class Run:
         *,
         allow_changes: bool,
         console: ConsoleMode,
+        reward: Reward | None = None,
     ):
         """`weights`: initial weights, unless the run resumes or draws them; with adapters, the base. `teacher`: to learn
-        from, if any."""
+        from, if any. `reward`: replaces `config.reward`."""
         dataset = continued(dataset, folder.resumed)
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.batch, batches = config.batch, training_batches(config, dataset)
@@ -92,6 +95,8 @@ class Run:
         check, files = SaveCheck(self.training.state, ranks), tokenizer_files(dataset.tokenizer)
         self.saves = Saves(config, folder, ranks, self.log, check, copy, files, self.audit.seal)
         self.evaluations = Evaluations(config, self.training, dataset, ranks, self.log, tasks)
+        connections = self.training, self.evaluations.decode, ranks, reward or config.reward, folder.path
+        self.rollouts = self.evaluations.rollouts = batches.bind(*connections) if isinstance(batches, Rollouts) else None
         self.step_lines, self.stragglers = StepLines(self.log, config, design, ranks.size), Stragglers()
         self.first_step = self.until = self.completed  # this process's first step; `until`: the next stop
         self.signals = StopSignals(keeps_process=False)
@@ -162,7 +167,8 @@ class Run:
                 f"the last step's numbers were not finite and were not saved; the newest checkpoint is of step"
                 f" {max(0, self.saves.last_saved)}: lower --learning-rate and start from it"
             )
-        self.outcome = outcome = self.judged() if self.ranks.is_rank_0 else None
+        judges = self.ranks.is_rank_0 and self.rollouts is None  # the loss of a run on rewards has no aim
+        self.outcome = outcome = self.judged() if judges else None
         if outcome is not None:
             self.log.line(f"result     {outcome.text}")
         if not self.log.has_end(self.completed):
@@ -270,7 +276,8 @@ class Run:
         tokens, tokens_seen = self.batch.tokens(self.completed - 1), self.batch.tokens_before(self.completed)
         counted = "trained_tokens" if self.design.preference is None else "pairs"
         self.log.step(self.completed, result, tokens, tokens_seen, counted)
-        self.audit.add(self.training, self.completed, result)
+        digests = {} if self.rollouts is None else self.rollouts.record(self.log, self.completed, result)
+        self.audit.add(self.training, self.completed, result, digests)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.log.gpu(self.completed, self.design.device)
         self.step_lines.show(self.completed, result)
@@ -333,6 +340,11 @@ class Run:
 
     def event(self, line: str) -> None:
         self.log.event(self.completed, line)
+
+    def close(self) -> None:
+        """Ends the processes that compute rewards."""
+        if self.rollouts is not None:
+            self.rollouts.rewards.close()
 
 
 class StopSignals:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from handgrad.data.mixture import open_data
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import INTERRUPTED, DataError, StorageError, UsageError
 from handgrad.evaluation.load import CONTEXT, Weights
+from handgrad.evaluation.rewards import Reward
 from handgrad.interop.adapters import base_of, located
 from handgrad.interop.sources import SHAPE, open_weights
 from handgrad.joins.parallel.launchers import find_rank_info
@@ -36,7 +36,7 @@ from handgrad.run.console import ConsoleMode
 from handgrad.run.evaluating import make_task_evaluation
 from handgrad.run.folder import RunFolder, inherited_settings, model_of, resolve_lanes
 from handgrad.run.loop import Run
-from handgrad.run.packing import resolve_objective, resolve_packing
+from handgrad.run.packing import data_of, resolve_objective, resolve_packing, with_answers
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.settings.config import RunConfig, check, check_packing, to_dict
 from handgrad.settings.objective import check_objective
@@ -44,10 +44,15 @@ from handgrad.settings.objective import check_objective
 
 @contextlib.contextmanager
 def open_run(
-    asked: RunConfig, *, allow_changes: bool = False, strict: bool = False, console: ConsoleMode = "live"
+    asked: RunConfig,
+    *,
+    allow_changes: bool = False,
+    strict: bool = False,
+    console: ConsoleMode = "live",
+    reward: Reward | None = None,
 ) -> Iterator[Run]:
     """Opens the run in `asked.out`, ready for steps. This process owns the folder until the `with` block ends. `strict`:
-    resume from the newest checkpoint or refuse; the same for the weights of `init_from`.
+    resume from the newest checkpoint or refuse; the same for the weights of `init_from`. `reward`: see `Run`.
 
     Raises the errors of an input or a folder that does not fit.
     """
@@ -74,19 +79,9 @@ def open_run(
             elif config.lora and folder.resumed:
                 resumed = folder.resumed
                 weights = open_rank_0_first(lambda: base_of(resumed, open_weights, config.init_from), ranks)
-            run = Run(
-                config,
-                design,
-                dataset,
-                folder,
-                ranks,
-                weights,
-                teacher,
-                tasks,
-                allow_changes=allow_changes,
-                console=console,
-            )
-            with contextlib.closing(run.log), contextlib.closing(run.saves), record_stop(run):
+            how: dict[str, Any] = {"allow_changes": allow_changes, "console": console, "reward": reward}
+            run = Run(config, design, dataset, folder, ranks, weights, teacher, tasks, **how)
+            with contextlib.closing(run.log), contextlib.closing(run.saves), contextlib.closing(run), record_stop(run):
                 yield run
 
 
@@ -101,9 +96,9 @@ def complete(asked: RunConfig, device: torch.device, ranks: Ranks) -> tuple[RunC
     ranks.check_equal("configuration", to_dict(tuned))
     config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: resolve_lanes(tuned, ranks.size), "lanes")))
     devices.dtype_of(device, config.precision)  # refuses a precision that the device lacks, before reading data
-    data = open_data(asked.data, model_of(asked))
+    data = data_of(config, model_of(asked))
     suited = {"packing": resolve_packing(config.packing, data), "objective": resolve_objective(config, data)}
-    return check_objective(check_packing(replace(config, **suited))), data
+    return with_answers(check_objective(check_packing(replace(config, **suited))), data), data
 
 
 @contextlib.contextmanager

@@ -11,14 +11,18 @@ import numpy as np
 from handgrad.data.batches import Batches, documents_of
 from handgrad.data.mixture import MIXTURE, MixedBatches, Mixture, apart, open_data, phases_record
 from handgrad.data.preferences import PairBatches, has_pairs, pair_batches, references_record
+from handgrad.data.prompts import has_prompts, longest_prompt, open_prompts
 from handgrad.data.shards import SPLITS, Dataset
 from handgrad.errors import DataError
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import scores_all
+from handgrad.evaluation.rewards import identity
 from handgrad.format import human_count
 from handgrad.run.assemble import TrainedTokens
+from handgrad.run.resolve import policy_of
+from handgrad.run.rollouts import Rollouts
 from handgrad.settings.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
-from handgrad.settings.objective import DISTILL, DPO, TOKENS
+from handgrad.settings.objective import DISTILL, DPO, REWARD, TOKENS
 
 MOST_STEPS = 1 << 48
 DOCUMENTS = "documents"  # an identity entry that older checkpoints and chains lack
@@ -30,16 +34,28 @@ PACKING_TEXT = {
 }
 
 
+def data_of(config: RunConfig, model: str, *, chat: bool = False) -> Dataset:
+    """The data of a run, in the tokens of `model`. Raises the errors of `open_prompts` and `open_data`."""
+    return open_prompts(config.data, model) if config.reward else open_data(config.data, model, chat=chat)
+
+
+def with_answers(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """`config`, whose longest answer is what a row leaves after the longest prompt, if it is open."""
+    if config.objective != REWARD or config.answer_tokens:
+        return config
+    return replace(config, answer_tokens=max(0, config.sequence_length + 1 - longest_prompt(dataset)))
+
+
 def resolve_packing(packing: str, dataset: Dataset) -> str:
     """`packing`, with "auto" replaced by the packing that suits the data."""
     if packing == AUTO:
-        return WHOLE if dataset.is_chat and not has_pairs(dataset) else STREAM
+        return WHOLE if dataset.is_chat and not has_pairs(dataset) and not has_prompts(dataset) else STREAM
     return packing
 
 
 def resolve_objective(config: RunConfig, dataset: Dataset) -> str:
-    """`config.objective`, with "auto" replaced by the one that suits the data and a teacher. Raises `DataError` if `dpo`
-    finds no pairs, or another objective some."""
+    """`config.objective`, with "auto" replaced by the one that suits the data, a teacher and a reward. Raises `DataError`
+    if `dpo` finds no pairs, or another objective some."""
     if config.objective == DPO and not has_pairs(dataset):
         raise DataError(
             f"objective {DPO} needs pairs, found none in {dataset.folder}; make some: `handgrad prepare --preferences`"
@@ -49,7 +65,7 @@ def resolve_objective(config: RunConfig, dataset: Dataset) -> str:
             f"objective {config.objective} would train the rejected answers too, found pairs in {dataset.folder}; try"
             f" {DPO}, or prepare the chosen ones with --chat"
         )
-    alone = DISTILL if config.teacher else TOKENS
+    alone = DISTILL if config.teacher else REWARD if config.reward else TOKENS
     return config.objective if config.objective != AUTO else DPO if has_pairs(dataset) else alone
 
 
@@ -64,6 +80,7 @@ def identity_of(config: RunConfig, dataset: Dataset, teacher: Weights | None = N
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
     references = {key: digest for key, digest in references_record(dataset).items() if key != "model"}
     hashes |= {"references": references} if references else {}
+    hashes |= {"reward": identity(config.reward)} if config.objective == REWARD else {}
     if teacher is not None:
         hashes |= {TEACHER: hashlib.sha256("".join(sorted(teacher.origin["sha256"].values())).encode()).hexdigest()}
     hashes |= {MIXTURE: phases_record(dataset.phases)} if isinstance(dataset, Mixture) else {}
@@ -76,6 +93,8 @@ def training_batches(config: RunConfig, dataset: Dataset) -> Any:
     settings = config.sequence_length, config.seed
     if config.objective == DPO:
         return pair_batches(dataset, "train", *settings)
+    if config.objective == REWARD:
+        return Rollouts(config, dataset, policy_of(config, 1))
     if not isinstance(dataset, Mixture):
         return Batches(dataset.splits["train"], *settings, packing=config.packing)
     sets = {one.identity: Batches(one.splits["train"], *settings, packing=config.packing) for *_, one in apart(dataset)}
@@ -86,13 +105,14 @@ def training_batches(config: RunConfig, dataset: Dataset) -> Any:
 def steps_of(config: RunConfig, epochs: float) -> int:
     """The steps in which a run reads the training samples of its data `epochs` times, rounded up. Raises the errors of
     `open_data`."""
-    dataset = open_data(config.data, config.init_from)
+    dataset = data_of(config, config.init_from)
+    config = with_answers(config, dataset)
     batches = training_batches(replace(config, packing=resolve_packing(config.packing, dataset)), dataset)
     tokens = epochs * batches.samples_per_epoch * config.sequence_length
     return 1 + bisect.bisect_left(range(1, MOST_STEPS), tokens, key=config.batch.tokens_before)
 
 
-def trained_tokens(batches: Batches | MixedBatches | PairBatches) -> TrainedTokens | None:
+def trained_tokens(batches: Batches | MixedBatches | PairBatches | Rollouts) -> TrainedTokens | None:
     """Counts trained tokens, for a run that does not train all of them; else None, and of pairs, which it counts itself."""
     return None if isinstance(batches, PairBatches) or batches.trains_all else batches.trained_tokens
 
@@ -116,6 +136,11 @@ def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
         pairs = f"{len(dataset.splits['train'][0].document_starts) // 2} pairs, each answer in a row of its own"
         model = references_record(dataset)["model"].get("source")
         return [f"objective  {DPO}: {pairs}; beta {config.dpo_beta:g}; references of {model}"]
+    if config.objective == REWARD:
+        prompts = config.tokens_per_step // config.sequence_length // config.rollouts
+        more = f", for {config.updates} updates" if config.updates > 1 else ""
+        answers = f"{prompts} prompts x {config.rollouts} answers of up to {config.answer_tokens} tokens"
+        return [f"objective  {REWARD} {config.reward}: {answers} a sampling{more}"]
     if scores_all(dataset, config.packing):
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from handgrad import models
+from handgrad.generation import rollouts
 from handgrad.generation.decode import decode_buffers, with_cache
 from handgrad.interop.sources import read_sizes
-from handgrad.joins import distill, documents, offload, preference
+from handgrad.joins import distill, documents, offload, policy, preference
 from handgrad.joins.dropout import bind as dropout
 from handgrad.joins.fp8 import bind as fp8_bind, tables, with_lora
 from handgrad.joins.fp8.formats import GRADIENT_FORMATS
@@ -20,7 +21,7 @@ from handgrad.joins.lora import tables as lora_tables
 from handgrad.joins.lora.tables import LoraDesign
 from handgrad.joins.parallel import gradient_sync
 from handgrad.machine import devices
-from handgrad.machine.backend import choose_backend, plain_backend
+from handgrad.machine.backend import choose_backend, invariant_backend, plain_backend
 from handgrad.machine.devices import accumulation_dtype
 from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer, Plan, make_plan
@@ -31,9 +32,11 @@ from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.settings.config import TUNED, ModelShape, RunConfig
-from handgrad.settings.objective import DPO, REVERSE
+from handgrad.settings.objective import DPO, REVERSE, REWARD
 from handgrad.training.design import Batch, Design, Guards, Schedule
 from handgrad.training.state import flat_buffers, update_scratch
+
+MOST_AT_ONCE = 64  # answers that a rank decodes together: a step of decoding takes hardly longer for 64 than for 16
 
 
 def resolve(
@@ -57,6 +60,7 @@ def resolve(
     dtype = devices.dtype_of(device, config.precision)
     devices.check_optimizer(device, config.optimizer)
     plain_ops = sizes or ops or plain_backend(config.backend, device, config.precision)
+    plain_ops = invariant_backend(plain_ops) if config.objective == REWARD and sizes is None else plain_ops
     shape, optimizer = config.shape(vocab_size), optimizer_of(config)
     model = models.architecture(shape)
     sharding = Sharding(max(1, config.lanes), rank, ranks, config.zero, config.reduce_precision == "bf16")
@@ -94,6 +98,10 @@ def resolve(
     pairs = preference.Preference(config.dpo_beta, config.dpo_smoothing) if config.objective == DPO else None
     if pairs is not None:
         buffers += preference.buffers(config.micro_batch, shape.sequence_length, dtype)
+    answers = policy_of(config, ranks) if config.objective == REWARD else None
+    if answers is not None:
+        buffers += policy.buffers(config.micro_batch, shape.sequence_length, dtype)
+        buffers += rollouts.buffers(shape, config.micro_batch * shape.sequence_length, plain_ops)
     if lora is not None:
         tokens = config.micro_batch * shape.sequence_length
         buffers.append(lora_tables.frozen_buffer(flat_elements(in_16_bits), dtype))
@@ -127,6 +135,7 @@ def resolve(
         sample_tokens=config.sample_tokens,
         lora=lora,
         preference=pairs,
+        policy=answers,
         teacher=teacher,
         frozen=frozen,
         fp8_only=fp8_only,
@@ -212,6 +221,12 @@ def optimizer_of(config: RunConfig) -> AdamW | Muon:
         return adamw
     rate = config.matrix_learning_rate / config.learning_rate if config.matrix_learning_rate else 1.0
     return Muon(adamw, momentum=0.95, beta2=config.beta2, weight_decay=config.weight_decay, rate=rate)
+
+
+def policy_of(config: RunConfig, ranks: int) -> policy.Policy:
+    rows = config.tokens_per_step // config.sequence_length // ranks
+    settings = config.rollouts, config.answer_tokens, config.updates, config.clip_ratio
+    return policy.Policy(*settings, at_once=min(MOST_AT_ONCE, rows))
 
 
 def guards_of(config: RunConfig) -> Guards:
@@ -307,8 +322,10 @@ def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
 
 
 def generation_plan(design: Design) -> Plan:
-    """The memory plan for generating one text at a time. The cache holds the token that starts a document and
-    the generated ones, not a whole context."""
+    """The memory plan for generating one text at a time, or a step's rollouts. The cache of one text holds the token that
+    starts a document and the generated ones, not a whole context."""
+    if design.policy is not None:
+        return make_plan(decode_buffers(design.shape, design.policy.at_once, design.dtype, design.plain_ops))
     shape = with_cache(design.shape, 1 + design.sample_tokens)
     return make_plan(decode_buffers(shape, 1, design.dtype, design.plain_ops))
 

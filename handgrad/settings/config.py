@@ -113,13 +113,17 @@ class RunConfig:
         "stream: attention crosses documents; masked: it does not; whole: nor does a row cut them. auto: whole for chats",
         choices=PACKINGS,
     )
-    objective: str = option(
-        AUTO, "tokens, dpo: chosen answers, distill: a teacher. auto: by data, teacher", choices=OBJECTIVES
-    )
+    objective: str = option(AUTO, "tokens, dpo: pairs, distill: a teacher, reward: answers", choices=OBJECTIVES)
     teacher: str = option("", "of distill: the model to learn from, named like init_from's; same tokenizer", free=True)
     teacher_divergence: str = option(FORWARD, "of distill: KL(teacher || student), or its reverse", choices=DIVERGENCES)
     dpo_beta: float = option(0.1, "of dpo: how far a margin may move from the first model; smaller is freer", ABOVE_0)
     dpo_smoothing: float = option(0.0, "of dpo: share of pairs whose answers may be the wrong way round", between(0, 0.49))
+    reward: str = option("", "of objective reward: questions, reverse, exact, number, or FILE.py:FUNCTION (docs/reward.md)")
+    rollouts: int = option(8, "of objective reward: answers to each prompt of a step", between(2, 1024))
+    answer_tokens: int = option(0, "of objective reward: longest answer (0: as long as a row leaves room for)")
+    updates: int = option(1, "of objective reward: steps that train on the same rollouts", between(1, 64))
+    clip_ratio: float = option(0.2, "of updates above 1: PPO's bound on a token's ratio of probabilities", between(0.01, 1))
+    reward_seconds: int = option(10, "of a reward of your own: longest time for one answer", SECONDS, free=True)
     overfit_one_batch: bool = option(False, "train on the first batch over and over (to debug: the loss must go to 0)")
 
     # the optimizer
@@ -138,7 +142,7 @@ class RunConfig:
     skip_loss_z: float = option(0.0, "skip updates whose loss is this many standard deviations above the last 128 (0: off)")
     skip_norm_z: float = option(0.0, "the same for the gradient norm (0: off)")
     max_skips: int = option(20, "stop with exit code 76 after this many skipped updates in a row", AT_LEAST_1)
-    seed: int = option(1337, "of the initial weights, the order of samples and dropout masks", NOT_NEGATIVE, BELOW_2_32)
+    seed: int = option(1337, "of initial weights, the order of samples, dropout masks, rollouts", NOT_NEGATIVE, BELOW_2_32)
     dropout: float = option(0.0, "dropout probability, at GPT-2's four places (0: none)", between(0, 0.99))
 
     # several processes
@@ -152,9 +156,7 @@ class RunConfig:
     stall_seconds: int = option(600, "longest time of a rank in one operation", SECONDS, free=True)
 
     # fp8: GEMMs of the blocks on 8-bit numbers, the rest in bf16
-    fp8_keep_bf16: str = option(
-        TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: what `benchmarks.tune` found"
-    )
+    fp8_keep_bf16: str = option(TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer: 3.mlp; tuned: as measured")
     fp8_head: str = option(
         AUTO, "GEMMs of the loss head in fp8: forward, dgrad, wgrad, with commas, or none; auto: all, none with lora"
     )
@@ -170,9 +172,7 @@ class RunConfig:
     eval_every: int = option(250, "steps between validations (0: only at the end)", free=True)
     eval_tokens: int = option(1 << 20, "tokens per validation, at most the whole split", AT_LEAST_1, free=True)
     eval_stride: int = option(
-        0,
-        "tokens between validation windows; each scores its last ones (0: sequence_length, so that none overlap)",
-        free=True,
+        0, "tokens between validation windows; each scores its last ones (0: sequence_length: none overlap)", free=True
     )
     eval_tasks: str = option("", "tasks after each validation: hellaswag=FILE,lambada=FILE,... (empty: none)", free=True)
     eval_task_examples: int = option(1000, "examples per task, from the first on (0: all)", free=True)

@@ -1,33 +1,51 @@
-"""The loss that a run minimises: of the next token, of pairs of answers (`joins.preference`), or the divergence from a
-teacher (`joins.distill`)."""
+"""The loss that a run minimises: of the next token, of pairs of answers (`joins.preference`), the divergence from a teacher
+(`joins.distill`), or of the model's own answers, weighted by their rewards (`joins.policy`)."""
 
 from typing import Any
 
 from handgrad.errors import UsageError
 
-AUTO, TOKENS, DPO, DISTILL = "auto", "tokens", "dpo", "distill"
-OBJECTIVES = (AUTO, TOKENS, DPO, DISTILL)
+AUTO, TOKENS, DPO, DISTILL, REWARD = "auto", "tokens", "dpo", "distill", "reward"
+OBJECTIVES = (AUTO, TOKENS, DPO, DISTILL, REWARD)
 FORWARD, REVERSE = DIVERGENCES = "forward", "reverse"
 
 
 def check_objective(config: Any) -> Any:
     """Returns a `RunConfig`; raises `UsageError` for settings that its objective does not support."""
     no_teacher = ("teacher", "none; learning from one is objective distill", not config.teacher)
+    no_reward = ("reward", f"none; answers are rewarded by objective {REWARD}", not config.reward)
     precision = ("precision", "bf16, fp16 or fp32", config.precision != "fp8")
+    answers = (
+        precision,
+        ("packing", "stream", config.packing in (AUTO, "stream")),
+        ("dropout", "0", not config.dropout),
+        no_teacher,
+    )
     needs = {
         AUTO: (),
-        TOKENS: (no_teacher,),
+        TOKENS: (no_teacher, no_reward),
         DPO: (
             ("init_from", "the model of the references", bool(config.init_from)),
             ("micro_batch", "a multiple of 2", config.micro_batch % 2 == 0),
-            precision,
-            ("packing", "stream", config.packing in (AUTO, "stream")),
-            ("dropout", "0", not config.dropout),
-            no_teacher,
+            *answers,
+            no_reward,
         ),
-        DISTILL: (("teacher", "the model to learn from", bool(config.teacher)), precision),
+        DISTILL: (("teacher", "the model to learn from", bool(config.teacher)), precision, no_reward),
+        REWARD: (
+            ("init_from", "the model that answers first", bool(config.init_from)),
+            ("reward", "a name or FILE.py:FUNCTION", bool(config.reward)),
+            ("batch_schedule", "one size for all steps", not config.batch_schedule),
+            ("overfit_one_batch", "false", not config.overfit_one_batch),
+            ("tokens_per_step", "a multiple of rollouts * sequence_length", not rows_over(config)),
+            *answers,
+        ),
     }
     for name, needed, holds in needs[config.objective]:
         if not holds:
             raise UsageError(f"objective {config.objective} needs {name}: {needed}, found {getattr(config, name)!r}")
     return config
+
+
+def rows_over(config: Any) -> int:
+    """The tokens of a step beyond whole groups of rollouts, each rollout in a row."""
+    return config.tokens_per_step % (config.rollouts * config.sequence_length)

@@ -6,6 +6,7 @@ audit.jsonl     the chain of an audited run: a link per step, and a line per che
 main.log        losses in llm.c's format
 log.txt         the lines of the console
 samples/        texts written during training
+rollouts/       step_00000012.jsonl, ...: the answers of a run on rewards, with their tokens and rewards
 checkpoints/    step_00001000/, ...; damaged/ and failing/: no longer used
 *.damaged       lines of metrics.jsonl, main.log and audit.jsonl that could not be read
 report.html     curves and tables
@@ -27,7 +28,7 @@ from handgrad.errors import ConfigError, DataError, storage_errors
 CONFIG_FILE = "config.toml"
 METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = "metrics.jsonl", "main.log", "log.txt"
 AUDIT_FILE = "audit.jsonl"
-SAMPLES, CHECKPOINTS, BEST = "samples", "checkpoints", "best"
+SAMPLES, ROLLOUTS, CHECKPOINTS, BEST = "samples", "rollouts", "checkpoints", "best"
 REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"
 BEGUN_IN = "begun_in"  # in a manifest: the absolute path of the folder where its paths begin

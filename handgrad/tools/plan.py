@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from handgrad.data.mixture import named_sets, open_data
+from handgrad.data.mixture import named_sets
 from handgrad.errors import DataError, HandgradError
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.machine import devices
@@ -17,7 +17,7 @@ from handgrad.run.checkpointing import copy_plans
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import as_begun, model_of, resolve_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
-from handgrad.run.packing import resolve_objective, resolve_packing
+from handgrad.run.packing import data_of, resolve_objective, resolve_packing, with_answers
 from handgrad.run.resolve import largest_micro_batch, memory_bytes, resolve, with_precision, with_tuned_gemms
 from handgrad.settings.config import GPT2_VOCABULARY, RunConfig, check
 from handgrad.tools.forecast import Forecast, forecast, named_gpu, resolve_for, resolved_on
@@ -101,11 +101,11 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
     without shards raises `DataError`, unless `vocab_size` is given as well.
     """
     (config, begun), dataset, lines = as_begun(config), None, list[str]()
-    if any(Path(folder).exists() for folder in named_sets(config.data)):
+    if config.reward or any(Path(folder).exists() for folder in named_sets(config.data)):
         try:
-            dataset = open_data(config.data, model_of(config))
+            dataset = data_of(config, model_of(config))
             config = replace(config, packing=resolve_packing(config.packing, dataset))
-            config = check(replace(config, objective=resolve_objective(config, dataset)))
+            config = check(with_answers(replace(config, objective=resolve_objective(config, dataset)), dataset))
         except DataError:
             if given and not vocab_size:
                 raise

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from handgrad.data.mixture import MIXTURE, as_begun, open_data
+from handgrad.data.mixture import MIXTURE, as_begun
 from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import CONTEXT
@@ -17,7 +17,7 @@ from handgrad.machine.backend import plain_backend
 from handgrad.parsing import readable_records
 from handgrad.run.audit import text_facts
 from handgrad.run.checkpointing import SOURCES, versions_of
-from handgrad.run.packing import DOCUMENTS, identity_of
+from handgrad.run.packing import DOCUMENTS, data_of, identity_of
 from handgrad.settings.config import FIELDS, RunConfig, convert, read_toml
 from handgrad.storage import checkpoint
 from handgrad.storage.manifest import MANIFEST, contradiction, read_manifest
@@ -194,7 +194,7 @@ def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
 
 def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> None:
     """Raises `DataError` unless the data at hand have the hashes that the run recorded."""
-    dataset = open_data(config.data)
+    dataset = data_of(config, config.init_from)
     identity = identity_of(config, dataset, open_weights(config.teacher) if config.teacher else None)
     for begin in begins:
         texts = text_facts(dataset) if begin["format"] == FORMAT else {}

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from handgrad.run.open import open_run
 from handgrad.settings.config import RunConfig, check
 from handgrad.storage import checkpoint
 from handgrad.storage.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
-from handgrad.storage.run_files import CHECKPOINTS, LOCK_FILE
+from handgrad.storage.run_files import CHECKPOINTS, LOCK_FILE, ROLLOUTS
 from handgrad.tools.record import RunRecord, check_data, check_initial, config_of, machine_differences
 from handgrad.training.step import StepResult
 
@@ -124,6 +125,8 @@ def prepare(record: RunRecord, span: Span, scratch: Path) -> None:
     if span.first:
         folder = record.checkpoints[span.first].absolute()
         (scratch / CHECKPOINTS / folder.name).symlink_to(folder, target_is_directory=True)
+    if (sampled := record.folder / ROLLOUTS).is_dir():  # a span may begin between two updates on the same ones
+        shutil.copytree(sampled, scratch / ROLLOUTS)
 
 
 class Comparing:

@@ -128,6 +128,7 @@ class Design:
     sample_tokens: int = 0  # length of the run's sample texts
     lora: Any = None
     preference: Any = None  # the loss is of pairs
+    policy: Any = None  # the loss is of rewarded answers
     teacher: Any = None  # of `joins.distill`
     frozen: Table = ()  # with `lora`: the model's weights, in their own flat buffer
     fp8_only: frozenset[str] = frozenset()  # names of frozen weights that exist only in fp8

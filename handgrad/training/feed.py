@@ -10,6 +10,8 @@ from torch import Tensor
 SLOTS = 2  # micro-batches in flight
 SAMPLE_NUMBERS = "sample_numbers"  # each sample's index in the run, if an operation needs it
 REFERENCES = "references"  # of pairs: each sample's summed log-probability under the first model
+ADVANTAGES, SAMPLED = ("advantages", "sampled_losses")  # of rollouts: each token's advantage and its loss at sampling
+OF_ANSWERS = (REFERENCES, ADVANTAGES, SAMPLED)  # inputs of a loss on answers
 
 # The inputs of a forward pass: filled by the source or derived from it. `SORTED`: the sort orders for the backward.
 READ = ("tokens", "targets", "document_starts", "positions")
@@ -29,10 +31,10 @@ def inputs_of(act: Any, names: Iterable[str] = (*READ, *SORTED)) -> dict[str, Te
 
 def fill_inputs(source: Source, inputs: Mapping[str, Tensor], first_sample: int) -> None:
     """Fills host tensors `inputs` with the samples from `first_sample` on. A source of documents also fills
-    `document_starts`, one of pairs `references`."""
+    `document_starts`, one of answers its share of `OF_ANSWERS`."""
     fill: Callable[..., None] = source.fill
     starts = inputs.get("document_starts")
-    more = [inputs[name] for name in ("document_starts", REFERENCES) if name in inputs]
+    more = [inputs[name] for name in ("document_starts", *OF_ANSWERS) if name in inputs]
     fill(inputs["tokens"], inputs["targets"], first_sample, *more)
     if starts is not None and "positions" in inputs:
         torch.sub(torch.arange(starts.shape[1]), starts, out=inputs["positions"])
@@ -58,7 +60,7 @@ class BatchFeed:
     """
 
     def __init__(self, source: Source, act: Any, more: Mapping[str, Tensor] | None = None):
-        """`act`: the model's activations; `more`: receive the micro-batch's sample numbers or references, by name."""
+        """`act`: the model's activations; `more`: receive the micro-batch's sample numbers or `OF_ANSWERS`, by name."""
         self.source = source
         self.targets = inputs_of(act) | dict(more or {})
         self.on_host = act.tokens.device.type != "cuda"

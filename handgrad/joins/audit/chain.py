@@ -25,7 +25,7 @@ FORMAT = 2
 FORMATS = (1, FORMAT)  # readable formats
 FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {  # kind -> fields: (texts, objects, others)
     BEGIN: (("link", "previous"), ("config", "versions", "identity", "state"), ("format", "init", "chat", "files")),
-    STEP: (("link", "previous", *NUMBERS), ("state",), ("samples", "skipped")),
+    STEP: (("link", "previous", *NUMBERS), ("state",), ("samples", "skipped", "rollouts")),
     CHECKPOINT: (("link", "manifest"), (), ("previous", "seal")),
 }
 
@@ -172,6 +172,8 @@ def differing(one: Line, other: Line) -> list[str]:
 
 CAUSES = {  # field of a step -> cause of a difference, in the order of computation
     "samples": "the samples of the step are others",
+    "rollouts.tokens": "the model's answers before the step are others",
+    "rollouts.rewards": "equal answers were given other rewards",
     "learning_rate": "the learning rate is another",
     "loss": "the forward pass gave another loss from an equal state: a sample or the arithmetic is another",
     "norm": "the gradients of equal samples are others",

@@ -1,0 +1,222 @@
+"""Rewards for answers: four built-in functions, and functions of the user's own, in processes with a time limit.
+
+A reward takes (row, answer): a prompt's row with its "messages", and an answer's text without the token that ends it. It
+returns a finite number. This module imports no torch: worker processes load it.
+"""
+
+import hashlib
+import importlib.util
+import math
+import multiprocessing
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from handgrad.data import questions
+from handgrad.errors import DataError, UsageError
+from handgrad.names import nearest_name
+
+Reward = Callable[[Mapping[str, Any], str], float]
+PYTHON = "python:"  # before the name of a function that the caller passed
+WORKERS = 4  # processes for a function of the user's own
+NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+
+
+def right(row: Mapping[str, Any], answer: str) -> float:
+    """1 for the right answer to a built-in question."""
+    return float(questions.check(row["messages"], answer))
+
+
+def reversed_text(row: Mapping[str, Any], answer: str) -> float:
+    """The likeness of an answer to the prompt's last message, reversed: 0 to 1 (difflib's ratio)."""
+    return SequenceMatcher(None, answer.strip(), row["messages"][-1]["content"].strip()[::-1], autojunk=False).ratio()
+
+
+def exact(row: Mapping[str, Any], answer: str) -> float:
+    """1 for the row's "answer", but for blanks around it."""
+    return float(answer.strip() == str(known(row)).strip())
+
+
+def last_number(row: Mapping[str, Any], answer: str) -> float:
+    """1 if the last number in an answer is the last one in the row's "answer", as after GSM8K's "####"."""
+    ours, theirs = (NUMBER.findall(text)[-1:] for text in (answer, str(known(row))))
+    return float(bool(ours) and bool(theirs) and float(ours[0].replace(",", "")) == float(theirs[0].replace(",", "")))
+
+
+def known(row: Mapping[str, Any]) -> Any:
+    if row.get("answer") is None:
+        raise DataError('expected rows with an "answer", which this reward reads, found one without; choose another reward')
+    return row["answer"]
+
+
+BUILT_IN: dict[str, Reward] = {"questions": right, "reverse": reversed_text, "exact": exact, "number": last_number}
+
+
+def load(spec: str) -> Reward:
+    """The function that a setting names. Raises UsageError: there is none."""
+    if spec in BUILT_IN:
+        return BUILT_IN[spec]
+    if spec.startswith(PYTHON):
+        raise UsageError(f"the run was started with the function {spec}; give it again, as handgrad.train(reward=...)")
+    file, _, name = spec.rpartition(":")
+    path = Path(file)
+    if not file.endswith(".py"):
+        near = nearest_name(spec, BUILT_IN)
+        raise UsageError(f"reward must be {', '.join(BUILT_IN)} or FILE.py:FUNCTION, found {spec!r}{near}")
+    if not path.is_file():
+        raise UsageError(f"reward names the file {file}, found none; check the path")
+    described = importlib.util.spec_from_file_location(f"handgrad_reward_{path.stem}", path)
+    assert described is not None and described.loader is not None
+    module = importlib.util.module_from_spec(described)
+    try:
+        described.loader.exec_module(module)
+    except Exception as error:  # the user's own code may raise anything
+        raise UsageError(f"{file} cannot be loaded: {error!r:.200}; mend it, then start the run again") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"expected a function {name or 'NAME'} in {file}, found none; write {file}:FUNCTION")
+    return function
+
+
+def identity(spec: str) -> str:
+    """A built-in reward's name, or the SHA-256 of the user's file and the function's name; of a function from Python the
+    name alone."""
+    if spec in BUILT_IN or spec.startswith(PYTHON):
+        return spec
+    file, _, name = spec.rpartition(":")
+    return f"{hashlib.sha256(Path(file).read_bytes()).hexdigest()}:{name}"
+
+
+def checked(value: Any, where: str) -> float:
+    """A reward as a number. Raises `UsageError` if it is none, or not finite."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or not math.isfinite(number := float(value)):
+        raise UsageError(f"expected a finite number as the reward of {where}, found {value!r:.60}; mend the function")
+    return number
+
+
+def named(row: Mapping[str, Any], answer: str) -> str:
+    """A prompt and an answer, for a message."""
+    return f"the answer {answer!r:.80} to {row['messages'][-1]['content']!r:.80}"
+
+
+class Rewards:
+    """The rewards of a setting. A function of the user's own runs in `WORKERS` processes, each with `seconds` an answer;
+    close it to end them."""
+
+    def __init__(self, spec: str | Reward, seconds: float):
+        """`spec`: a setting, or a function, which is called here without a limit."""
+        self.spec, self.seconds = spec, seconds
+        self.function = spec if callable(spec) else load(spec)
+        self.inside = callable(spec) or spec in BUILT_IN
+        self.workers: list[Worker] = []
+
+    def of(self, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[float]:
+        """The reward of each answer. Raises UsageError, with its row and text: a reward that is no finite number, raises or
+        takes too long."""
+        if not self.inside:
+            return self.in_processes(list(zip(rows, answers, strict=True)))
+        rewards = []
+        for row, answer in zip(rows, answers, strict=True):
+            try:
+                value = self.function(row, answer)
+            except DataError:
+                raise
+            except Exception as error:  # a callable from Python may raise anything
+                raise UsageError(f"the reward of {named(row, answer)} raised {error!r:.200}; mend the function") from None
+            rewards.append(checked(value, named(row, answer)))
+        return rewards
+
+    def in_processes(self, tasks: list[tuple[Mapping[str, Any], str]]) -> list[float]:
+        rewards = [0.0] * len(tasks)
+        if not self.workers:
+            assert isinstance(self.spec, str)
+            self.workers = [Worker(self.spec) for _ in range(min(WORKERS, len(tasks)))]
+        waiting, busy = list(range(len(tasks)))[::-1], dict[Connection, Worker]()
+        try:
+            while waiting or busy:
+                for worker in self.workers:
+                    if waiting and worker.number is None:
+                        worker.begin(waiting[-1], *tasks[waiting.pop()])
+                        busy[worker.connection] = worker
+                limit = min(worker.began for worker in busy.values()) + self.seconds - time.monotonic()
+                ready = [one for one in wait(list(busy), max(0.0, limit)) if isinstance(one, Connection)]
+                for connection in ready:
+                    worker = busy.pop(connection)
+                    number, value = worker.end(tasks)
+                    rewards[number] = checked(value, named(*tasks[number]))
+                late = [worker for worker in busy.values() if time.monotonic() - worker.began > self.seconds]
+                if late and late[0].number is not None:
+                    where = named(*tasks[late[0].number])
+                    raise UsageError(
+                        f"the reward of {where} took longer than {self.seconds:g} s; mend the function, or give it more:"
+                        f" --reward-seconds {math.ceil(2 * self.seconds)}"
+                    )
+        except BaseException:
+            self.close()
+            raise
+        return rewards
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+        self.workers = []
+
+
+class Worker:
+    """A process that computes rewards one by one."""
+
+    def __init__(self, spec: str):
+        context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks and the GPU's state
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, spec), daemon=True)
+        self.process.start()
+        theirs.close()
+        if self.connection.recv() is not None:  # loaded, so that a start does not count
+            raise UsageError(f"reward {spec} could not be loaded in a process of its own; it must not depend on this one")
+        self.number: int | None = None
+        self.began = 0.0
+
+    def begin(self, number: int, row: Mapping[str, Any], answer: str) -> None:
+        self.number, self.began = number, time.monotonic()
+        self.connection.send((row, answer))
+
+    def end(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> tuple[int, Any]:
+        """(number of the task, its reward). Raises `UsageError` if the function raised or ended the process."""
+        assert self.number is not None
+        number, self.number = self.number, None
+        try:
+            value, error = self.connection.recv()
+        except EOFError:
+            value, error = None, "an end of its process"
+        if error:
+            raise UsageError(f"the reward of {named(*tasks[number])} raised {error:.200}; mend the function")
+        return number, value
+
+
+def serve(connection: Connection, spec: str) -> None:
+    """Runs in a worker process: answers (row, answer) with (reward, "") or (None, the error)."""
+    try:
+        function = load(spec)
+        connection.send(None)
+    except UsageError as error:
+        connection.send(str(error))
+        return
+    while True:
+        try:
+            row, answer = connection.recv()
+        except EOFError:
+            return
+        try:
+            value = function(row, answer)
+            connection.send((float(value) if hasattr(value, "__float__") else repr(value), ""))
+        except Exception as error:  # the user's own code may raise anything
+            connection.send((None, repr(error)))
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.fsum(values) / len(values) if values else math.nan
