@@ -1,7 +1,8 @@
 """A step on rewards at a model's size: its exact rollouts, how long drafts and checks take, and the update.
 
-Weights and prompts are random, so answers run to their limit. "draft" is plain decoding of all answers, as `sample` does
-it; "exact" drafts and checks them until the training forward chooses every token.
+Weights and prompts are random, so answers run to their limit. "exact" drafts answers and checks them until the training
+forward chooses every token. Beside it, "decoding" is what `sample` does, with attention in training's tiles, and "heads apart"
+with a program for every query head.
 
     python -m benchmarks.reward_speed --shape Llama-3.2-1B --out h100-reward-speed-llama-3_2-1b.json
 """
@@ -22,9 +23,11 @@ from handgrad.data.prompts import PromptShard
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import bytes_tokenizer
 from handgrad.generation.decode import decode_tensors
+from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.policy import DIFFERENCE
 from handgrad.machine import devices
+from handgrad.machine.backend import plain_backend
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import generation_plan, resolve
 from handgrad.run.rollouts import Rollouts
@@ -97,11 +100,38 @@ def measure(config: RunConfig, vocab_size: int, prompt_tokens: int, steps: int, 
             }
         )
         print({name: rounded(value, 4) for name, value in figures[-1].items()}, flush=True)
+    decoded = {"decoding": decoding(design, training, rollouts, decode)}
+    if device.type == "cuda":
+        from handgrad.ops.cuda import attention_decode
+
+        before, attention_decode.FEW_PROGRAMS = attention_decode.FEW_PROGRAMS, 1 << 30
+        decoded["heads apart"] = decoding(design, training, rollouts, decode)
+        attention_decode.FEW_PROGRAMS = before
+    print(decoded, flush=True)
     return {
         "steps": figures[1:],
+        "decoding_tokens_per_second": decoded,
         "memory_bytes": design.plan.total_bytes + generation_plan(design).total_bytes,
         "config": {name: value for name, value in asdict(config).items() if value != getattr(RunConfig, name)},
     }
+
+
+def decoding(design: Any, training: Any, rollouts: Rollouts, decode: Any) -> float:
+    """Tokens per second of a step's answers, as `sample` decodes them, at the second time."""
+    ops = plain_backend("auto", design.device, design.precision)
+    decoder = Decoder(
+        design.shape, ops, training.state.plain_weights, decode, SamplingOptions(temperature=1.0), end_of_text=None
+    )
+    block, speed = rollouts.blocks[max(rollouts.blocks)], 0.0
+    for _ in range(2):
+        texts = [Continuation(one.prompt, len(one.answer), one.seed) for one in block.rollouts]
+        devices.synchronize(design.device)
+        begun = time.perf_counter()
+        for _ in decoder.generate(texts):
+            pass
+        devices.synchronize(design.device)
+        speed = sum(len(text.tokens) for text in texts) / (time.perf_counter() - begun)
+    return speed
 
 
 def main(given: list[str] | None = None) -> None:
