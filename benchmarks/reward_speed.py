@@ -1,8 +1,8 @@
 """A step on rewards at a model's size: its exact rollouts, how long drafts and checks take, and the update.
 
 Weights and prompts are random, so answers run to their limit. "exact" drafts answers and checks them until the training
-forward chooses every token. Beside it, "decoding" is what `sample` does, with attention in training's tiles, and "heads apart"
-with a program for every query head.
+forward chooses every token. Beside it, "decoding" is what `sample` does, with attention in training's tiles, and "heads
+apart" with a program for every query head.
 
     python -m benchmarks.reward_speed --shape Llama-3.2-1B --out h100-reward-speed-llama-3_2-1b.json
 """

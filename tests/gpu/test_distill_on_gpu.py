@@ -58,6 +58,8 @@ def teacher(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("architecture", ["gpt2", "modern", "llama"])
 def test_runs(architecture: str, precision: str, more: dict[str, Any], teacher: str, shards: Path, tmp_path: Path) -> None:
     config = replace(small_run(shards, tmp_path / "run"), **SIZES, architecture=architecture, precision=precision)
+    if "lora" in more and architecture == "modern":
+        pytest.skip("the modern network has no adapters")
     if "lora" in more:
         train(replace(config, out=str(tmp_path / "base"), steps=2))
         more = more | {"init_from": str(tmp_path / "base")}
