@@ -309,6 +309,17 @@ def certificate(parser: Parser) -> None:
     parser.text("--key", "FILE", "sign with this Ed25519 key (PEM, no password); needs the package cryptography")
 
 
+def climb(parser: Parser) -> None:
+    parser.intermixed = True
+    parser.add_argument(
+        "action", metavar="start|check|run", nargs="?", help="start writes the folder DIR; check grades a STEP, or the next"
+        " one; run trains the stories' model with your operations; nothing shows the way so far"
+    )  # fmt: skip
+    parser.add_argument("what", metavar="DIR|STEP", nargs="?", help="of start: a new folder; of check: a number or a name")
+    parser.text("--dir", "DIR", "the folder of the climb", default=".")
+    parser.number("--steps", "training steps of run", default=100, rule=AT_LEAST_1)
+
+
 def gradcheck(parser: Parser) -> None:
     """No options: it checks the reference, on a CPU."""
 
