@@ -7,7 +7,7 @@ from handgrad.tools.climb import Case
 
 
 def cases(draw):
-    for N, V, size in ((5, 11, 3.0), (7, 3, 1.0), (4, 13, 400.0)):
+    for N, V, size in ((5, 11, 3.0), (7, 3, 1.0), (4, 13, 1000.0)):
         targets = (torch.arange(N) * 5 + 2) % V
         yield Case({"N": N, "V": V}, logits=draw(N, V) * size, targets=targets, scale=1.0 / (N + 3))
 
@@ -45,6 +45,7 @@ MISTAKES = (
     ("losses", "takes the largest logit away from the sum but does not add it back", lambda c: c.losses - c.logits.amax(1)),
     ("dlogits", "overflows: the softmax needs the largest logit of a row taken away first", lambda c: c.scale * (overflowed(c) - c.onehot)),
     ("dlogits", "is not multiplied by scale", lambda c: c.p - c.onehot),
+    ("dlogits", "is divided by N: multiply by scale, which knows all tokens of the step", lambda c: (c.p - c.onehot) / len(c.p)),
     ("dlogits", "multiplies p by scale, but not the one-hot", lambda c: c.scale * c.p - c.onehot),
     ("dlogits", "is the gradient of the mean as well: scale has done that already", lambda c: c.scale * (c.p - c.onehot) / len(c.p)),
     ("dlogits", "is one-hot minus p: the loss falls where the target's logit grows", lambda c: c.scale * (c.onehot - c.p)),
