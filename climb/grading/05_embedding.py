@@ -55,7 +55,7 @@ MISTAKES = (
     ("x", "multiplies the two rows, which are added", lambda c: c.wte[c.tokens] * c.wpe[: c.T]),
     ("dwte", "loses gradients: of a word that repeats only the last place counts, as `dwte[tokens] += dx` has it", lambda c: written(c, c.tokens, c.dx, last=True)),
     ("dwte", "loses gradients: of a word that repeats only the first place counts", lambda c: written(c, c.tokens, c.dx, last=False)),
-    ("dwte", "loses gradients: a word in two sequences keeps those of the last one", per_row),
+    ("dwte", "loses gradients: a word in two sequences keeps the last one's alone", per_row),
     ("dwte", "is a mean over the places of a word: each place adds its gradient", lambda c: c.dwte / c.count.clamp(min=1)),
     ("dwte", "is the gradient times the number of places: each place counts once", lambda c: c.dwte * c.count),
     ("dwte", "adds to rows by position, not by word", lambda c: added(c, c.dx, torch.arange(c.T).expand_as(c.tokens) % len(c.wte))),

@@ -6,27 +6,23 @@ import torch
 
 from handgrad.ops import reference
 from handgrad.ops.reference.attention import split_heads
-from handgrad.tools.climb import Case
+from handgrad.tools.climb import Case, table_of
 
-
-def packed(t):
-    return t.transpose(1, 2).flatten(0, 1).flatten(1)
+FORWARD = table_of("06_attention_forward")
 
 
 def cases(draw):
     for B, H, T, D in ((2, 3, 7, 5), (1, 2, 4, 6), (1, 1, 9, 3)):
         q, k, v, dy = (draw(B, H, T, D) for _ in range(4))
-        out, lse = torch.empty(B * T, H * D, dtype=torch.float64), torch.empty(B, H, T, dtype=torch.float64)
-        reference.attention_forward(out, lse, torch.cat([packed(t) for t in (q, k, v)], 1))
-        y = out.view(B, T, H, D).transpose(1, 2)
-        yield Case({"B": B, "H": H, "T": T, "D": D}, dy=dy, q=q, k=k, v=v, y=y, lse=lse)
+        kept = FORWARD.answers(Case({}, q=q, k=k, v=v))
+        yield Case({"B": B, "H": H, "T": T, "D": D}, dy=dy, q=q, k=k, v=v, **kept)
 
 
 def answers(c):
     B, H, T, D = c.q.shape
-    qkv = torch.cat([packed(t) for t in (c.q, c.k, c.v)], 1)
+    qkv = torch.cat([FORWARD.packed(t) for t in (c.q, c.k, c.v)], 1)
     dqkv = torch.empty_like(qkv)
-    reference.attention_backward(dqkv, packed(c.dy), packed(c.y), c.lse, qkv)
+    reference.attention_backward(dqkv, FORWARD.packed(c.dy), FORWARD.packed(c.y), c.lse, qkv)
     dq, dk, dv = split_heads(dqkv, B, H)
     c.scale, c.later = 1 / math.sqrt(D), torch.ones(T, T, dtype=torch.bool).triu(1)
     c.full = torch.exp(c.q @ c.k.mT * c.scale - c.lse[..., None])

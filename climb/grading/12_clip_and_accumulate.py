@@ -70,14 +70,14 @@ def both(words, wrong):
 
 
 MISTAKES = (
-    *both("is that of a mean of means: a micro-batch counts by its tokens", lambda c: c.each.mean(0)),
-    *both("is that of a sum of the micro-batches' means: it is divided by nothing", lambda c: c.each.sum(0)),
-    *both("is that of the sum over all tokens: divide by their number", lambda c: (c.each * c.n).sum(0)),
-    *both("is that of the sum divided by the number of micro-batches, where the tokens belong", lambda c: (c.each * c.n).mean(0)),
-    *both("is that of the last micro-batch alone", lambda c: c.each[-1]),
-    *both("is that of the first micro-batch alone", lambda c: c.each[0]),
-    *both("is that of means divided by the tokens: multiply by them first", lambda c: (c.each / c.n).mean(0)),
-    *both("is that of each micro-batch clipped before the sum: clip once, at the end",
+    *both("belongs to a mean of means: a micro-batch counts by its tokens", lambda c: c.each.mean(0)),
+    *both("belongs to a sum of the micro-batches' means: it is divided by nothing", lambda c: c.each.sum(0)),
+    *both("belongs to the sum over all tokens: divide by their number", lambda c: (c.each * c.n).sum(0)),
+    *both("belongs to the sum divided by the number of micro-batches, where the tokens belong", lambda c: (c.each * c.n).mean(0)),
+    *both("belongs to the last micro-batch alone", lambda c: c.each[-1]),
+    *both("belongs to the first micro-batch alone", lambda c: c.each[0]),
+    *both("belongs to means divided by the tokens: multiply by them first", lambda c: (c.each / c.n).mean(0)),
+    *both("belongs to each micro-batch clipped before the sum: clip once, at the end",
           lambda c: sum(clipped(g, c.most) * n for g, n in zip(c.each, c.n, strict=True)) / c.total),
     *both("is weighted by the tokens' shares twice", lambda c: (c.each * c.n**2).sum(0) / c.total**2),
     ("norm", "is squared: the root is missing", lambda c: c.norm**2),

@@ -61,7 +61,7 @@ def cut(t):
 
 MISTAKES = (
     *added("adds the tokens in bf16, one by one: at 256 a sum of ones stands still", one_by_one),
-    *added("rounds the sum of each micro-batch to bf16: `gradient.sum(0)` of a bf16 tensor is bf16", rounded_sums),
+    *both("rounds the sum of each micro-batch to bf16: `gradient.sum(0)` of a bf16 tensor is bf16", lambda c: c.master - c.lr * rounded_sums(c)),
     *added("accumulates the micro-batches in bf16: only the tokens' sum was float32", lambda c: rounded_sums(c, torch.bfloat16)),
     *added("accumulates the micro-batches in bf16: only the tokens' sum was float32", lambda c: rounded_sums(c, torch.bfloat16, torch.float32)),
     *both("rounds the whole gradient to bf16 before the update", lambda c: c.master - c.lr * c.total.bfloat16().float()),

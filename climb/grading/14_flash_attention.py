@@ -1,12 +1,14 @@
 """Step 14: attention in one pass over blocks of keys."""
 
 import math
+from functools import partial
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from handgrad.ops import reference
-from handgrad.tools.climb import Case
+from handgrad.tools.climb import Case, table_of
+
+FORWARD = table_of("06_attention_forward")
 
 
 def cases(draw):
@@ -21,16 +23,8 @@ def cases(draw):
         yield Case({"T": T, "D": D, "block": block}, q=q * size + shift, k=k * size - shift, v=v, block=block)
 
 
-def packed(t):
-    return t.transpose(1, 2).flatten(0, 1).flatten(1)
-
-
 def answers(c):
-    B, H, T, D = c.q.shape
-    out, c.lse = torch.empty(B * T, H * D, dtype=torch.float64), torch.empty(B, H, T, dtype=torch.float64)
-    reference.attention_forward(out, c.lse, torch.cat([packed(t) for t in (c.q, c.k, c.v)], 1))
-    c.y = out.view(B, T, H, D).transpose(1, 2)
-    return {"y": c.y, "lse": c.lse}
+    return FORWARD.answers(c)
 
 
 class Watched(TorchFunctionMode):
@@ -105,26 +99,12 @@ MISTAKES = (
     *both("holds the first block alone", only=0),
     *both("begins with a maximum of 0: scores far below it underflow; begin with minus infinity", start=0.0),
     ("y", "adds the blocks' own softmaxes: they share one denominator", blockwise),
-    ("y", "is not divided by the denominator", lambda c: c.y * torch.exp(c.lse - flash_most(c))[..., None]),
-    ("lse", "lacks the maximum, which was taken away before the exponential", lambda c: c.lse - flash_most(c)),
-    ("lse", "is the denominator: its logarithm and the maximum are missing", lambda c: torch.exp(c.lse - flash_most(c))),
-    ("lse", "is the maximum alone", lambda c: flash_most(c)),
+    ("y", "is not divided by the denominator", lambda c: c.y * torch.exp(c.lse - c.S.amax(-1))[..., None]),
+    ("lse", "lacks the maximum, which was taken away before the exponential", lambda c: c.lse - c.S.amax(-1)),
+    ("lse", "is the denominator: its logarithm and the maximum are missing", lambda c: torch.exp(c.lse - c.S.amax(-1))),
+    ("lse", "is the maximum alone", lambda c: c.S.amax(-1)),
 )  # fmt: skip
 
 
-def flash_most(c):
-    T = c.q.shape[2]
-    return (c.q @ c.k.mT / math.sqrt(c.q.shape[3])).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).amax(-1)
-
-
 def operations(f):
-    """In place of step 6's."""
-    from handgrad.ops.reference.attention import split_heads
-
-    def forward(out, lse, qkv, *, scratch=None, mask=None):
-        B, H, T = lse.shape
-        y, found = f(*split_heads(qkv, B, H), 64)
-        out.view(B, T, H, -1).copy_(y.transpose(1, 2))
-        lse.copy_(found)
-
-    return {"attention_forward": forward}
+    return FORWARD.operations(partial(f, block=64))

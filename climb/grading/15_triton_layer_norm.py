@@ -16,7 +16,7 @@ import triton
 from handgrad.errors import UsageError
 from handgrad.ops import reference
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
-from handgrad.tools.climb import RIGHT, Case, at_line, diagnosis, module_from
+from handgrad.tools.climb import RIGHT, Case, at_line, diagnosis, names_of
 
 FILLER, ROWS = 3.25, 2  # rows of FILLER behind each tensor: what an unmasked access reads or spoils
 
@@ -95,7 +95,7 @@ MISTAKES = (
 def grade(path: Path) -> dict[str, str]:
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(compile_it, path)
-        kernel, found = module_from(path).triton_layer_norm, []
+        kernel, found = names_of(path).triton_layer_norm, []
         every = list(cases())
         try:
             found = [launched(kernel, c) for c in every]

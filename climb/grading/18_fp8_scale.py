@@ -53,7 +53,7 @@ MISTAKES = (
     *both("rounds the exponent to the nearest, and so cuts numbers near amax off half of the time", lambda c: whole(c, round(math.log2(448 / (c.amax or 1))))),
     *both("leaves a power of two unused: 448 is 1.75 * 2^8, not 2^8", lambda c: whole(c, 8 - math.ceil(math.log2(c.amax or 1)))),
     *both("takes 57344, the largest number of e5m2", lambda c: whole(c, math.floor(math.log2(57344 / (c.amax or 1))))),
-    *both("takes 240 for the largest number, that of another e4m3", lambda c: whole(c, math.floor(math.log2(240 / (c.amax or 1))))),
+    *both("takes 240 for the largest number, as in another e4m3", lambda c: whole(c, math.floor(math.log2(240 / (c.amax or 1))))),
     *both("is the inverse: x is multiplied by it", lambda c: 1 / c.scale),
     *both("reads x's own largest number: the step before's amax is what a kernel has in time", lambda c: largest_scale(c.x.abs().max().item(), E4M3, 0)),
     *both("is 1 always", lambda c: 1.0),

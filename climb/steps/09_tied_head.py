@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def tied_head(x: Tensor, dlogits: Tensor, tokens: Tensor, dembedded: Tensor, wte: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of a matrix that the model reads twice: embedded = wte[tokens] at its beginning, logits = x wte^T at its end.
+    """The gradient of a matrix that the model reads twice: embedded = wte[tokens], and logits = x wte^T.
 
     x          (N, C)  the last norm's output
     dlogits    (N, V)  the gradient of the loss with respect to the logits

@@ -22,6 +22,6 @@ def block(
            linear(dy, x, weight) -> dx, dweight, dbias           gelu(dy, x) -> dx
            layer_norm(dy, x, weight) -> dx, dweight, dbias       attention(dy, y, lse, qkv) -> dqkv
 
-    Returns dx (N, C), and the gradients by the names of w: qkv_weight, qkv_bias, proj_..., fc_..., fcproj_..., ln1_..., ln2_...
+    Returns dx (N, C), and the gradients by the names of w: qkv_weight, qkv_bias and so on, twelve in all.
     """
     raise NotImplementedError

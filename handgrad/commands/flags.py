@@ -310,11 +310,10 @@ def certificate(parser: Parser) -> None:
 
 
 def climb(parser: Parser) -> None:
-    parser.intermixed = True
-    parser.add_argument(
-        "action", metavar="start|check|run", nargs="?", help="start writes the folder DIR; check grades a STEP, or the next"
-        " one; run trains the stories' model with your operations; nothing shows the way so far"
-    )  # fmt: skip
+    about = (
+        "start writes the folder DIR; check grades a STEP, or the next; run trains by your operations (default: the way)"
+    )
+    parser.add_argument("action", metavar="start|check|run", nargs="?", help=about)
     parser.add_argument("what", metavar="DIR|STEP", nargs="?", help="of start: a new folder; of check: a number or a name")
     parser.text("--dir", "DIR", "the folder of the climb", default=".")
     parser.number("--steps", "training steps of run", default=100, rule=AT_LEAST_1)

@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -14,19 +13,17 @@ from handgrad.ops import compose, reference
 from handgrad.run import resolve
 from handgrad.run.open import train
 from handgrad.run.settings import run_config
-from handgrad.tools.climb import is_unwritten, read_function, steps, table_of
+from handgrad.tools.climb import STEPS, is_unwritten, read_function, table_of
 
 # Two lanes of half the demo's micro-batch, so that a step adds two gradients by the reader's tree.
-SETTINGS = {"lanes": 2, "micro_batch": 2, "backend": "reference", "device": "cpu", "warmup_steps": 10, "log_every": 25}
-SETTINGS |= {"eval_every": 0, "save_every": 0, "sample_every": 0}
+SETTINGS = {"lanes": 2, "micro_batch": 2, "backend": "reference", "device": "cpu", "warmup_steps": 10, "save_every": 0}
 Operations = dict[str, Callable[..., None]]
 
 
 def written(folder: Path) -> dict[str, Operations]:
     """The operations of each written step that takes part in a training, by step."""
-    ready = [step for step in steps() if not is_unwritten(folder / f"{step}.py")]
-    tables = {step: table_of(step) for step in ready}
-    return {s: tables[s].operations(read_function(folder, s)) for s in ready if hasattr(tables[s], "operations")}
+    tables = {step: table_of(step) for step in STEPS if not is_unwritten(folder / f"{step}.py")}
+    return {s: t.operations(read_function(folder, s)) for s, t in tables.items() if hasattr(t, "operations")}
 
 
 def train_both(folder: Path, mine: dict[str, Operations], number: int) -> list[Path]:
@@ -43,10 +40,9 @@ def train_both(folder: Path, mine: dict[str, Operations], number: int) -> list[P
 
 @contextmanager
 def training_by(replaced: Operations) -> Iterator[None]:
-    """Runs of this block take `replaced` instead of the reference's operations of these names, and `block_backward` instead
-    of the model's."""
+    """Runs of this block take `replaced` instead of the reference's operations, or the model's `block_backward`."""
     plain, block = resolve.plain_backend, gpt2.block_backward
-    resolve.plain_backend = lambda *_: Replaced(replaced)
+    resolve.plain_backend = lambda name, device, precision: Replaced(replaced)
     gpt2.block_backward = replaced.get("block_backward", block)
     try:
         yield
@@ -64,11 +60,7 @@ class Replaced(compose.Overlay):
         self.linear_gelu_forward, self.gelu_linear_backward = gelu
         self.layernorm_linear_forward = compose.after_layernorm(self.layernorm_forward, self.linear_forward)
         self.layernorm_linear_gelu_forward = compose.after_layernorm(self.layernorm_forward, self.linear_gelu_forward)
-        self.linear_residual_forward = partial(linear_residual_forward, self.linear_forward)
 
-
-def linear_residual_forward(
-    gemm: Callable[..., None], out: Tensor, residual: Tensor, *tensors: Tensor, scratch: Tensor | None = None
-) -> None:
-    gemm(out, *tensors)
-    out.add_(residual)
+    def linear_residual_forward(self, out: Tensor, residual: Tensor, *gemm: Tensor, scratch: Tensor | None = None) -> None:
+        self.linear_forward(out, *gemm)
+        out.add_(residual)
