@@ -19,7 +19,7 @@ def answers(c):
     c.p = torch.softmax(c.logits, 1)
     c.onehot = torch.zeros_like(c.p).scatter_(1, c.targets[:, None], 1.0)
     c.losses = losses
-    return {"losses": losses, "dlogits": dlogits}
+    return {"loss": losses, "dlogits": dlogits}
 
 
 def overflowed(c):
@@ -32,17 +32,17 @@ def at_targets(p, c):
 
 TERMS = {"dlogits": lambda c: {"the softmax p": c.scale * c.p, "the one-hot of the target": -c.scale * c.onehot}}
 MISTAKES = (
-    ("losses", "overflows: take the largest logit of a row away before the exponential", lambda c: -at_targets(overflowed(c), c).log()),
-    ("losses", "overflows: take the largest logit of a row away inside log(sum(exp(...))) too",
+    ("loss", "overflows: take the largest logit of a row away before the exponential", lambda c: -at_targets(overflowed(c), c).log()),
+    ("loss", "overflows: take the largest logit of a row away inside log(sum(exp(...))) too",
      lambda c: c.logits.exp().sum(1).log() - at_targets(c.logits, c)),
-    ("losses", "takes the logarithm of a probability that is 0 in floating point: subtract logs instead of dividing",
+    ("loss", "takes the logarithm of a probability that is 0 in floating point: subtract logs instead of dividing",
      lambda c: -at_targets(torch.softmax(c.logits, 1), c).log()),
-    ("losses", "is the logarithm of the softmax's denominator alone: the target's logit is missing", lambda c: c.logits.logsumexp(1)),
-    ("losses", "is in bits: nats take the natural logarithm", lambda c: c.losses / torch.log(torch.tensor(2.0))),
-    ("losses", "is 1 - p of the target; the loss is -log p", lambda c: 1 - at_targets(c.p, c)),
-    ("losses", "is the mean in every place: a loss belongs to each token", lambda c: c.losses.mean().expand_as(c.losses)),
-    ("losses", "is multiplied by scale: only the gradient is", lambda c: c.losses * c.scale),
-    ("losses", "takes the largest logit away from the sum but does not add it back", lambda c: c.losses - c.logits.amax(1)),
+    ("loss", "is the logarithm of the softmax's denominator alone: the target's logit is missing", lambda c: c.logits.logsumexp(1)),
+    ("loss", "is in bits: nats take the natural logarithm", lambda c: c.losses / torch.log(torch.tensor(2.0))),
+    ("loss", "is 1 - p of the target; the loss is -log p", lambda c: 1 - at_targets(c.p, c)),
+    ("loss", "is the mean in every place: a loss belongs to each token", lambda c: c.losses.mean().expand_as(c.losses)),
+    ("loss", "is multiplied by scale: only the gradient is", lambda c: c.losses * c.scale),
+    ("loss", "takes the largest logit away from the sum but does not add it back", lambda c: c.losses - c.logits.amax(1)),
     ("dlogits", "overflows: the softmax needs the largest logit of a row taken away first", lambda c: c.scale * (overflowed(c) - c.onehot)),
     ("dlogits", "is not multiplied by scale", lambda c: c.p - c.onehot),
     ("dlogits", "is divided by N: multiply by scale, which knows all tokens of the step", lambda c: (c.p - c.onehot) / len(c.p)),

@@ -56,6 +56,7 @@ MISTAKES = (
     ("dx", "lacks the inner derivative du/dx", lambda c: c.dy * slope(c, du=torch.ones_like(c.x))),
     ("dx", "lacks the cubic term's part of du/dx", lambda c: c.dy * slope(c, du=torch.full_like(c.x, ROOT))),
     ("dx", "lacks the 3 of the cube's derivative", lambda c: c.dy * slope(c, du=ROOT * (1 + CUBIC * c.x**2))),
+    ("dx", "has 2 where the cube's derivative has 3", lambda c: c.dy * slope(c, du=ROOT * (1 + 2 * CUBIC * c.x**2))),
     ("dx", "lacks sqrt(2 / pi) in du/dx", lambda c: c.dy * slope(c, du=c.du / ROOT)),
     ("dx", "has 1 - tanh u where the derivative of tanh is 1 - tanh^2 u", lambda c: c.dy * ((1 + c.t) / 2 + c.x / 2 * (1 - c.t) * c.du)),
     ("dx", "has 1 + tanh^2 u where the derivative of tanh is 1 - tanh^2 u", lambda c: c.dy * ((1 + c.t) / 2 + c.x / 2 * (1 + c.t**2) * c.du)),

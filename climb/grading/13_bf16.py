@@ -20,7 +20,7 @@ def answers(c):
         reference.bias_backward(total, gradient)
     c.total = total
     c.new = (c.master.double() - c.lr * total).float()
-    return {"master": c.new, "weights": c.new.bfloat16()}
+    return {"master": c.new, "weight": c.new.bfloat16()}
 
 
 def one_by_one(c, dtype=torch.bfloat16):
@@ -46,7 +46,7 @@ def in_bf16(c, total):
 
 
 def both(words, new):
-    return (("master", words, lambda c: new(c).float()), ("weights", words, lambda c: new(c).bfloat16()))
+    return (("master", words, lambda c: new(c).float()), ("weight", words, lambda c: new(c).bfloat16()))
 
 
 def added(words, total):
@@ -77,5 +77,5 @@ MISTAKES = (
     *both("lacks lr", lambda c: c.master - c.total.float()),
     *both("has not moved", lambda c: c.master),
     ("master", "is the rounded weight: float32 keeps the exact one", lambda c: c.new.bfloat16().float()),
-    ("weights", "cuts bits off, where it rounds to the nearest", lambda c: cut(c.new)),
+    ("weight", "cuts bits off, where it rounds to the nearest", lambda c: cut(c.new)),
 )  # fmt: skip

@@ -11,6 +11,6 @@ def softmax_and_loss(logits: Tensor, targets: Tensor, scale: float) -> tuple[Ten
     targets  (N)     int64: the word that came
     scale            1 / N makes the gradient the mean's
 
-    Returns losses (N), in nats, and dlogits (N, V) = scale * d(sum of losses) / dlogits.
+    Returns loss (N), in nats, and dlogits (N, V) = scale * d(sum of loss) / dlogits.
     """
     raise NotImplementedError

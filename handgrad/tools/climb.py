@@ -46,7 +46,7 @@ def table_of(step: str) -> Any:
 
 
 def names_of(path: Path) -> SimpleNamespace:
-    """What a file of Python defines."""
+    """The names that a file of Python defines."""
     return SimpleNamespace(**runpy.run_path(str(path)))
 
 

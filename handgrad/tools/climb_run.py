@@ -30,7 +30,7 @@ def train_both(folder: Path, mine: dict[str, Operations], number: int) -> list[P
     """Trains with the reference and with the reader's operations for a number of steps; returns both run folders."""
     data, runs = folder / "shards", [folder / "runs" / name for name in ("reference", "mine")]
     if not data.exists():
-        prepare(PrepareOptions("stories", data, tokenizer="bpe:1024", documents=6000, validation_fraction=0.01))
+        prepare(PrepareOptions("stories", data, tokenizer="bpe:1024", documents=3000, validation_fraction=0.01))
     for out, replaced in zip(runs, ({}, {name: f for each in mine.values() for name, f in each.items()}), strict=True):
         shutil.rmtree(out, ignore_errors=True)
         with training_by(replaced):
