@@ -36,7 +36,9 @@ def played(name: str, folder: Path, launcher: Launcher, more: str = "", steps: t
     (source,) = (source for source in SOURCES if source.stem == name)
     cells = json.loads(source.with_suffix(".ipynb").read_text())["cells"]
     script = folder / f"{name}.py"
-    script.write_text("\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code").replace(*steps) + more)
+    script.write_text(
+        "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code").replace(*steps) + more
+    )
     return launcher.run(1, [str(script)], cwds=[folder]).ranks[0].output
 
 
