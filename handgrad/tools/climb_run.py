@@ -27,12 +27,12 @@ def written(folder: Path) -> dict[str, Operations]:
 
 
 def train_both(folder: Path, mine: dict[str, Operations], number: int) -> list[Path]:
-    """Trains with the reference and with the reader's operations for a number of steps; returns both run folders."""
-    data, runs = folder / "shards", [folder / "runs" / name for name in ("reference", "mine")]
+    """Trains with the reference, once, and with the reader's operations for a number of steps; returns both run folders."""
+    data, runs = folder / "shards", [folder / "runs" / name for name in (f"reference-{number}", "mine")]
     if not data.exists():
         prepare(PrepareOptions("stories", data, tokenizer="bpe:1024", documents=3000, validation_fraction=0.01))
+    shutil.rmtree(runs[1], ignore_errors=True)
     for out, replaced in zip(runs, ({}, {name: f for each in mine.values() for name, f in each.items()}), strict=True):
-        shutil.rmtree(out, ignore_errors=True)
         with training_by(replaced):
             train(run_config("demo", "", "", SETTINGS | {"data": str(data), "out": str(out), "steps": number}))
     return runs

@@ -79,7 +79,7 @@ def test_the_folder_and_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_run_trains_with_every_written_step(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """All solutions train as the reference does; a wrong one trains otherwise, so the reader's is in use."""
+    """All solutions train as the reference does; a wrong one trains otherwise; the reference trains once."""
     mine = tmp_path / "mine"
     assert main(["climb", "start", str(mine)]) == 0
     shutil.copytree(shards, mine / "shards")
@@ -91,8 +91,13 @@ def test_a_run_trains_with_every_written_step(shards: Path, tmp_path: Path, caps
     replaced = {name for each in climb_run.written(mine).values() for name in each}
     assert {n for n in vars(reference) if n in replaced} | {"block_backward"} == replaced and len(replaced) == 15
     assert float(shown[-1].split()[-2]) < 1e-5
-    runs = read_runs([mine / "runs" / name for name in ("reference", "mine")])
+    runs = read_runs([mine / "runs" / name for name in ("reference-2", "mine")])
     assert [len(run.steps.loss) for run in runs] == [2, 2]
+    weight = mine / "02_linear.py"
+    weight.write_text(weight.read_text().replace("dy.sum(0)", "-dy.sum(0)"))
+    assert main(["climb", "run", "--dir", str(mine), "--steps", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "reference-2 is finished" in shown and float(shown.splitlines()[-1].split()[-2]) > 1e-5
 
 
 @pytest.mark.parametrize("step", [step for step in climb.STEPS if hasattr(climb.table_of(step), "operations")])
