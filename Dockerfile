@@ -13,6 +13,7 @@ RUN apt-get update \
 WORKDIR /opt/handgrad
 COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY handgrad handgrad
+COPY climb climb
 RUN pip install --no-cache-dir --constraint constraints.txt '.[gpu]'
 WORKDIR /work
 ENTRYPOINT ["handgrad"]

@@ -94,6 +94,8 @@ LONGEST = (
     "test_fp8_saturation.py",
     "test_release.py",
     "test_doctor.py",
+    "test_climb.py",
+    "test_pages.py",
     "test_llama_runs.py",
     "test_benchmarks.py",
     "test_saving_behind.py",

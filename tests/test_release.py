@@ -20,9 +20,10 @@ from handgrad.settings.config import ARCHITECTURES, FIELDS
 from tests.conftest import write_text
 
 ROOT = Path(__file__).parents[1]
-TRACKED = subprocess.run(
-    ["git", "ls-files", "handgrad"], cwd=ROOT, capture_output=True, text=True, check=True
+LISTED = subprocess.run(
+    ["git", "ls-files", "handgrad", "climb"], cwd=ROOT, capture_output=True, text=True, check=True
 ).stdout.split()
+TRACKED = [f"handgrad/{path}" if path.startswith("climb/") else path for path in LISTED]  # as they stand in a wheel
 
 
 def test_what_it_does_not_do_is_still_so() -> None:
@@ -56,7 +57,7 @@ def test_every_file_is_in_wheel_and_sdist(built: Path, wheel: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names >= {*TRACKED, "README.md", "LICENSE", "NOTICE", "pyproject.toml"}
+    assert names >= {*LISTED, "README.md", "LICENSE", "NOTICE", "pyproject.toml"}
     assert not any(re.search(r"__pycache__|(^|/)(runs|shards|tests|site)/", name) for name in names)
 
 
@@ -119,6 +120,7 @@ def test_the_wheel_works_outside_a_checkout(installed: Path, tmp_path: Path) -> 
     run(*handgrad, "train", "tiny", "--data", "shards", "--out", "run", "--steps", "2", *small.split())
     assert run(*handgrad, "sample", "run", "--max-tokens", "4")
     assert (tmp_path / "run" / "report.html").exists()
+    assert "18 steps lie in mine" in run(*handgrad, "climb", "start", "mine")
 
 
 def test_windows_is_told_where_to_go(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

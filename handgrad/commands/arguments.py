@@ -56,6 +56,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "verify": ("replays an audited run from checkpoints; compares every link", flags.verify),
     "diff": ("finds where runs part: settings, versions, data, link, tensors", flags.diff),
     "certificate": ("writes what a run was trained on, with hashes, into a small file", flags.certificate),
+    "climb": ("lets you write GPT-2's operations, grades each, trains with them", flags.climb),
     "gradcheck": ("compares every gradient by hand with differences of its forward", flags.gradcheck),
     "doctor": ("checks what this machine has, uses and lacks; runs each part once", flags.doctor),
     "profile": ("times the kernels of a run's steps, beside this machine's limits", flags.profile),
@@ -68,6 +69,7 @@ COMMAND_GROUPS = {
     "sample": "a model at work",
     "report": "runs, while they train and after",
     "verify": "proofs",
+    "climb": "gradients",
     "doctor": "this machine",
 }
 
@@ -93,6 +95,7 @@ EXAMPLES = {
     "bench": "handgrad bench step --model d12 --out step.json",
     "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",
     "doctor": "handgrad doctor",
+    "climb": "handgrad climb start my-climb",
     "gradcheck": "handgrad gradcheck",
     "demo": "handgrad demo --steps 500",
     "completion": "handgrad completion bash",

@@ -313,6 +313,16 @@ def certificate(parser: Parser) -> None:
     parser.text("--key", "FILE", "sign with this Ed25519 key (PEM, no password); needs the package cryptography")
 
 
+def climb(parser: Parser) -> None:
+    about = (
+        "start writes the folder DIR; check grades a STEP, or the next; run trains by your operations (default: the way)"
+    )
+    parser.add_argument("action", metavar="start|check|run", nargs="?", help=about)
+    parser.add_argument("what", metavar="DIR|STEP", nargs="?", help="of start: a new folder; of check: a number or a name")
+    parser.text("--dir", "DIR", "the folder of the climb", default=".")
+    parser.number("--steps", "training steps of run", default=100, rule=AT_LEAST_1)
+
+
 def gradcheck(parser: Parser) -> None:
     """No options: it checks the reference, on a CPU."""
 

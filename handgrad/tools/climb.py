@@ -1,0 +1,182 @@
+"""The climb's steps, and their grades: a reader's function beside the reference, and the known mistake that fits it."""
+
+import inspect
+import math
+import runpy
+import shutil
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import handgrad
+from handgrad.errors import UsageError, storage_errors
+
+PACKAGE = Path(handgrad.__file__).parent
+# Pages, stubs and tables of mistakes are data, beside the package in the repository and inside it in a wheel.
+DATA = next(folder for folder in (PACKAGE / "climb", PACKAGE.parent / "climb") if folder.is_dir())
+STEPS = sorted(path.stem for path in (DATA / "steps").glob("[0-9]*.py"))
+UNWRITTEN, RIGHT, TOLERANCE = "raise NotImplementedError", "right", 1e-9
+Pairs = list[tuple[Tensor, Tensor]]  # of an output: the reader's, the right one
+
+
+class Case(SimpleNamespace):
+    """One call of a reader's function: its arguments by name, in order, and the sizes that may explain a wrong factor."""
+
+    def __init__(self, sizes: dict[str, int], **inputs: Any):
+        super().__init__(**inputs)
+        self.sizes, self.inputs = sizes, tuple(inputs.values())
+
+
+def start(folder: Path) -> None:
+    """Writes the climb's folder. Raises `UsageError` if something is there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"expected a new or empty folder, found files in {folder}; name another")
+    with storage_errors(f"writing {folder}"):
+        shutil.copytree(DATA / "steps", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def table_of(step: str) -> Any:
+    """The grading of a step: climb/grading/README.md says what is in it."""
+    return names_of(DATA / "grading" / f"{step}.py")
+
+
+def names_of(path: Path) -> SimpleNamespace:
+    """The names that a file of Python defines."""
+    return SimpleNamespace(**runpy.run_path(str(path)))
+
+
+def at_line(error: BaseException, path: Path) -> str:
+    """The error, with the last line of `path` that it came through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    return f"{path.name}{f', line {line}' if line else ''}: {type(error).__name__}: {error}"
+
+
+def is_unwritten(path: Path) -> bool:
+    return path.is_file() and UNWRITTEN in path.read_text(encoding="utf-8")
+
+
+def read_function(folder: Path, step: str) -> Callable[..., Any]:
+    """The reader's function of a step. Raises `UsageError` if there is none yet, or if its file cannot be run."""
+    if is_unwritten(path := (folder / f"{step}.py").absolute()):
+        raise UsageError(f"{step[3:]} is not written yet; its page is {step}.md, its place {step}.py")
+    try:
+        return getattr(names_of(path), step[3:])
+    except (Exception, SystemExit) as error:
+        raise UsageError(at_line(error, path)) from None
+
+
+def grade(folder: Path, step: str) -> dict[str, str]:
+    """For each output of a step's function "right", or what is wrong. Raises `UsageError` if it cannot be compared."""
+    table, function, path = table_of(step), read_function(folder, step), (folder / f"{step}.py").absolute()
+    if hasattr(table, "grade"):
+        return table.grade(path)
+    draw, call, verdicts = torch.Generator().manual_seed(0), getattr(table, "call", call_on_copies), {}
+    cases = list(table.cases(lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=draw)))
+    right = [table.answers(case) for case in cases]
+    try:
+        given = [checked(call(function, case), expected) for case, expected in zip(cases, right, strict=True)]
+        for place, name in enumerate(right[0]):
+            pairs = [(mine[place], expected[name]) for mine, expected in zip(given, right, strict=True)]
+            verdicts[name] = diagnosis(table, name, cases, pairs)
+        if hasattr(table, "further") and {*verdicts.values()} == {RIGHT}:
+            verdicts["further"] = table.further(function, cases) or RIGHT
+    except Exception as error:
+        raise error if isinstance(error, UsageError) else UsageError(at_line(error, path)) from None
+    return verdicts
+
+
+def call_on_copies(function: Callable[..., Any], case: Case) -> Any:
+    """The outputs of a call on copies of the inputs. Raises `UsageError` for an input that has changed."""
+    copies = tuple(value.clone() if isinstance(value, Tensor) else value for value in case.inputs)
+    outputs = function(*copies)
+    for name, copy, value in zip(inspect.signature(function).parameters, copies, case.inputs, strict=False):
+        if isinstance(value, Tensor) and not torch.equal(copy, value):
+            raise UsageError(f"the input {name} has changed: compute on copies, the caller still needs it")
+    return outputs
+
+
+def checked(found: Any, expected: dict[str, Tensor]) -> list[Tensor]:
+    """The outputs as a list. Raises `UsageError` for a wrong number, kind, shape or dtype of outputs."""
+    outputs = list(found) if isinstance(found, tuple | list) else [found]
+    if len(outputs) != len(expected) or not all(isinstance(output, Tensor) for output in outputs):
+        kinds = ", ".join(type(output).__name__ for output in outputs)
+        raise UsageError(f"expected {len(expected)} tensors ({', '.join(expected)}), found {kinds}; is a return missing?")
+    for (name, right), output in zip(expected.items(), outputs, strict=True):
+        shown = [f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in (right, output)]
+        if shown[0] != shown[1]:
+            turned = " (transposed?)" if output.ndim > 1 and output.mT.shape == right.shape else ""
+            raise UsageError(f"expected {name} as {shown[0]}, found {shown[1]}{turned}")
+    return [output.clone() for output in outputs]
+
+
+def close(found: Tensor, right: Tensor, tolerance: float) -> bool:
+    """True if the tensors agree, NaN and infinities included, up to `tolerance` of the largest finite number."""
+    largest = right.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item() or 1.0
+    return torch.allclose(found.double(), right.double(), rtol=0, atol=tolerance * largest, equal_nan=True)
+
+
+def diagnosis(table: Any, name: str, cases: list[Case], pairs: Pairs) -> str:
+    """ "right", or the known mistake, the terms and factors, or else the place that explains an output."""
+    tolerance = getattr(table, "TOLERANCE", TOLERANCE)
+    if all(close(mine, right, tolerance) for mine, right in pairs):
+        return RIGHT
+    for output, words, formula in table.MISTAKES:
+        if output == name and all(close(mine, formula(c), tolerance) for c, (mine, _) in zip(cases, pairs, strict=True)):
+            return words
+    terms = getattr(table, "TERMS", {}).get(name)
+    parts = [terms(c) if terms else {"": right} for c, (_, right) in zip(cases, pairs, strict=True)]
+    return wrong_terms([c.sizes for c in cases], parts, pairs, tolerance) or first_difference(name, pairs, tolerance)
+
+
+def wrong_terms(sizes: list[dict[str, int]], parts: list[dict[str, Tensor]], pairs: Pairs, tolerance: float) -> str:
+    """Names the terms of an output that are missing or have a wrong factor, by least squares, or says ""."""
+    factors, found = [], []
+    for terms, (mine, right) in zip(parts, [(m.double(), r.double()) for m, r in pairs], strict=True):
+        columns = torch.stack([term.double().expand(right.shape).reshape(-1) for term in terms.values()], 1)
+        if not (mine.isfinite().all() and columns.isfinite().all()):
+            return ""
+        factors.append(torch.linalg.lstsq(columns, mine.reshape(-1, 1), driver="gelsd").solution)
+        if not close((columns @ factors[-1]).view(mine.shape), mine, 10 * tolerance):
+            return ""
+    for place, part in enumerate(parts[0]):
+        factor, whole = named_factor([factor[place].item() for factor in factors], sizes), part or "everything"
+        if not factor:
+            return ""
+        words = {"0": f"lacks {part}" if part else "is zero everywhere", "-1": f"has {whole} with the wrong sign"}
+        found += [words.get(factor, f"has {whole} {factor} times")] * (factor != "1")
+    return " and ".join(found)
+
+
+def named_factor(values: list[float], sizes: list[dict[str, int]]) -> str:
+    """The name of a factor that has these values in the cases; "" if it is none of the likely ones."""
+    if all(abs(value) < 1e-7 for value in values):
+        return "0"
+    likely = {"1": [1.0] * len(values)}
+    for form, power in (("{}", 1.0), ("1/{}", -1.0), ("√{}", 0.5), ("1/√{}", -0.5)):
+        likely |= {form.format(name): [each[name] ** power for each in sizes] for name in sizes[0]}
+    for name, expected in likely.items():
+        for sign in (1, -1):
+            if all(math.isclose(sign * v, e, rel_tol=1e-5) for v, e in zip(values, expected, strict=True)):
+                return f"{'-' * (sign < 0)}{name}"
+    same = all(math.isclose(value, values[0], rel_tol=1e-5) for value in values)
+    return f"{values[0]:.4g}" if same and len(values) > 1 else ""
+
+
+def first_difference(name: str, pairs: Pairs, tolerance: float) -> str:
+    """The first number that differs; the rows or columns, if only few differ; and the direction."""
+    mine, right = next((mine.double(), right.double()) for mine, right in pairs if not close(mine, right, tolerance))
+    bad = ~torch.isclose(mine, right, rtol=0, atol=tolerance * right.nan_to_num(0, 0, 0).abs().max().item(), equal_nan=True)
+    places, cosine = bad.nonzero(), torch.cosine_similarity(mine.flatten(), right.flatten(), dim=0).item()
+    first = tuple(places[0].tolist())
+    words = f"differs in {len(places)} of {bad.numel()} numbers, first at {list(first)}: {mine[first].item():.6g}, where"
+    words += f" {right[first].item():.6g} is right"
+    for axis, size in enumerate(bad.shape):
+        some = places[:, axis].unique().tolist()
+        words += f"; on axis {axis} only at {', '.join(map(str, some))}" * (len(some) <= size // 2)
+    return words + (f"; the cosine of both is {cosine:.3f}" if mine.isfinite().all() else "; NaN or infinities are in it")
