@@ -201,6 +201,10 @@ def test_answers_do_not_depend_on_the_drafts(base: RunConfig, folder: Path, tmp_
             source.before_step(0)
             block = source.block(0)
             answers.append([(one.answer, one.losses) for one in block.rollouts])
+            for first in range(0, 16, 4):
+                group, advantages = block.rewards[first : first + 4], block.advantages[first : first + 4]
+                assert advantages == pytest.approx([reward - sum(group) / 4 for reward in group])
+                assert len({tuple(one.answer) for one in block.rollouts[first : first + 4]}) > 1
             assert block.figures["passes"] == 1 if draft is None else block.figures["passes"] > 1
     assert answers[0] == answers[1] == answers[2]
     assert all(len(losses) == len(answer) <= 12 for answer, losses in answers[0]) and len(answers[0]) == 16
