@@ -277,14 +277,18 @@ def test_rollouts_between_updates_must_be_there(base: RunConfig, folder: Path, t
         train(config)
 
 
-def test_a_replay_finds_other_rewards(base: RunConfig, folder: Path, tmp_path: Path) -> None:
-    """A function that gives other bits twice, and one that was replaced."""
+def test_a_replay_finds_other_rewards(base: RunConfig, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """A function that gives other bits twice, and one that was replaced. No code runs that the user has not named."""
     (tmp_path / "own.py").write_text(
         "import pathlib\n\ndef mine(row, answer):\n    return len(answer) + pathlib.Path(__file__ + '.more').exists()\n"
     )
     config = rewarded(base, folder, tmp_path / "run", reward=f"{tmp_path / 'own.py'}:mine", audit_every=1, steps=3)
     train(config)
-    assert main(["verify", config.out]) == 0
+    capsys.readouterr()
+    own = {"reward": config.reward}
+    assert main(["verify", config.out]) == 64 and "code that runs only if you name it" in capsys.readouterr().err
+    assert main(["evaluate", config.out]) == 64 and f"--reward {config.reward}" in capsys.readouterr().err
+    assert main(["verify", config.out, "--reward", config.reward]) == 0
     (tmp_path / "own.py.more").touch()
     from handgrad.tools.record import open_record
     from handgrad.tools.verify import replay, spans_of
@@ -292,9 +296,9 @@ def test_a_replay_finds_other_rewards(base: RunConfig, folder: Path, tmp_path: P
     record = open_record(Path(config.out), None)
     (tmp_path / "scratch").mkdir()
     with pytest.raises(AuditError, match="equal answers were given other rewards"):
-        replay(record, spans_of(record, None, None, 0, 0)[0], {}, tmp_path / "scratch", writes=True)
+        replay(record, spans_of(record, None, None, 0, 0)[0], own, tmp_path / "scratch", writes=True)
     (tmp_path / "own.py").write_text("def mine(row, answer):\n    return 0\n")
-    assert main(["verify", config.out]) != 0
+    assert main(["verify", config.out, "--reward", config.reward]) == 65
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from handgrad.evaluation.load import (
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
 from handgrad.evaluation.preferences import held_out_pairs
+from handgrad.evaluation.rewards import trusted
 from handgrad.evaluation.scoring import (
     AFTERWARDS,
     TaskResult,
@@ -93,7 +94,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
     requests = ranks.from_rank_0(lambda: make_requests(tasks, source.tokenizer, context), "the requests") if tasks else []
-    rewarded = parsed.reward or (source.config.reward if not tasks and not parsed.data else "")
+    rewarded = parsed.reward or (trusted(source.config.reward) if not tasks and not parsed.data else "")
     dataset = None if rewarded or (tasks and not parsed.data) else validation_data(parsed, source)
     if dataset is not None:
         check_stride(stride_of(parsed, source), context, "context")

@@ -208,8 +208,7 @@ def evaluate(parser: Parser) -> None:
     parser.number("--limit", "first N examples of each task (default: all)", rule=NOT_NEGATIVE, default=0)
     parser.text("--out", "FILE", "write a line of JSON for each example of the tasks")
     parser.text("--reward", "NAME", "of greedy answers to the prompts in --data, as `train --objective reward` takes both")
-    longest = "tokens of the longest rewarded answer (default: the run's, or 256)"
-    parser.number("--answer-tokens", longest, rule=NOT_NEGATIVE, default=0)
+    parser.number("--answer-tokens", "of the longest answer (default: the run's, or 256)", rule=NOT_NEGATIVE, default=0)
     add_timeout_arguments(parser)
 
 
@@ -291,6 +290,7 @@ def verify(parser: Parser) -> None:
     parser.text("--data", "DIR", "the run's shards (default: where the run had them)")
     parser.text("--init-from", "DIR", "the weights that it started from (default: where the run had them)")
     parser.text("--teacher", "DIR", "the weights that it learnt from (default: the same)")
+    parser.text("--reward", "FILE.py:FUNCTION", "your function that rewarded it: its code runs only if you name it")
     parser.number("--from", "step to begin after, 0 or one with a checkpoint (default: the first)", rule=NOT_NEGATIVE)
     parser.number("--to", "last step (default: the step of the last link or checkpoint)", rule=AT_LEAST_1)
     parser.number("--segments", "instead: N segments between checkpoints, drawn by --seed", rule=AT_LEAST_1)

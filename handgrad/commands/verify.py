@@ -34,7 +34,7 @@ def run(parsed: Namespace) -> int:
     spans = spans_of(record, vars(parsed)["from"], parsed.to, parsed.segments or 0, parsed.seed)
     if launched:
         end_with_launcher()
-    elsewhere = {name: place for name in ("data", "init_from", "teacher") if (place := getattr(parsed, name))}
+    elsewhere = {name: place for name in ("data", "init_from", "teacher", "reward") if (place := getattr(parsed, name))}
     changed = check_machine(record, spans, elsewhere, allow_changes=parsed.allow_changes)
     for line in changed if tells else ():
         print(f"other      {line}")
@@ -67,6 +67,7 @@ def launch(parsed: Namespace, span: Span, scratch: Path) -> int:
     words += ["--data", parsed.data] if parsed.data else []
     words += ["--init-from", parsed.init_from] if parsed.init_from else []
     words += ["--teacher", parsed.teacher] if parsed.teacher else []
+    words += ["--reward", parsed.reward] if parsed.reward else []
     words += ["--allow-changes"] if parsed.allow_changes else []
     return run_ranks(command_line(*words), parsed.ranks, threads.environment_before(), PATIENCE_SECONDS)
 

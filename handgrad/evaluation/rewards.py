@@ -82,6 +82,13 @@ def load(spec: str) -> Reward:
     return function
 
 
+def trusted(spec: str) -> str:
+    """The reward that a run's folder names. Raises `UsageError` if it is code: only the user may ask to run some."""
+    if spec and spec not in BUILT_IN:
+        raise UsageError(f"the run's rewards come from {spec}, code that runs only if you name it: --reward {spec}")
+    return spec
+
+
 def identity(spec: str) -> str:
     """A built-in reward's name, or the SHA-256 of the user's file and the function's name; of a function from Python the
     name alone."""

@@ -1,6 +1,6 @@
 """The rollouts of a run on rewards: what the model answers before a step, what each answer earns, and what a step trains.
 
-Group g of a run is a prompt with `Policy.group` answers, neighbouring samples. Rank by rank samples their own rows, in the
+Group g of a run is a prompt with `Policy.group` answers, neighbouring samples. Each rank samples its own rows, in the
 micro-batches of the training, and all ranks gather all rows: a step's rollouts are a pure function of (weights, step,
 prompts, seed). They lie in RUN/rollouts/step_00000012.jsonl, from which a run that stops between two updates goes on.
 """

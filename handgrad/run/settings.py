@@ -51,7 +51,8 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         from handgrad.storage import checkpoint  # imports torch, which `--help` avoids
 
         _, manifest = checkpoint.peek(recipe_path.parent) or ("", {})
-        recipe["data"] = place_of("data", recipe_path.parent, recipe, manifest, needed=command == "train")
+        needed = command == "train" and not recipe.get("reward")  # prompts may be built in
+        recipe["data"] = place_of("data", recipe_path.parent, recipe, manifest, needed=needed)
     recipe_preset = recipe.pop("preset", None)
     name = preset or recipe_preset
     if name and name not in presets.PRESETS:

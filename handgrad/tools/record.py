@@ -9,6 +9,7 @@ from handgrad.data.mixture import MIXTURE, as_begun
 from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import CONTEXT
+from handgrad.evaluation.rewards import trusted
 from handgrad.files import file_sha256
 from handgrad.interop.sources import open_weights
 from handgrad.joins.audit.chain import BEGIN, FORMAT, NUMBERS, STEP, Line, canonical, check_chain, links, read_chain
@@ -170,7 +171,10 @@ def config_of(record: RunRecord, step: int, elsewhere: dict[str, str]) -> RunCon
     _, manifest = checkpoint.peek(record.folder) or ("", {})
     for name in ("data", "init_from", "teacher"):
         if settings.get(name) and name not in elsewhere:
-            elsewhere = {**elsewhere, name: place_of(name, record.folder, settings, manifest, needed=name == "data")}
+            needed = name == "data" and not settings.get("reward")  # prompts may be built in
+            elsewhere = {**elsewhere, name: place_of(name, record.folder, settings, manifest, needed=needed)}
+    if settings.get("reward") and "reward" not in elsewhere:
+        trusted(settings["reward"])
     settings |= elsewhere
     config = RunConfig(**{name: convert(name, value) for name, value in settings.items()})
     return replace(config, data=as_begun(config.data, record.begun(step)["identity"]))
