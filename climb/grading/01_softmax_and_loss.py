@@ -9,7 +9,8 @@ from handgrad.tools.climb import Case
 def cases(draw):
     for N, V, size in ((5, 11, 3.0), (7, 3, 1.0), (4, 13, 1000.0)):
         targets = (torch.arange(N) * 5 + 2) % V
-        yield Case({"N": N, "V": V}, logits=draw(N, V) * size, targets=targets, scale=1.0 / (N + 3))
+        logits = draw(N, V) * size - size * torch.arange(N)[:, None]
+        yield Case({"N": N, "V": V}, logits=logits, targets=targets, scale=1.0 / (N + 3))
 
 
 def answers(c):
@@ -33,6 +34,8 @@ def at_targets(p, c):
 TERMS = {"dlogits": lambda c: {"the softmax p": c.scale * c.p, "the one-hot of the target": -c.scale * c.onehot}}
 MISTAKES = (
     ("loss", "overflows: take the largest logit of a row away before the exponential", lambda c: -at_targets(overflowed(c), c).log()),
+    ("loss", "takes the largest logit of all rows away: a row far below it underflows",
+     lambda c: -at_targets(c.logits - c.logits.max() - (c.logits - c.logits.max()).exp().sum(1, keepdim=True).log(), c)),
     ("loss", "overflows: take the largest logit of a row away inside log(sum(exp(...))) too",
      lambda c: c.logits.exp().sum(1).log() - at_targets(c.logits, c)),
     ("loss", "takes the logarithm of a probability that is 0 in floating point: subtract logs instead of dividing",

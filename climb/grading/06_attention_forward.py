@@ -10,7 +10,7 @@ from handgrad.tools.climb import Case
 
 def cases(draw):
     """In the second case a hidden key scores 1000 above all visible ones; in the third the scores are large themselves."""
-    for B, H, T, D, size in ((2, 3, 7, 5, 1.0), (1, 2, 5, 4, 1.0), (1, 1, 9, 3, 30.0)):
+    for B, H, T, D, size in ((2, 3, 7, 5, 1.0), (1, 2, 5, 4, 1.0), (1, 1, 9, 3, 200.0)):
         c = Case({"B": B, "H": H, "T": T, "D": D}, q=draw(B, H, T, D) * size, k=draw(B, H, T, D) * size, v=draw(B, H, T, D))
         if (B, H) == (1, 2):
             c.q[..., 0], c.k[..., 0] = 1.0, 0.0

@@ -4,7 +4,7 @@ import torch
 
 from handgrad import ops
 from handgrad.ops import reference
-from handgrad.tools.climb import Case, call_on_copies
+from handgrad.tools.climb import Case
 
 
 def cases(draw):
@@ -38,7 +38,7 @@ def answers(c):
 
 def call(function, c):
     """The moments come first: w is made of them."""
-    found = call_on_copies(function, c)
+    found = function(*c.inputs)
     return (*found[1:], found[0]) if isinstance(found, tuple) else found
 
 

@@ -12,7 +12,8 @@ TOLERANCE = 1e-6
 
 def cases(draw):
     """Just below and just above a power of two, at 1.75 times one, and a tensor of zeros before; x exceeds most of them."""
-    for size, amax in ((1.0, 1.7), (40.0, 3.7), (0.001, 0.00175), (1.0, 448.0), (1.0, 0.0), (0.1, 2.0**-9)):
+    amaxes = (1.7, 3.7, 0.00175, 448.0, 0.0, 2.0**-9, 1000.0)
+    for size, amax in zip((1.0, 40.0, 0.001, 1.0, 1.0, 0.1, 600.0), amaxes, strict=True):
         yield Case({}, x=(draw(5, 7) * size).float(), amax=amax)
 
 
@@ -61,6 +62,7 @@ MISTAKES = (
     ("scale", "is infinite or undefined for an amax of 0", lambda c: torch.tensor(c.scale if c.amax else math.inf)),
     ("scale", "is 0 for an amax of 0: it must be 1", lambda c: torch.tensor(c.scale if c.amax else 0.0)),
     ("q", "is clamped at amax, before the scale: clamp at 448 after it", lambda c: (c.x.clamp(-c.amax, c.amax) * c.scale).to(E4M3)),
+    ("q", "is clamped at 448 before the scale: clamp after it", lambda c: (c.x.clamp(-448, 448) * c.scale).clamp(-448, 448).to(E4M3)),
     ("q", "is clamped to 256", lambda c: quantised(c, c.scale, 256.0)),
     ("q", "is rounded to whole numbers first: the format rounds by itself", lambda c: (c.x * c.scale).round().clamp(-448, 448).to(E4M3)),
     ("q", "loses the sign", lambda c: (c.x.abs() * c.scale).clamp(max=448).to(E4M3)),

@@ -24,6 +24,9 @@ def adamw(
     step                  counts from 1
     lr                    the learning rate; `decay` is relative to it
 
+    m and v move by 1 - beta towards g and its square; m' and v' are corrected for their start at 0, the returned ones not;
+    the new w is (1 - lr decay) w - lr m' / (sqrt(v') + epsilon).
+
     Returns the new w, m, v.
     """
     raise NotImplementedError

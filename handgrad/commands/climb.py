@@ -60,7 +60,7 @@ def check(folder: Path, progress: dict[str, Any], asked: str | None) -> None:
     if wrong:
         raise NumericsError(f"step {int(step[:2])}: {wrong[0]}; hints are in {step}.md")
     following = [other for other in rest if other != step]
-    print(f"right; next is {following[0]}.md" if following else "right; that was the last step")
+    print(f"right; next is {following[0]}.md" if following else "right, as all are; `handgrad climb run` trains by them")
 
 
 def way(progress: dict[str, Any]) -> list[str]:
@@ -71,10 +71,7 @@ def way(progress: dict[str, Any]) -> list[str]:
         times = f"{f'{(right - before) / 60:.1f} min' if right else '':>10}{f'{checks} x checked' if checks else '':>14}"
         before = max(before, right or before)
         lines.append(f"[{'x' if right else ' '}] {int(step[:2]):>2} {step[3:].replace('_', ' '):<22}{times}".rstrip())
-    return [
-        *lines,
-        f"{sum('right' in row for row in rows.values())} right; `handgrad climb run` trains with what is written",
-    ]
+    return [*lines, f"{sum('right' in row for row in rows.values())} right; `handgrad climb run` trains by them"]
 
 
 def train(folder: Path, number: int) -> None:

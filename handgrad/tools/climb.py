@@ -1,5 +1,6 @@
 """The climb's steps, and their grades: a reader's function beside the reference, and the known mistake that fits it."""
 
+import copy
 import inspect
 import math
 import runpy
@@ -76,7 +77,9 @@ def grade(folder: Path, step: str) -> dict[str, str]:
     table, function, path = table_of(step), read_function(folder, step), (folder / f"{step}.py").absolute()
     if hasattr(table, "grade"):
         return table.grade(path)
-    draw, call, verdicts = torch.Generator().manual_seed(0), getattr(table, "call", call_on_copies), {}
+    function = function if hasattr(table, "IN_PLACE") else on_copies(function)
+    call, verdicts = getattr(table, "call", lambda function, case: function(*case.inputs)), {}
+    draw = torch.Generator().manual_seed(0)
     cases = list(table.cases(lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=draw)))
     right = [table.answers(case) for case in cases]
     try:
@@ -85,20 +88,29 @@ def grade(folder: Path, step: str) -> dict[str, str]:
             pairs = [(mine[place], expected[name]) for mine, expected in zip(given, right, strict=True)]
             verdicts[name] = diagnosis(table, name, cases, pairs)
         if hasattr(table, "further") and {*verdicts.values()} == {RIGHT}:
-            verdicts["further"] = table.further(function, cases) or RIGHT
+            verdicts["it"] = table.further(function, cases) or RIGHT
     except Exception as error:
         raise error if isinstance(error, UsageError) else UsageError(at_line(error, path)) from None
     return verdicts
 
 
-def call_on_copies(function: Callable[..., Any], case: Case) -> Any:
-    """The outputs of a call on copies of the inputs. Raises `UsageError` for an input that has changed."""
-    copies = tuple(value.clone() if isinstance(value, Tensor) else value for value in case.inputs)
-    outputs = function(*copies)
-    for name, copy, value in zip(inspect.signature(function).parameters, copies, case.inputs, strict=False):
-        if isinstance(value, Tensor) and not torch.equal(copy, value):
-            raise UsageError(f"the input {name} has changed: compute on copies, the caller still needs it")
-    return outputs
+def on_copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` on copies of its inputs. Raises `UsageError` if it changes one, also inside a list or a namespace."""
+
+    def call(*inputs: Any) -> Any:
+        copies = copy.deepcopy(inputs)
+        outputs = function(*copies)
+        for name, now, then in zip(inspect.signature(function).parameters, copies, inputs, strict=False):
+            if not all(map(torch.equal, tensors_in(now), tensors_in(then))):
+                raise UsageError(f"the input {name} has changed: compute on copies, the caller still needs it")
+        return outputs
+
+    return call
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    inner = vars(value).values() if isinstance(value, SimpleNamespace) else value if isinstance(value, list | tuple) else ()
+    return [value] if isinstance(value, Tensor) else [tensor for each in inner for tensor in tensors_in(each)]
 
 
 def checked(found: Any, expected: dict[str, Tensor]) -> list[Tensor]:
@@ -174,9 +186,9 @@ def first_difference(name: str, pairs: Pairs, tolerance: float) -> str:
     bad = ~torch.isclose(mine, right, rtol=0, atol=tolerance * right.nan_to_num(0, 0, 0).abs().max().item(), equal_nan=True)
     places, cosine = bad.nonzero(), torch.cosine_similarity(mine.flatten(), right.flatten(), dim=0).item()
     first = tuple(places[0].tolist())
-    words = f"differs in {len(places)} of {bad.numel()} numbers, first at {list(first)}: {mine[first].item():.6g}, where"
-    words += f" {right[first].item():.6g} is right"
+    words = f"differs in {len(places)} of {bad.numel()} numbers, first at {list(first)}: {mine[first].item():.9g}, where"
+    words += f" {right[first].item():.9g} is right"
     for axis, size in enumerate(bad.shape):
         some = places[:, axis].unique().tolist()
         words += f"; on axis {axis} only at {', '.join(map(str, some))}" * (len(some) <= size // 2)
-    return words + (f"; the cosine of both is {cosine:.3f}" if mine.isfinite().all() else "; NaN or infinities are in it")
+    return words + (f"; the cosine of both is {cosine:.3f}" if bad.numel() > 1 and mine.isfinite().all() else "")
