@@ -55,8 +55,8 @@ def check(folder: Path, progress: dict[str, Any], asked: str | None) -> None:
     if not wrong:
         row.setdefault("right", time.time())
     (folder / PROGRESS).write_text(json.dumps(progress))
-    print(f"step {int(step[:2])}, {step[3:]}, beside the reference, in {time.perf_counter() - begun:.1f} s")
-    print("\n".join(f"  {output}: {words}" for output, words in verdicts.items()))
+    title = f"step {int(step[:2])}, {step[3:]}, beside the reference, in {time.perf_counter() - begun:.1f} s"
+    print("\n".join([title, *(f"  {output}: {words}" for output, words in verdicts.items())]))
     if wrong:
         raise NumericsError(f"step {int(step[:2])}: {wrong[0]}; hints are in {step}.md")
     following = [other for other in rest if other != step]
@@ -78,8 +78,7 @@ def train(folder: Path, number: int) -> None:
     """Trains with the reference and with the reader's operations; draws both losses."""
     from handgrad.tools import climb_run  # with all that trains, which a check need not wait for
 
-    mine = climb_run.written(folder)
-    runs = read_runs(climb_run.train_both(folder, mine, number))
-    print("\n".join(["", *curves(runs, max(20, shutil.get_terminal_size().columns - MARGIN - 1))]))
-    print(f"yours: {', '.join(step[3:] for step in mine) or 'none yet'}; all others are the package's")
+    runs = read_runs(climb_run.train_both(folder, mine := climb_run.written(folder), number))
+    yours = f"yours: {', '.join(step[3:] for step in mine) or 'none yet'}; all others are the package's"
+    print("\n".join(["", *curves(runs, max(20, shutil.get_terminal_size().columns - MARGIN - 1)), yours]))
     print(f"the losses of a step differ by at most {abs(runs[0].steps.loss - runs[1].steps.loss).max():.2g} nats")

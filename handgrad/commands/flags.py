@@ -314,9 +314,7 @@ def certificate(parser: Parser) -> None:
 
 
 def climb(parser: Parser) -> None:
-    about = (
-        "start writes the folder DIR; check grades a STEP, or the next; run trains by your operations (default: the way)"
-    )
+    about = "start writes DIR; check grades a STEP, or the next; run trains by your operations (default: the way)"
     parser.add_argument("action", metavar="start|check|run", nargs="?", help=about)
     parser.add_argument("what", metavar="DIR|STEP", nargs="?", help="of start: a new folder; of check: a number or a name")
     parser.text("--dir", "DIR", "the folder of the climb", default=".")

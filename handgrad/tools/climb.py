@@ -43,12 +43,7 @@ def start(folder: Path) -> None:
 
 def table_of(step: str) -> Any:
     """The grading of a step: climb/grading/README.md says what is in it."""
-    return names_of(DATA / "grading" / f"{step}.py")
-
-
-def names_of(path: Path) -> SimpleNamespace:
-    """The names that a file of Python defines."""
-    return SimpleNamespace(**runpy.run_path(str(path)))
+    return SimpleNamespace(**runpy.run_path(str(DATA / "grading" / f"{step}.py")))
 
 
 def at_line(error: BaseException, path: Path) -> str:
@@ -67,7 +62,7 @@ def read_function(folder: Path, step: str) -> Callable[..., Any]:
     if is_unwritten(path := (folder / f"{step}.py").absolute()):
         raise UsageError(f"{step[3:]} is not written yet; its page is {step}.md, its place {step}.py")
     try:
-        return getattr(names_of(path), step[3:])
+        return getattr(SimpleNamespace(**runpy.run_path(str(path))), step[3:])
     except (Exception, SystemExit) as error:
         raise UsageError(at_line(error, path)) from None
 
