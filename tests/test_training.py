@@ -312,7 +312,7 @@ def test_what_may_change_in_a_resumed_run() -> None:
     """Only where things lie, or whether they are kept or made again, and how often they are looked at: nothing that touches
     a number."""
     free = {name for name, known in FIELDS.items() if known.metadata["free"]}
-    where = {"data", "out", "offload", "recompute"}
+    where = {"data", "out", "teacher", "offload", "recompute", "reward_seconds"}
     how_often = {"audit_every", "eval_every", "sample_every", "log_every", "gpu_every", "save_every", "log_to"}
     ranks = {"zero", "check_ranks_every", "join_seconds", "silence_seconds", "stall_seconds"}
     of_those = {"eval_tokens", "eval_stride", "eval_tasks", "eval_task_examples", "sample_tokens"}

@@ -18,6 +18,7 @@ KINDS = (
     "gpu",
     "fp8",
     "ranks",
+    "rollouts",
     "validation",
     "evaluation",
     "sample",

@@ -3,7 +3,7 @@
 import triton
 
 from handgrad.ops.cuda import attention_decode, choosing, decode, rotary, row_gemms
-from handgrad.ops.sizes import CHOICES
+from handgrad.ops.sizes import CHOICES, attention_tile
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -100,6 +100,14 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
         for window in (0, 512):
             kernel = f"grouped attention of 256{', within a window' * bool(window)}, {name}"
             found[kernel] = attention_decode._attention, wide | {"WINDOW": window}, max(warps, 4)
+    for D, group in ((64, 1), (64, 4), (128, 2), (256, 4)):
+        tile = attention_tile("forward", D, narrow=True, newer=False, grouped=group > 1)
+        constants = {"D": D, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDTH": D, "GROUP": group}
+        found[f"attention of {D} in tiles, {group} heads a key"] = (
+            attention_decode._attention_in_tiles,
+            constants,
+            tile.warps,
+        )
     for D, parts in ((64, 4), (64, 16), (128, 4)):
         constants = {
             "KEYS": attention_decode.PART_TILE // D,

@@ -17,9 +17,9 @@ BACKENDS = ("ops.reference", "ops.cpu", "ops.cuda", "ops.cuda.tf32", "joins.fp8.
 
 
 def arguments(function) -> list:
-    """(name, kind, default) of each. The reference does not use `scratch`; what `tf32` binds is extra."""
+    """(name, kind, default) of each. The reference does not use `scratch`; what `tf32` and `sums` bind is extra."""
     parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, p.name == "scratch" or p.default) for p in parameters if p.name != "tf32"]
+    return [(p.name, p.kind, p.name == "scratch" or p.default) for p in parameters if p.name not in ("tf32", "sums")]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
