@@ -32,6 +32,7 @@ SIGNATURE |= dict.fromkeys(("places", "chosen", "active", "slots"), "*i64:16")
 SIGNATURE |= dict.fromkeys(("O", "K", "C", "T", "maxT", "D", "stride"), "i32:16") | dict.fromkeys(
     ("H", "V", "B", "parts", "N", "length"), "i32"
 )
+SIGNATURE["distance"] = "i64:16"
 SIGNATURE |= dict.fromkeys(("SCALE", "temperature", "penalty", "least", "epsilon"), "fp32")
 
 
@@ -100,8 +101,8 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
         for window in (0, 512):
             kernel = f"grouped attention of 256{', within a window' * bool(window)}, {name}"
             found[kernel] = attention_decode._attention, wide | {"WINDOW": window}, max(warps, 4)
-    for D, group in ((64, 1), (64, 4), (128, 2), (256, 4)):
-        tile = attention_tile("forward", D, narrow=True, newer=False, grouped=group > 1)
+    for D, group in ((64, 1), (64, 4)):
+        tile = attention_tile("forward", D, narrow=True, newer=True, grouped=group > 1)
         constants = {"D": D, "QUERIES": tile.queries, "KEYS": tile.keys, "WIDTH": D, "GROUP": group}
         found[f"attention of {D} in tiles, {group} heads a key"] = (
             attention_decode._attention_in_tiles,
