@@ -2,8 +2,8 @@
 # # Finetune a model on what it cannot know
 #
 # Facts of an island that does not exist, as questions and answers; a model that fails them; a short training; the same
-# questions again, in words that it has not seen. On a GPU the model is SmolLM2-135M-Instruct from the Hub, on a CPU a small one that learns the built-in
-# questions first. A T4 trains in fp16 by itself.
+# questions again, in words that it has not seen. On a GPU the model is SmolLM2-135M-Instruct from the Hub, on a CPU a small
+# Llama that learns the built-in questions first. A T4 trains in fp16 by itself.
 
 # %% Install handgrad
 import importlib.util
@@ -25,7 +25,7 @@ ON_GPU = torch.cuda.is_available()
 WEIGHTS = "HuggingFaceTB/SmolLM2-135M-Instruct" if ON_GPU else "runs/small"
 if not ON_GPU:
     handgrad.prepare("questions", "shards/questions", documents=4000)
-    sizes = {"num_layers": 2, "num_heads": 4, "channels": 128, "sequence_length": 192}
+    sizes = {"architecture": "llama", "num_layers": 2, "num_heads": 4, "channels": 128, "sequence_length": 192}
     steps = {"steps": 40, "tokens_per_step": 1536, "micro_batch": 8, "learning_rate": 4e-3, "sample_tokens": 0}
     handgrad.train(data="shards/questions", out=WEIGHTS, **sizes, **steps, quiet=True)
 

@@ -84,7 +84,7 @@ def test_weights_and_untrained_tokens(ops: ModuleType, reverse: bool, monkeypatc
 
 @BOTH
 def test_a_certain_teacher_is_a_target(ops: ModuleType) -> None:
-    """Of a teacher that is sure of the target, the forward divergence is the cross-entropy, bit for bit."""
+    """A teacher that is sure of the target makes the forward divergence the cross-entropy, bit for bit."""
     N, V = 6, 128
     logits, targets, scale = randn(N, V), torch.arange(N) * 3, torch.full((1,), 0.25, dtype=torch.float64)
     teacher = torch.full((N, V), -1e4, dtype=torch.float64).scatter_(1, targets[:, None], 0.0)
@@ -155,7 +155,7 @@ def logits_of(run: str | Path, tokens: Tensor) -> Tensor:
 def test_the_first_loss_and_its_gradient(
     teacher: RunConfig, tmp_path: Path, architecture: str, divergence_name: str
 ) -> None:
-    """The loss is that of both models' own logits; the derivative of the loss along the gradient is the gradient's norm."""
+    """The logits of both models give the same loss, and its derivative along the gradient is the gradient's norm."""
     student = replace(small_run(Path(teacher.data), tmp_path / "student"), architecture=architecture, num_layers=1)
     train(replace(student, steps=1, eval_every=0, sample_tokens=0))
     settings = {"architecture": architecture, "init_from": student.out, "precision": "fp32", "clip_norm": 0.0}
@@ -236,7 +236,7 @@ def test_packed_conversations(teacher: RunConfig, chats: Path, tmp_path: Path) -
 
 
 def test_documents_are_read_apart(documents: Path, tmp_path: Path) -> None:  # noqa: F811
-    """The first step's loss is that of both models' logits for each document alone."""
+    """The logits of both models for each document alone give the first step's loss."""
     of_documents = replace(small_run(documents, tmp_path / "teacher"), sample_tokens=0, steps=8, packing="whole")
     train(of_documents)
     settings = {"architecture": "llama", "packing": "whole", "init_from": "", "precision": "fp32"}
@@ -264,7 +264,7 @@ def test_documents_are_read_apart(documents: Path, tmp_path: Path) -> None:  # n
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "olmo"])
 def test_teachers_of_every_network(teacher: RunConfig, tmp_path: Path, architecture: str) -> None:
-    """Of two heads a layer with windows, where the network has them."""
+    """Two heads a layer, with windows where the network has them."""
     more = {"gemma3": "kv_heads=1,head_width=16,feed_forward=48,window=8,full_every=2"} if architecture == "gemma3" else {}
     more |= {"olmo": "kv_heads=1,feed_forward=48,window=8,full_every=2"} if architecture == "olmo" else {}
     other = replace(small_run(Path(teacher.data), tmp_path / "other"), architecture=architecture, sample_tokens=0, **more)
@@ -283,7 +283,7 @@ def test_teachers_of_every_network(teacher: RunConfig, tmp_path: Path, architect
 
 
 def logits_of_start(config: RunConfig, tokens: Tensor) -> Tensor:
-    """Of a run's weights before its first step."""
+    """The logits that a run's weights give before its first step."""
     start = replace(config, out=f"{config.out}_start", learning_rate=0.0, steps=1, eval_every=0)
     train(start)
     return logits_of(start.out, tokens).flatten(0, 1)

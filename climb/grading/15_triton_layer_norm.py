@@ -100,7 +100,7 @@ def grade(path: Path) -> dict[str, str]:
         every = list(cases())
         try:
             found = [launched(kernel, c) for c in every]
-        except Exception as error:
+        except Exception as error:  # the reader's kernel may raise anything
             raise UsageError(f"{at_line(error.__cause__ or error, path)} (in the interpreter)") from None
         pairs = [(y[: c.N * c.C].view(c.N, c.C), right(c)) for y, c in zip(found, every, strict=True)]
         verdicts = {"y": verdict(every, pairs)}

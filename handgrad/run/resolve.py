@@ -36,7 +36,7 @@ from handgrad.settings.objective import DPO, REVERSE, REWARD
 from handgrad.training.design import Batch, Design, Guards, Schedule
 from handgrad.training.state import flat_buffers, update_scratch
 
-MOST_AT_ONCE = 64  # answers that a rank decodes together: a step of decoding takes hardly longer for 64 than for 16
+MOST_AT_ONCE = 64  # answers that a rank decodes together, which bounds the cache
 
 
 def resolve(

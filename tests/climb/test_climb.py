@@ -98,8 +98,8 @@ def changed(source: str, which: random.Random) -> str:
 
 
 def test_a_machines_mistakes_are_named_or_located(tmp_path: Path) -> None:
-    """Of forty that change a result, thirty or more are named, or located by output and place. The others are refused in
-    one line of a Python error."""
+    """Forty mistakes change a result: the check names thirty or more, or locates them by output and place. It refuses the
+    others in one line of a Python error."""
     which, seen, named, located, refused = random.Random(7), set(), [], [], []
     while len(named) + len(located) + len(refused) < 40:
         step = which.choice([step for step in STEPS if not step.startswith("15")])

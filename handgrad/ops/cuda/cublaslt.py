@@ -112,8 +112,7 @@ class Plan:
         return heuristic[0]
 
     def whole(self, algorithm: np.ndarray) -> np.ndarray:
-        """`algorithm` without a split of the inner dimension: where it splits in 4, that costs at most a few microseconds
-        (docs/reward.md). Raises `UsageError` if the library has no such one."""
+        """`algorithm` without a split of the inner dimension. Raises `UsageError` if the library refuses it."""
         unsplit = algorithm.copy()
         for attribute, value, dtype in ((SPLITS, 1, np.int32), (REDUCTION, int(lt.ReductionScheme.NONE), np.uint32)):
             buffer = np.array([value], dtype)
