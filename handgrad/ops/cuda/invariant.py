@@ -2,8 +2,8 @@
 
 A run on rewards decodes and trains with these, so that the training forward chooses nearly every drafted token
 (`generation.rollouts`). A GEMM adds up its inner dimension in order, in one accumulator, unless the library splits it among
-programs, as it likes to for few rows. The library promises equal bits for few rows and many to nobody:
-`tests/gpu/test_invariant_on_gpu.py` shows them for the algorithms taken here, and the check of every draft needs no
+programs, as it likes to for few rows. The library does not promise equal bits for few rows and
+many: `tests/gpu/test_invariant_on_gpu.py` shows them for the algorithms taken here, and the check of every draft needs no
 promise. Attention over a cache takes the tiles and the steps of the training kernel, which is Triton's for every head.
 """
 
