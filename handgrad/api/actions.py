@@ -37,9 +37,13 @@ def prepare(
     workers: int = 1,
     seed: int = 0,
     skip_bad_rows: bool = False,
+    codes: str = "",
+    size: str = "32",
+    join: str | os.PathLike[str] = "",
+    strict: bool = False,
     overwrite: bool = False,
 ) -> Dataset:
-    """`handgrad prepare`: turns text into a folder of token shards, and returns it opened; reuses finished shards.
+    """`handgrad prepare`: turns text or pictures into a folder of token shards, or reuses it, and returns it opened.
 
     Unlike the command, it uses only this process unless `workers` asks for more (0: one per core): new processes import
     the script again, so a script then needs `if __name__ == "__main__":`; a notebook does not.
@@ -59,6 +63,10 @@ def prepare(
         seed=seed,
         documents=documents,
         skip_bad_rows=skip_bad_rows,
+        codes=codes,
+        size=str(size),
+        join=os.fspath(join),
+        strict=strict,
         overwrite=overwrite,
     )
     dataset = preparing.prepare(options).dataset

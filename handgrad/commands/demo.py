@@ -1,10 +1,11 @@
-"""handgrad demo: from the built-in stories to a trained model, a report and a story, in two to three minutes."""
+"""handgrad demo: from built-in stories or sprites to a trained model, a report and a sample, in two to three minutes."""
 
 from argparse import Namespace
 from pathlib import Path
 
 from handgrad.commands.prepare import prepare_with_progress, show_prepared
 from handgrad.data.prepare import PrepareOptions
+from handgrad.data.recipe import SPRITES, STORIES
 from handgrad.files import check_above
 from handgrad.reports.page import write_report
 from handgrad.run.folder import check_place
@@ -12,26 +13,40 @@ from handgrad.run.open import train
 from handgrad.run.settings import run_config
 from handgrad.storage.run_files import REPORT_FILE
 
-DEMO_DOCUMENTS = 60_000
+DOCUMENTS = {STORIES: 60_000, SPRITES: 12_000}
 DEMO_TOKENIZER = "bpe:1024"
+CAPTION = "a red cat at the top left, a blue fish at the bottom right, on cream"
+PRESETS = {STORIES: "demo", SPRITES: "sprites"}
+NEXT = {
+    STORIES: """\
+  handgrad sample {out} --prompt "Once upon a time"   # let it write
+  handgrad serve {out}   # or write with it in the browser
+  handgrad evaluate {out}   # how good is it
+  handgrad prepare MY_TEXT.txt --out shards/mine   # your own text
+  handgrad train --data shards/mine --out runs/mine   # a model of your own""",
+    SPRITES: f"""\
+  handgrad sample {{out}} --image-out sheet.png --samples 16   # let it draw, and describe what it draws
+  handgrad sample {{out}} --image-out cat.png --prompt "{CAPTION}"   # let it draw this
+  handgrad evaluate {{out}}   # nats per pixel
+  handgrad prepare --images MY_PICTURES --out shards/mine   # your own pictures
+  handgrad train --data shards/mine --out runs/mine   # a model of your own""",
+}
 
 
 def run(parsed: Namespace) -> int:
-    check_place(Path(parsed.out))
-    check_above(Path(parsed.out))
-    options = PrepareOptions(
-        "stories", Path(parsed.data), tokenizer=DEMO_TOKENIZER, documents=DEMO_DOCUMENTS, validation_fraction=0.01
-    )
+    corpus = SPRITES if parsed.images else STORIES
+    out, data = parsed.out or f"runs/{PRESETS[corpus]}", parsed.data or f"shards/{corpus}"
+    check_place(Path(out))
+    check_above(Path(out))
+    tokenizer = "auto" if parsed.images else DEMO_TOKENIZER
+    options = PrepareOptions(corpus, Path(data), tokenizer=tokenizer, documents=DOCUMENTS[corpus], validation_fraction=0.01)
     show_prepared(prepare_with_progress(options))
     print()
-    train(run_config("demo", "", "", {"data": parsed.data, "out": parsed.out, "steps": parsed.steps}))
-    page = write_report([Path(parsed.out)], Path(parsed.out) / REPORT_FILE)
+    steps = {"steps": parsed.steps} if parsed.steps else {}
+    train(run_config(PRESETS[corpus], "", "", {"data": data, "out": out, **steps}))
+    page = write_report([Path(out)], Path(out) / REPORT_FILE)
     print(f"""
 The report is {page.absolute().as_uri()}
 What to try next (after `source .venv/bin/activate`, if make did the set-up):
-  handgrad sample {parsed.out} --prompt "Once upon a time"   # let it write
-  handgrad serve {parsed.out}   # or write with it in the browser
-  handgrad evaluate {parsed.out}   # how good is it
-  handgrad prepare MY_TEXT.txt --out shards/mine   # your own text
-  handgrad train --data shards/mine --out runs/mine   # a model of your own""")
+{NEXT[corpus].format(out=out)}""")
     return 0

@@ -29,6 +29,7 @@ from handgrad.evaluation.load import (
     usual_window,
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
+from handgrad.evaluation.pictures import PicturesHeldOut, held_out_pictures
 from handgrad.evaluation.preferences import held_out_pairs
 from handgrad.evaluation.rewards import trusted
 from handgrad.evaluation.scoring import (
@@ -180,6 +181,10 @@ class LossPart:
                 f"accuracy          {pairs.accuracy:.1%}",
                 f"margin            {pairs.margin:+.4f}",
             ]
+        if dataset.codes:
+            sizes = {"packing": self.packing, "eval_tokens": parsed.eval_tokens, "ranks": self.ranks, "progress": progress}
+            pictures = held_out_pictures(model.shape, model.ops, model.weights, act, dataset, **sizes)
+            return self.lines_of_pictures(pictures)
         found = held_out_loss(
             model.shape,
             model.ops,
@@ -207,6 +212,23 @@ class LossPart:
             bits = "" if one.bits_per_byte is None else f", {one.bits_per_byte:.4f} bits per byte"
             lines.append(f"loss of {name:<9} {one.loss:.4f} nats per token{bits}, {one.tokens} tokens")
         if floor := floor_of(dataset, self.packing):
+            lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
+        return lines
+
+    def lines_of_pictures(self, found: PicturesHeldOut) -> list[str]:
+        tokens = found.codes + found.others
+        if not math.isfinite(found.loss):
+            raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
+        lines = [
+            f"validation tokens {tokens} of {self.dataset.tokens('validation')} in"
+            f" {self.parsed.data or self.source.config.data}",
+            f"loss              {found.loss:.4f} nats per token",
+            f"pixels            {found.code_loss:.4f} nats per pixel, {found.bits_per_dimension:.4f} bits per dimension",
+        ]
+        if found.other_loss is not None:
+            name = "captions" if self.dataset.codes and self.dataset.codes.captions else "classes"
+            lines.append(f"{name:<17} {found.other_loss:.4f} nats per token")
+        if floor := floor_of(self.dataset, self.packing):
             lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
         return lines
 

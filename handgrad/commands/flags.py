@@ -24,8 +24,8 @@ from handgrad.settings.config import (
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
 SOURCES = (
-    "stories, questions (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
-    " or local .txt, .md, .jsonl, .parquet: a file, a folder or a quoted glob"
+    "stories, questions, sprites (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as"
+    " OWNER/NAME[:CONFIG], or local .txt, .md, .jsonl, .parquet: a file, a folder or a quoted glob"
 )
 
 
@@ -154,7 +154,9 @@ def add_runs(parser: Parser) -> None:
 
 
 def prepare(parser: Parser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help=SOURCES)
+    parser.add_argument("source", metavar="SOURCE", nargs="?", help=SOURCES)
+    images = "a SOURCE of pictures: PNG, JPEG, WebP, also in folders by class, CIFAR-10's .bin, MNIST's idx"
+    parser.text("--images", "FOLDER", images)
     parser.takes_one = "several files are one SOURCE: their folder, or a glob in quotes, like 'notes/*.txt'"
     parser.text("--out", "DIR", "folder to write (default: shards)", default="shards")
     names = "gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json"
@@ -170,6 +172,10 @@ def prepare(parser: Parser) -> None:
     parser.number("--documents", "at most N documents (0: all; of stories and questions 100,000)", default=0)
     parser.number("--workers", "processes (0: one per core)", default=0)
     parser.number("--seed", "of the stories, the questions and the validation rows", default=0)
+    parser.text("--codes", "palette:N", "each pixel is one of N colours, chosen by k-means (default: palette:512)")
+    parser.text("--size", "ROWSxCOLUMNS", "of a picture in codes, or one number for both (default: 32)", default="32")
+    parser.text("--join", "FILE.jsonl", 'captions of pictures, a {"image": PATH, "caption": TEXT} a line')
+    parser.switch("--strict", "refuse pictures of another size; the default crops and resizes them")
     parser.switch("--skip-bad-rows", "with --chat: leave out rows that are not conversations, and count them")
     parser.switch("--overwrite", "replace a folder that holds other data")
 
@@ -326,9 +332,10 @@ def gradcheck(parser: Parser) -> None:
 
 
 def demo(parser: Parser) -> None:
-    parser.text("--data", "DIR", "folder of the shards", default="shards/stories")
-    parser.text("--out", "DIR", "folder of the run", default="runs/demo")
-    parser.number("--steps", "training steps", default=presets.demo().steps, rule=AT_LEAST_1)
+    parser.switch("--images", "pictures with captions instead of stories")
+    parser.text("--data", "DIR", "folder of the shards (default: shards/stories, or shards/sprites)")
+    parser.text("--out", "DIR", "folder of the run (default: runs/demo, or runs/sprites)")
+    parser.number("--steps", "training steps (default: 2000 of either)", rule=AT_LEAST_1)
 
 
 def sample(parser: Parser) -> None:
@@ -345,6 +352,10 @@ def sample(parser: Parser) -> None:
     parser.add_argument("--in", dest="input", metavar="FILE", help=prompts)
     parser.text("--out", "FILE", "for --in: the same lines with text, tokens and the reason of the end", default=None)
     parser.number("--batch", "texts at once, of samples or prompts (default: 8)", rule=AT_LEAST_1, default=8)
+    parser.text("--image-out", "FILE.png", "for a model of pictures: writes the samples' pictures as a grid", default="")
+    parser.add_argument("--class", dest="of_class", metavar="NAME", default="", help="the pictures' class, or its number")
+    parser.text("--image-in", "FILE", "a picture to continue or, for a model with captions, to describe", default="")
+    parser.number("--rows", "upper rows of --image-in to keep (default: half; to describe it: all)", rule=NOT_NEGATIVE)
 
 
 def chat(parser: Parser) -> None:

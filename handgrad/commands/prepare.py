@@ -22,6 +22,7 @@ from handgrad.storage.run_files import BEST, CHECKPOINTS
 
 def run(parsed: Namespace) -> int:
     check_reference(parsed)
+    choose_source(parsed)
     given = {field.name: getattr(parsed, field.name) for field in fields(PrepareOptions) if field.name in parsed}
     prepared = prepare_with_progress(PrepareOptions(**given | {"out": Path(parsed.out)}))
     show_prepared(prepared)
@@ -30,7 +31,7 @@ def run(parsed: Namespace) -> int:
 
         add_references(prepared.dataset, parsed.reference)
         print(f"references the answers' log-probabilities under {parsed.reference}")
-    if others := passed_over(parsed.source):
+    if not parsed.codes and (others := passed_over(parsed.source)):
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.items())
         print(f"left out   {sum(others.values())} files of other kinds: {kinds:.200}")
     if parsed.tokenizer == "auto" and prepared.dataset.tokenizer.kind == "bpe":
@@ -39,6 +40,15 @@ def run(parsed: Namespace) -> int:
         print(f"           trained on this text, as it is small; {own}")
     print(f"next       {next_command(prepared.dataset, parsed.tokenizer)}")
     return 0
+
+
+def choose_source(parsed: Namespace) -> None:
+    """Sets the source and the codes. Raises `UsageError` unless there is one source."""
+    if bool(parsed.source) == bool(parsed.images):
+        several = f"both {parsed.source} and --images {parsed.images}" if parsed.source else "neither"
+        raise UsageError(f"expected SOURCE or --images FOLDER, found {several}; give one")
+    parsed.source = parsed.source or parsed.images
+    parsed.codes = parsed.codes or ("palette:512" if parsed.images else "")
 
 
 def check_reference(parsed: Namespace) -> None:
@@ -123,8 +133,18 @@ def show_prepared(prepared: Prepared) -> None:
             if split.get("left_out"):
                 print(f"           {split['left_out']} rows left out, the first: {split['first_left_out']}")
             continue
+        if codes := dataset.codes:
+            print(
+                f"{name:<10} {split['documents']} pictures of {codes.rows} x {codes.columns}, {split['tokens']} tokens,"
+                f" {len(split['shards'])} shard(s)"
+            )
+            continue
         print(
             f"{name:<10} {split['text_tokens']} text tokens + {split['tokens'] - split['text_tokens']} {marks}"
             f" in {split['documents']} documents, {len(split['shards'])} shard(s)"
         )
+    if codes := dataset.codes:
+        more = "captions" if codes.captions else f"{len(codes.classes)} classes" if codes.classes else "no classes"
+        print(f"palette    {len(codes.colours)} colours, {more}; {dataset.tokenizer.vocab_size} tokens")
+        return
     print(f"tokenizer  {dataset.tokenizer.kind}, {dataset.tokenizer.vocab_size} words")

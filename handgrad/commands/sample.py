@@ -17,7 +17,7 @@ import handgrad
 from handgrad.commands.chat import sampling_options
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import LoadedModel, Machine, Weights, load_model, machine
-from handgrad.files import check_writable
+from handgrad.files import check_replaceable, check_writable
 from handgrad.generation.chat import listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.generate import (
@@ -29,6 +29,7 @@ from handgrad.generation.generate import (
     document,
     stream_text,
 )
+from handgrad.generation.pictures import form_of, picture_prompt, tokens_left, write_sheet
 from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
@@ -43,9 +44,13 @@ def run(parsed: Namespace) -> int:
     prompts = read_prompts(Path(parsed.input)) if parsed.input else [{"prompt": prompt_of(parsed)}] * (parsed.samples or 1)
     if parsed.out:
         check_writable(Path(parsed.out))
+    if parsed.image_out:
+        check_replaceable(Path(parsed.image_out), "--image-out")
     batch = min(parsed.batch, len(prompts))
     on = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
+    if parsed.image_out or parsed.image_in or parsed.of_class:
+        prompts = [picture_row(row, weights, parsed) for row in prompts]
     with contextlib.ExitStack() as opened:
         written, write = {}, None
         if parsed.out:
@@ -60,7 +65,9 @@ def run(parsed: Namespace) -> int:
         if note := cropped(texts, model.shape.sequence_length):
             print(note, file=sys.stderr)
         started = time.perf_counter()
-        if write is None:
+        if parsed.image_out:
+            write_pictures(decoder, model, texts, prompts, Path(parsed.image_out))
+        elif write is None:
             write_terminal(decoder, model, texts, prompts[0]["prompt"], parsed.stop)
         else:
             if written:
@@ -80,6 +87,17 @@ def check_flags(parsed: Namespace) -> None:
         raise UsageError("expected one of --prompt, --prompt-file and --in, found several")
     if parsed.input and parsed.samples is not None:
         raise UsageError("--samples is not for --in: repeat the lines")
+    if parsed.rows is not None and not parsed.image_in:
+        raise UsageError("--rows goes with --image-in, found it without; leave it out")
+    if parsed.input and (parsed.image_out or parsed.image_in or parsed.of_class):
+        raise UsageError("--image-out, --image-in and --class are not for --in; use --samples")
+
+
+def picture_row(row: dict[str, Any], weights: Weights, parsed: Namespace) -> dict[str, Any]:
+    """The row of a prompt, begun with a class or a picture, with the number of tokens to sample."""
+    codes = form_of(weights.tokenizer)
+    prompt = picture_prompt(codes, row["prompt"], parsed.of_class, parsed.image_in, parsed.rows)
+    return row | {"prompt": prompt, "max_tokens": tokens_left(codes, prompt, weights.shape.sequence_length)}
 
 
 def load_decoder(
@@ -143,6 +161,18 @@ def write_terminal(
             sys.stdout.write(wrap.feed("", ends=True) + "\n")
             left, wrap = left[1:], output_wrap()
         sys.stdout.flush()
+
+
+def write_pictures(
+    decoder: Decoder, model: LoadedModel, texts: list[Continuation], prompts: list[dict], path: Path
+) -> None:
+    """Writes the pictures as a grid to `path`; prints a line about each."""
+    pieces = {id(text): [row["prompt"]] for text, row in zip(texts, prompts, strict=True)}
+    for text, piece in stream_text(decoder, model.tokenizer, iter(texts)):
+        pieces[id(text)].append(piece)
+    with storage_errors(f"writing {path}"):
+        lines = write_sheet(path, ["".join(each) for each in pieces.values()], form_of(model.tokenizer))
+    print("\n".join([*lines, f"pictures   {path}"]))
 
 
 def write_lines(

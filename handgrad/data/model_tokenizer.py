@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from handgrad.data.codes import PALETTE, PALETTE_FILE, codes_tokenizer, parse_codes
 from handgrad.data.confined import ProgramError, program
 from handgrad.data.tokenizer import (
     BYTE_OF_CHARACTER,
@@ -260,6 +261,8 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     """The tokenizer's files by name; a model's own are unchanged. `longest`: the model's context in tokens."""
     if tokenizer.kind == "model":
         return {TOKENIZER_FILE: tokenizer.json_bytes} | {name: text.encode() for name, text in tokenizer.others.items()}
+    if tokenizer.kind == PALETTE:
+        return {PALETTE_FILE: tokenizer.json_bytes}
     vocab = vocabulary(tokenizer)
     merges = gpt2_merges() if tokenizer.kind == "gpt2" else tokenizer.merges
     # Keeps a trained tokenizer's file unchanged: its hash identifies shards.
@@ -285,10 +288,13 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
 
 
 def read_vocabulary(folder: Path) -> Tokenizer:
-    """The tokenizer of a transformers folder: GPT-2's, bytes, or another byte-level BPE with GPT-2's splitter.
+    """The tokenizer of a transformers folder: GPT-2's, bytes, a palette, or another byte-level BPE with GPT-2's
+    splitter.
 
     Raises `DataError` if there is none, or it has other rules.
     """
+    if (path := folder / PALETTE_FILE).is_file():
+        return codes_tokenizer(parse_codes(read_small(path), str(path)))
     path = folder / TOKENIZER_FILE
     if path.is_file():
         content = read_small(path)

@@ -6,13 +6,16 @@ affect how the text to the left is split. The same holds after a single newline 
 its own. Byte-pair merges stay inside a part.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from handgrad.data.batches import mix
+from handgrad.data.captions import captions_of
 from handgrad.data.chat import Conversation, read_conversations
+from handgrad.data.pictures import picture_count
 from handgrad.data.preferences import read_pairs
 from handgrad.data.recipe import PrepareOptions
 from handgrad.data.sources import BLOCK_BYTES, SourceFile, check_expansion, open_plain, read_rows, read_text, reading
@@ -20,6 +23,7 @@ from handgrad.data.sources import BLOCK_BYTES, SourceFile, check_expansion, open
 TRAIN, VALIDATION = 0, 1  # indices into shards.SPLITS
 UNIT_CHARACTERS = 1 << 20
 STORIES_PER_UNIT = 1000
+PICTURES_PER_UNIT = 250
 # Validation shares without --validation-fraction: about a million tokens of a large corpus, enough of a small one.
 TEXT_FRACTION, LOCAL_ROW_FRACTION, HUB_ROW_FRACTION, STORY_FRACTION = 0.1, 0.05, 0.005, 0.01
 SPLIT_ORDER = 4  # domain separator in a hash key (batches has 1 to 3)
@@ -50,11 +54,22 @@ class Piece(NamedTuple):
 class Generated(NamedTuple):
     """The built-in documents first..first+count-1 of a seed; the worker that tokenises them also generates them."""
 
-    source: str  # STORIES or QUESTIONS
+    source: str  # STORIES, QUESTIONS or SPRITES
     seed: int
     first: int
     count: int
     block: int
+
+
+class Pictures(NamedTuple):
+    """Consecutive pictures; the worker that tokenises them also reads them."""
+
+    parts: tuple[tuple[SourceFile, int, int], ...]  # (file, its first picture, number of pictures)
+    captions: tuple[str, ...]  # of each picture; empty without captions
+    number: int  # of the first picture
+    seed: int
+    block: int
+    strict: bool
 
 
 class Position(NamedTuple):
@@ -64,7 +79,7 @@ class Position(NamedTuple):
     documents: int
 
 
-Unit = tuple[Piece | Conversation, ...] | Generated
+Unit = tuple[Piece | Conversation, ...] | Generated | Pictures
 Fetch = Callable[[SourceFile], Path]
 
 
@@ -88,6 +103,9 @@ def units_of(options: PrepareOptions, files: list[SourceFile], fetch: Fetch) -> 
             size = min(STORIES_PER_UNIT, count - first)
             yield Position(0, first + size), Generated(options.source, options.seed, first, size, block)
         return
+    if options.is_pictures:
+        yield from picture_units(options, files)
+        return
     unit: list[Piece | Conversation] = []
     characters, position = 0, Position(0, 0)
     for position, piece in read_pieces(options, files, fetch):
@@ -98,6 +116,25 @@ def units_of(options: PrepareOptions, files: list[SourceFile], fetch: Fetch) -> 
             unit, characters = [], 0
     if unit:
         yield position, tuple(unit)
+
+
+def picture_units(options: PrepareOptions, files: list[SourceFile]) -> Iterator[tuple[Position, Pictures]]:
+    """The pictures of `files` in order. Raises the errors of `pictures.picture_count` and `captions.read_captions`."""
+    counts = [picture_count(file) for file in files]
+    each = ((file, n, count) for file, count in zip(files, counts, strict=True) for n in range(count))
+    captions = captions_of(options.join, files, counts) if options.join else None
+    block, number, bytes_before = block_length(options.validation_fraction or LOCAL_ROW_FRACTION), 0, 0.0
+    each = itertools.islice(each, options.documents or None)
+    while group := list(itertools.islice(each, PICTURES_PER_UNIT)):
+        parts = []
+        for file, same in itertools.groupby(group, lambda one: one[0]):
+            numbers = [n for _, n, _ in same]
+            parts.append((file, numbers[0], len(numbers)))
+        bytes_before += sum(file.size_bytes / count for file, _, count in group)
+        told = () if captions is None else tuple(captions[number : number + len(group)])
+        unit = Pictures(tuple(parts), told, number, options.seed, block, options.strict)
+        number += len(group)
+        yield Position(int(bytes_before), number), unit
 
 
 def read_pieces(

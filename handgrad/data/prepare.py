@@ -21,8 +21,11 @@ from typing import Any, NamedTuple
 import handgrad
 from handgrad.data import hub
 from handgrad.data.chat import check_files
+from handgrad.data.codes import PALETTE, codes_tokenizer
+from handgrad.data.picture_pieces import make_codes
+from handgrad.data.pictures import find_pictures
 from handgrad.data.pieces import TRAIN, units_of
-from handgrad.data.recipe import QUESTIONS, STORIES, PrepareOptions, check_options, is_prepared, recipe_of
+from handgrad.data.recipe import QUESTIONS, SPRITES, STORIES, PrepareOptions, check_options, is_prepared, recipe_of
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, SCHEMA, SPLITS, Dataset, open_dataset, token_form
 from handgrad.data.sources import SourceFile, find_local, holds_text
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe, write_tokenizer
@@ -73,7 +76,8 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
     """
     check_options(options)
     out, source = options.out, options.source
-    from_hub = not options.is_generated and not Path(source).expanduser().exists() and hub.is_hub_name(source)
+    there = options.is_generated or bool(options.codes) or Path(source).expanduser().exists()
+    from_hub = not there and hub.is_hub_name(source)
     if options.chat and (source == STORIES or (from_hub and source in ("shakespeare", *hub.ALIASES))):
         remedy = "name a file, a folder or OWNER/NAME, or leave --chat out to prepare text"
         raise UsageError(f"expected conversations with --chat, found {source!r}; {remedy}")
@@ -82,12 +86,13 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
         raise DataError(f"expected a text source, found {source}, which is prepared already; {ready}")
     with storage_errors(f"writing {out}"):
         with storage_errors(f"reading {source}"):
-            files = None if from_hub else [] if options.is_generated else find_local(source)
+            find = find_pictures if options.codes else find_local
+            files = None if from_hub else [] if options.is_generated else find(source)
         if options.preferences:
             options = replace(options, shard_tokens=MAX_SHARD_TOKENS)  # a split is one shard, with one file of references
         if options.chat or options.preferences:
             check_files(files or [], pairs=options.preferences)
-        if options.tokenizer == "auto":
+        if options.tokenizer == "auto" and not options.is_pictures:
             suited = "bytes" if source == QUESTIONS else suited_tokenizer(files or [])
             options = replace(options, tokenizer=suited)
         if is_prepared(options, recipe_of(options, files)):
@@ -133,9 +138,8 @@ class _Attempt:
     def run(self) -> None:
         tokenizer, units_done, states = self.begin()
         record = write_tokenizer(tokenizer, self.partial)
-        spec = {"bpe": str(self.partial / TOKENIZER_FILE), "model": self.options.tokenizer}.get(
-            tokenizer.kind, tokenizer.kind
-        )
+        file = str(self.partial / TOKENIZER_FILE)
+        spec = {"bpe": file, PALETTE: file, "model": self.options.tokenizer}.get(tokenizer.kind, tokenizer.kind)
         documents = self.options.most_documents
         enough = documents // STORIES_PER_WORKER if self.options.is_generated else self.size_bytes // BYTES_PER_WORKER
         unit, total = ("documents", documents) if documents else ("bytes", self.size_bytes)
@@ -186,7 +190,10 @@ class _Attempt:
             with contextlib.suppress(DataError):  # a tokenizer.json that changed: start over
                 return read_tokenizer(self.partial, record), units_done, states
         self.clear()
-        if self.options.tokenizer.startswith("bpe:"):
+        if self.options.is_pictures:
+            self.report(Progress("training the palette", 0, None, "bytes", 0))
+            tokenizer = codes_tokenizer(make_codes(self.options, self.files))
+        elif self.options.tokenizer.startswith("bpe:"):
             self.report(Progress("training the tokenizer", 0, None, "bytes", 0))
             tokenizer = train_bpe(self.training_texts(), int(self.options.tokenizer[4:]))
         else:
@@ -250,7 +257,7 @@ class _Attempt:
                 "text_tokens": state.tokens - (0 if chat else marker * state.documents),
                 "documents": state.documents,
                 "text_bytes": state.text_bytes,
-                "source_nats": state.source_nats if self.options.source == STORIES else None,
+                "source_nats": state.source_nats if self.options.source in (STORIES, SPRITES) else None,
                 **({"trained_tokens": state.trained_tokens} if chat else {}),
                 **({"left_out": state.left_out, "first_left_out": state.first_left_out} if state.left_out else {}),
                 "shards": state.shards,

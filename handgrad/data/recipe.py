@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.data.chat_template import ChatTemplate
+from handgrad.data.codes import MOST_COLOURS, MOST_SIDE
 from handgrad.data.model_tokenizer import MODEL_FILE
 from handgrad.data.recommended import out_for
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, read_manifest
@@ -17,18 +18,18 @@ from handgrad.data.sources import SourceFile
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import UsageError
+from handgrad.files import file_sha256
 
-STORIES, QUESTIONS = "stories", "questions"  # the sources that are generated
-DEFAULT_STORIES = 100_000  # and questions
+STORIES, QUESTIONS, SPRITES = "stories", "questions", "sprites"  # the sources that are generated
+DEFAULT_DOCUMENTS = {STORIES: 100_000, QUESTIONS: 100_000, SPRITES: 20_000}
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
     """The settings of `prepare`."""
 
-    source: (
-        str  # stories, questions, a path or glob, shakespeare, tinystories, fineweb, fineweb-edu, or OWNER/NAME[:CONFIG]
-    )
+    # stories, questions, sprites, a path or glob, shakespeare, tinystories, fineweb, fineweb-edu, or OWNER/NAME[:CONFIG]
+    source: str
     out: Path
     tokenizer: str = "auto"  # auto, gpt2, bytes, bpe:SIZE (trained on the source), or a tokenizer.json
     text_field: str = "text"  # key or column of the text in a row
@@ -40,11 +41,19 @@ class PrepareOptions:
     chat: bool = False  # the rows are conversations, trained on what the assistant says; questions always are
     preferences: bool = False  # the rows are pairs of a chosen and a rejected answer
     skip_bad_rows: bool = False  # leave out rows that are not conversations, and report how many
+    codes: str = ""  # of pictures, palette:COLOURS; empty: the source is text
+    size: str = "32"  # of a picture in codes: ROWSxCOLUMNS, or a number for both
+    join: str = ""  # a .jsonl file of captions for pictures
+    strict: bool = False  # refuse pictures of another size, which are otherwise resized
     overwrite: bool = False
 
     @property
     def is_generated(self) -> bool:
-        return self.source in (STORIES, QUESTIONS)
+        return self.source in DEFAULT_DOCUMENTS
+
+    @property
+    def is_pictures(self) -> bool:
+        return bool(self.codes) or self.source == SPRITES
 
     @property
     def is_chat(self) -> bool:
@@ -53,7 +62,7 @@ class PrepareOptions:
     @property
     def most_documents(self) -> int:
         """0: all."""
-        return self.documents or (DEFAULT_STORIES if self.is_generated else 0)
+        return self.documents or DEFAULT_DOCUMENTS.get(self.source, 0)
 
 
 def check_options(options: PrepareOptions) -> None:
@@ -71,6 +80,7 @@ def check_options(options: PrepareOptions) -> None:
     if options.preferences and (options.chat or options.is_generated):
         found = "--chat" if options.chat else options.source
         raise UsageError(f"--preferences reads pairs of answers, found it with {found}; leave one out")
+    check_pictures(options)
     if options.skip_bad_rows and not options.chat:
         raise UsageError("--skip-bad-rows goes with --chat, found it without; leave it out")
     if options.tokenizer.startswith("bpe:"):
@@ -80,10 +90,45 @@ def check_options(options: PrepareOptions) -> None:
         load_tokenizer(options.tokenizer)  # raises before any work
 
 
+def check_pictures(options: PrepareOptions) -> None:
+    """Raises `UsageError` for settings that pictures lack, or that only pictures have."""
+    if not options.codes:
+        for name in ("join", "strict"):
+            if getattr(options, name):
+                raise UsageError(f"--{name} is for pictures, found it without --codes; try --codes palette:512")
+    if not options.is_pictures:
+        return
+    for name, usual in (("chat", False), ("preferences", False), ("tokenizer", "auto")):
+        if getattr(options, name) != usual:
+            raise UsageError(f"--{name} is for text, found it with pictures; leave it out")
+    if options.codes and options.source in DEFAULT_DOCUMENTS:
+        raise UsageError(f"--codes is for files of pictures, found it with {options.source}; leave one out")
+    if options.codes:
+        palette_size(options.codes)
+        sides(options.size)
+
+
+def palette_size(codes: str) -> int:
+    """The colours of `palette:COLOURS`. Raises `UsageError` for another text."""
+    size = re.fullmatch(r"palette:(\d{1,5})", codes)
+    if not size or not 2 <= int(size[1]) <= MOST_COLOURS:
+        raise UsageError(f"expected --codes palette:COLOURS with 2 to {MOST_COLOURS}, found {codes!r}; try palette:512")
+    return int(size[1])
+
+
+def sides(size: str) -> tuple[int, int]:
+    """(rows, columns) of `ROWSxCOLUMNS`, or of one number. Raises `UsageError` for another text."""
+    numbers = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", size)
+    rows, columns = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
+    if not (1 <= rows <= MOST_SIDE and 1 <= columns <= MOST_SIDE):
+        raise UsageError(f"expected --size ROWSxCOLUMNS or one number, 1 to {MOST_SIDE}, found {size!r}; try 32")
+    return rows, columns
+
+
 def recipe_of(options: PrepareOptions, files: list[SourceFile] | None) -> dict[str, Any]:
     """Everything that determines the bytes of the shards. `files` None: a hub dataset, compared only by name."""
     spec = options.tokenizer
-    tokenizer = None if spec.startswith("bpe:") else load_tokenizer(spec)
+    tokenizer = None if spec.startswith("bpe:") or options.is_pictures else load_tokenizer(spec)
     local = files and not any(file.download for file in files)
     others = ("text_field", "shard_tokens", "validation_fraction", "seed", "documents")
     return {
@@ -95,7 +140,16 @@ def recipe_of(options: PrepareOptions, files: list[SourceFile] | None) -> dict[s
         **({"chat": _chat_form(tokenizer)} if options.is_chat else {}),
         **({"skip_bad_rows": True} if options.skip_bad_rows else {}),
         **({"preferences": True} if options.preferences else {}),
+        **(_pictures_form(options) if options.is_pictures else {}),
     }
+
+
+def _pictures_form(options: PrepareOptions) -> dict[str, Any]:
+    """The recipe's entries for pictures."""
+    if options.source == SPRITES:
+        return {"codes": SPRITES}
+    join = file_sha256(Path(options.join)) if options.join else ""
+    return {"codes": options.codes, "size": list(sides(options.size)), "join": join, "strict": options.strict}
 
 
 def _chat_form(tokenizer: Tokenizer | None) -> str:
@@ -122,7 +176,7 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     stored = read_manifest(out).get("recipe")
     found = stored if isinstance(stored, dict) else {}
     # Compares a hub dataset only by name: once prepared, it needs no connection.
-    recipe = {"chat": None, "skip_bad_rows": None, "preferences": None} | recipe
+    recipe = dict.fromkeys(("chat", "skip_bad_rows", "preferences", "codes"), None) | recipe
     different = (key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
     key = next(different, None)
     if key is None:

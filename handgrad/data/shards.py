@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from handgrad.data.codes import Codes, codes_of
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
 from handgrad.data.recommended import prepare_commands, tokenizer_of
 from handgrad.data.sources import SUFFIXES, holds_text, is_text
@@ -219,6 +220,11 @@ class Dataset:
     def is_chat(self) -> bool:
         """True for conversations, which train only what the assistant says."""
         return bool(self.manifest and self.manifest.get("chat"))
+
+    @functools.cached_property
+    def codes(self) -> Codes | None:
+        """The form of its pictures; None for text."""
+        return codes_of(self.tokenizer)
 
     def floor(self, split: str) -> float | None:
         """The lowest mean loss that a model can reach, in nats per token; None if the source does not know it."""

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from handgrad.data.codes import PALETTE, codes_tokenizer, is_palette, parse_codes
 from handgrad.data.model_tokenizer import MODEL_FILE, of_record, of_transformers, read_object, vocabulary_rows
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, bytes_tokenizer, gpt2_tokenizer, parse_bpe, read_small
 from handgrad.errors import DataError, UsageError
@@ -38,8 +39,11 @@ def load_tokenizer(spec: str) -> Tokenizer:
             f"expected the tokenizer gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json, found {spec!r}"
             f"{found}"
         )
+    content = read_small(path)
+    if is_palette(content):
+        return codes_tokenizer(parse_codes(content, str(path)))
     try:
-        return parse_bpe(read_small(path), where=str(path))
+        return parse_bpe(content, where=str(path))
     except DataError:
         if (path.parent / "config.json").is_file():
             folder = f"give --tokenizer {path.parent}"
@@ -60,14 +64,16 @@ def of_folder(folder: Path) -> Tokenizer:
 def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
     """The tokenizer that `record`, a manifest's entry, names; DataError if it is not the one that made the shards."""
     kind = record.get("kind") if isinstance(record, dict) else None
-    if kind not in ("gpt2", "bytes", "bpe", "model"):
-        raise DataError(f"expected a tokenizer gpt2, bytes or bpe in {folder}, found {kind!r:.100}; prepare the data again")
-    if kind in ("bpe", "model") and not (folder / TOKENIZER_FILE).is_file():
+    if kind not in ("gpt2", "bytes", "bpe", "model", PALETTE):
+        raise DataError(
+            f"expected a tokenizer gpt2, bytes, bpe or palette in {folder}, found {kind!r:.100}; prepare the data again"
+        )
+    if kind in ("bpe", "model", PALETTE) and not (folder / TOKENIZER_FILE).is_file():
         raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; restore it or prepare the data again")
     if kind == "model":
         tokenizer = of_record(folder, record)
     else:
-        tokenizer = load_tokenizer(str(folder / TOKENIZER_FILE) if kind == "bpe" else kind)
+        tokenizer = load_tokenizer(str(folder / TOKENIZER_FILE) if kind in ("bpe", PALETTE) else kind)
     for name in ("sha256", "vocab_size", "end_of_text"):
         if record.get(name) != getattr(tokenizer, name):
             raise DataError(

@@ -23,9 +23,11 @@ import numpy as np
 from handgrad.data import questions, stories
 from handgrad.data.chat import Conversation
 from handgrad.data.chat_template import ChatTemplate
+from handgrad.data.codes import Codes, codes_of
 from handgrad.data.llmc_header import HEADER_BYTES
-from handgrad.data.pieces import TRAIN, VALIDATION, Generated, Piece, Position, Unit, split_of
-from handgrad.data.recipe import STORIES
+from handgrad.data.picture_pieces import picture_pieces, sprite_piece
+from handgrad.data.pieces import TRAIN, VALIDATION, Generated, Pictures, Piece, Position, Unit, split_of
+from handgrad.data.recipe import SPRITES, STORIES
 from handgrad.data.shards import TokenForm, header, token_form
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
@@ -49,7 +51,7 @@ class Encoded(NamedTuple):
 
 def tokenize(tokenizer: Tokenizer, unit: Unit) -> tuple[Encoded, Encoded]:
     """The tokens of a unit for train and validation; each document of text begins with `document_start`."""
-    pieces = list(unit_pieces(unit))
+    pieces = list(unit_pieces(unit, codes_of(tokenizer)))
     return encode(tokenizer, pieces, TRAIN), encode(tokenizer, pieces, VALIDATION)
 
 
@@ -136,8 +138,12 @@ def tokenize_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def unit_pieces(unit: Unit) -> Iterator[Piece | Conversation]:
-    """The pieces of a unit; generates stories and questions."""
+def unit_pieces(unit: Unit, codes: Codes | None = None) -> Iterator[Piece | Conversation]:
+    """The pieces of a unit; generates stories, questions and sprites, and reads pictures as `codes`."""
+    if isinstance(unit, Pictures):
+        assert codes is not None
+        yield from picture_pieces(unit, codes)
+        return
     if not isinstance(unit, Generated):
         yield from unit
         return
@@ -145,6 +151,8 @@ def unit_pieces(unit: Unit) -> Iterator[Piece | Conversation]:
         split = split_of(unit.seed, number, unit.block)
         if unit.source == STORIES:
             yield Piece(split, True, *stories.story(unit.seed, number))
+        elif unit.source == SPRITES:
+            yield sprite_piece(split, unit.seed, number)
         else:
             messages = questions.conversation(unit.seed, number, held_out=split == VALIDATION)
             yield Conversation(messages, f"question {number}", split=split)

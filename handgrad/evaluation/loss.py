@@ -109,8 +109,14 @@ def scores_all(dataset: Dataset, packing: str) -> bool:
 
 
 def floor_of(dataset: Dataset, packing: str) -> float | None:
-    """The source's entropy in nats per token; None if it is unknown for the scored tokens."""
-    return dataset.floor("validation") if scores_all(dataset, packing) else None
+    """The source's entropy in nats per token; None if it is unknown for the scored tokens. A picture has a row of its own,
+    which scores all of it but the mark before it."""
+    if scores_all(dataset, packing):
+        return dataset.floor("validation")
+    if not dataset.codes or (floor := dataset.floor("validation")) is None or dataset.manifest is None:
+        return None
+    tokens = dataset.tokens("validation")
+    return floor * tokens / (tokens - dataset.manifest["splits"]["validation"]["documents"])
 
 
 def floor_note(loss: float, dataset: Dataset, packing: str = STREAM) -> str:

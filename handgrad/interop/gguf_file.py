@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from handgrad.data.chat_template import CHAT_TEMPLATE_FILE
+from handgrad.data.codes import PALETTE
 from handgrad.data.model_tokenizer import BLANK, BYTE, characters, has_pieces, vocabulary_files
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from handgrad.errors import StorageError, UsageError
@@ -212,9 +213,11 @@ NO_MERGES = ("~ ~",)
 
 def add_tokenizer(writer: Any, tokenizer: Tokenizer, template: str = "") -> None:
     """Adds the tokenizer to the metadata of a `gguf.GGUFWriter`, with a chat `template` if its files lack one; `UsageError`
-    for a splitter that llama.cpp lacks."""
+    for a splitter that llama.cpp lacks, and for pictures."""
     import gguf
 
+    if tokenizer.kind == PALETTE:
+        raise UsageError("expected a tokenizer of text for GGUF, found a palette of pictures; `export --to hf` writes it")
     files = vocabulary_files(tokenizer, 0) | ({CHAT_TEMPLATE_FILE: template.encode()} if template else {})
     tables: Any = parse_json(files[TOKENIZER_FILE])
     pieces = has_pieces(tables)

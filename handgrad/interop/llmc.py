@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from handgrad.data.codes import PALETTE
 from handgrad.data.llmc_header import HEADER_BYTES, MODEL, TOKENIZER, check_size, make_header, read_header
 from handgrad.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_FILE, Tokenizer, read_small
 from handgrad.data.tokenizer_loading import load_tokenizer
@@ -170,9 +171,10 @@ def write_model(path: Path, shape: ModelShape, weight: Values, dtype: torch.dtyp
 def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
     """The content of the file. Raises `UsageError` if a token is too long for it, or for another
     model's tokenizer, as no file next to it could encode."""
-    if tokenizer.kind == "model":
+    if tokenizer.kind in ("model", PALETTE):
+        owner = "pictures'" if tokenizer.kind == PALETTE else "another model's"
         raise UsageError(
-            "expected the tokenizer gpt2, bytes or bpe for llm.c's files, found another model's; `export --to hf` writes it"
+            f"expected the tokenizer gpt2, bytes or bpe for llm.c's files, found {owner}; `export --to hf` writes it"
         )
     longest = max(map(len, tokenizer.token_bytes))
     if longest > LONGEST_TOKEN_BYTES:

@@ -8,6 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 import handgrad
+from handgrad.data.codes import PALETTE, PALETTE_FILE, Codes, codes_of
 from handgrad.data.confined import program
 from handgrad.data.model_tokenizer import vocabulary_files
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -27,6 +28,7 @@ TOKENIZERS = {
     "bytes": "the 256 bytes of UTF-8, each its own id, and end-of-text",
     "bpe": "a byte-level BPE with GPT-2's splitter, trained on the data",
     "model": "the tokenizer of the model it started from",
+    PALETTE: f"the colours of pictures, with classes or the bytes of captions, in `{PALETTE_FILE}`",
 }
 SETTINGS = ("precision", "steps", "tokens_per_step", "learning_rate", "schedule", "warmup_steps", "weight_decay", "seed")
 
@@ -140,14 +142,49 @@ def model_card(
         *evaluation_lines(checkpoint),
         "",
         "```python",
+        *(drawing(codes, trust) if (codes := codes_of(model.tokenizer)) else writing(model, kind, trust, talks=talks)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def writing(model: LoadedModel, kind: str, trust: str, *, talks: bool) -> list[str]:
+    """The lines of code that load the model and let it write."""
+    context = model.shape.sequence_length
+    return [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         'folder = "."  # of this file',
         f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})",
         f'model = AutoModelForCausalLM.from_pretrained(folder, dtype="{kind}"{trust})',
-        *(talking(shape.sequence_length) if talks else continuing(shape.sequence_length, model.tokenizer)),
+        *(talking(context) if talks else continuing(context, model.tokenizer)),
     ]
-    return "\n".join(lines) + "\n"
+
+
+def drawing(codes: Codes, trust: str) -> list[str]:
+    """The lines of code that let a model draw a picture."""
+    first = len(codes.colours)
+    start = f"[[model.config.bos_token_id, {first}]]" if codes.classes else "[[model.config.bos_token_id]]"
+    note = f"  # {first} is the class {codes.classes[0]}" if codes.classes else ""
+    return [
+        "import json",
+        "",
+        "import numpy as np",
+        "import torch",
+        "from PIL import Image",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        'folder = "."  # of this file',
+        f'palette = json.load(open(f"{{folder}}/{PALETTE_FILE}"))',
+        f"model = AutoModelForCausalLM.from_pretrained(folder{trust})",
+        f"start = torch.tensor({start}){note}",
+        "room = model.config.max_position_embeddings - start.shape[1]",
+        "tokens = model.generate(start, max_new_tokens=room, do_sample=True, top_k=0)[0]",
+        f"codes = tokens[tokens < {first}][: {codes.count}].tolist()",
+        f"codes += [0] * ({codes.count} - len(codes))  # of a picture that ends early",
+        'pixels = np.array(palette["colours"], np.uint8)[codes]',
+        f'Image.fromarray(pixels.reshape({codes.rows}, {codes.columns}, 3)).save("picture.png")',
+        "```",
+    ]
 
 
 def talking(context: int) -> list[str]:

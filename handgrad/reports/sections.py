@@ -1,5 +1,6 @@
 """The sections of the report page as HTML. Everything from a run goes through `text`."""
 
+import base64
 import html
 import json
 import math
@@ -15,10 +16,10 @@ from handgrad.reports import results
 from handgrad.reports.plots import FEW_RUNS, RUN_COLORS, dash_of
 from handgrad.reports.results import Run, loss_text, thin
 from handgrad.settings.config import FIELDS, TUNED, RunConfig, convert
-from handgrad.storage.run_files import CONFIG_FILE
+from handgrad.storage.run_files import CONFIG_FILE, SAMPLES as SAMPLES_FOLDER
 
 SAMPLES = 6  # per run, spread from the first to the last
-SAMPLE_CHARACTERS = 4000
+SAMPLE_CHARACTERS, MOST_PICTURE_BYTES = 4000, 1 << 20
 NUMBER = re.compile(r"(± )?[-+–∞]?[\d,.]*([kMGTPE]| [%a-zA-Z]+)?")
 SATURATION = "clipped numbers in"  # identifies events about saturated fp8 tensors
 ROWS = 100  # of the long tables: events, skipped updates, validations
@@ -187,12 +188,22 @@ def setting(run: Run, key: str) -> str:
     return json.dumps(run.config[key], ensure_ascii=False, default=str) if key in run.config else results.DASH
 
 
+def picture(run: Run, step: int) -> str:
+    """The picture of a sample, inline; "" for a sample of text."""
+    path = run.folder / SAMPLES_FOLDER / f"step_{step:08d}.png"
+    if run.is_log or not path.is_file() or path.stat().st_size > MOST_PICTURE_BYTES:
+        return ""
+    return f'<img class="picture" alt="picture" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
+
+
 def samples(run: Run) -> str:
     shown = []
     for index in thin(len(run.samples), SAMPLES):
         step, sample = run.samples[index]
         cut = sample if len(sample) <= SAMPLE_CHARACTERS else sample[:SAMPLE_CHARACTERS] + " …"
-        shown.append(f'<div class="sample"><span class="faint">step {step:,}</span><pre>{text(cut)}</pre></div>')
+        shown.append(
+            f'<div class="sample"><span class="faint">step {step:,}</span>{picture(run, step)}<pre>{text(cut)}</pre></div>'
+        )
     if left_out := len(run.samples) - len(shown):
         shown.append(faint(f"{left_out:,} more samples are in metrics.jsonl."))
     return "\n".join(shown)

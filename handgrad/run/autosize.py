@@ -9,6 +9,7 @@ Finetuning uses short rows, however long the weights' context, small steps and t
 learning rates: weights from elsewhere have seen much more text; a handgrad run continues at half of its rate.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ ROLLOUTS, USUAL_ANSWER = 64, 64  # answers a step; tokens of the longest, which 
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 3e-5, 2e-4
 EPOCHS, WARMUP_SHARE = 3, 0.05
 ENOUGH_STEPS = 100  # with fewer, a few conversations would barely move the weights
+FEWEST_PICTURES = 4  # a step
 FEW_ROWS = 16  # least rows per epoch: rows need only hold the longest conversation, and short rows make more steps
 ENDING: dict[str, Any] = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
 
@@ -94,13 +96,17 @@ def suited_settings(dataset: Dataset, device: torch.device, steps: int = 0) -> d
 
 
 def fitted(size: Size, dataset: Dataset) -> RunConfig:
-    """Shortens the context to the longest window that the shards hold, and steps to at most a quarter of the corpus."""
+    """Shortens the context to the longest window that the shards hold, and steps to at most a quarter of the corpus. A row
+    of pictures holds the longest document."""
     length = min(size.sequence_length, power_of_two(longest_window(dataset)))
+    if dataset.codes:
+        length = max(int(document_lengths(dataset, split).max()) for split in SPLITS) - 1
     windows = sum((shard.token_count - 1) // length for shard in dataset.splits["train"])
-    samples = min(size.tokens_per_step // length, power_of_two(max(1, windows // 4)))
+    samples = max(FEWEST_PICTURES if dataset.codes else 1, size.tokens_per_step // length)
+    samples = min(samples, power_of_two(max(1, windows // 4)))
     sizes: dict[str, Any] = {name: getattr(size, name) for name in CHOSEN_SIZES}
     sizes |= {"sequence_length": length, "tokens_per_step": samples * length}
-    sizes["micro_batch"] = min(size.micro_batch, samples)
+    sizes["micro_batch"] = math.gcd(size.micro_batch, samples)
     return RunConfig(**sizes)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from handgrad.data.codes import drawn, parts_of
 from handgrad.data.preferences import pair_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import Tokenizer
@@ -157,5 +158,7 @@ class Evaluations:
             state, tokenizer = self.training.state, self.dataset.tokenizer
             model = state.design.shape, self.training.plain_ops, state.plain_weights, self.decode, tokenizer
             text = write_document(*model, max_tokens=self.config.sample_tokens, seed=self.config.seed + step)
-            self.log.sample(step, text)
+            codes = self.dataset.codes
+            parts = [*parts_of(text, codes)] if codes else [text]
+            self.log.sample(step, *drawn(parts, codes))
         self.ranks.barrier("a sample of text")

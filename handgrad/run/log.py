@@ -9,13 +9,16 @@ import hashlib
 import json
 import os
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import numpy as np
 import torch
 
+from handgrad.data import canvas
 from handgrad.errors import DataError, StorageError, storage_error, storage_errors
 from handgrad.evaluation.loss import HeldOut
 from handgrad.evaluation.preferences import PairsHeldOut
@@ -193,12 +196,18 @@ class RunLog:
             f" {found.answer_tokens:.1f} tokens{note}"
         )
 
-    def sample(self, step: int, text: str) -> None:
+    def sample(self, step: int, text: str, pictures: Sequence[np.ndarray] = ()) -> None:
+        """`pictures`: (rows, columns, 3), uint8, which `text` only mentions."""
         path = self.folder / SAMPLES / f"step_{step:08d}.txt"
         with storage_errors(f"writing {path}"):
             write_durably(path, text)
+            if pictures:
+                path.with_suffix(".png").write_bytes(canvas.png(canvas.enlarged(canvas.grid([*pictures]))))
         self.record("sample", step=step, text=text)
         self.line(f"step {step}, the model writes: {text}")
+        if sys.stdout.isatty():
+            for picture in pictures:
+                print(canvas.blocks(picture))
 
     def gpu(self, step: int, device: torch.device) -> None:
         """Records the driver's latest sensor readings, without waiting for the GPU."""

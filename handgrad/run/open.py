@@ -36,7 +36,7 @@ from handgrad.run.console import ConsoleMode
 from handgrad.run.evaluating import make_task_evaluation
 from handgrad.run.folder import RunFolder, inherited_settings, model_of, resolve_lanes
 from handgrad.run.loop import Run
-from handgrad.run.packing import data_of, resolve_objective, resolve_packing, with_answers
+from handgrad.run.packing import data_of, resolve_objective, resolve_packing, whole_samples, with_answers
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.settings.config import RunConfig, check, check_packing, to_dict
 from handgrad.settings.objective import check_objective
@@ -98,7 +98,8 @@ def complete(asked: RunConfig, device: torch.device, ranks: Ranks) -> tuple[RunC
     devices.dtype_of(device, config.precision)  # refuses a precision that the device lacks, before reading data
     data = data_of(config, model_of(asked))
     suited = {"packing": resolve_packing(config.packing, data), "objective": resolve_objective(config, data)}
-    return with_answers(check_objective(check_packing(replace(config, **suited))), data), data
+    config = whole_samples(check_objective(check_packing(replace(config, **suited))), data)
+    return with_answers(config, data), data
 
 
 @contextlib.contextmanager

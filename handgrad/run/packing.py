@@ -48,9 +48,16 @@ def with_answers(config: RunConfig, dataset: Dataset) -> RunConfig:
 
 def resolve_packing(packing: str, dataset: Dataset) -> str:
     """`packing`, with "auto" replaced by the packing that suits the data."""
+    if packing == AUTO and dataset.codes:
+        return WHOLE
     if packing == AUTO:
         return WHOLE if dataset.is_chat and not has_pairs(dataset) and not has_prompts(dataset) else STREAM
     return packing
+
+
+def whole_samples(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """`config`, whose sample texts fill a row if they are pictures."""
+    return replace(config, sample_tokens=config.sequence_length) if config.sample_tokens and dataset.codes else config
 
 
 def resolve_objective(config: RunConfig, dataset: Dataset) -> str:
