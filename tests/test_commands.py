@@ -10,7 +10,7 @@ import pytest
 
 from handgrad.api.records import metrics
 from handgrad.cli import COMMANDS, main
-from handgrad.data.shards import HEADER_BYTES, header
+from handgrad.data.llmc_header import HEADER_BYTES, header
 from handgrad.settings import recipes
 from handgrad.settings.config import FIELDS, RunConfig, read_toml, to_dict, to_toml
 from handgrad.storage.run_files import LOCK_FILE

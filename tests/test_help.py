@@ -9,8 +9,8 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, EXAMPLES, command_line, parse
-from handgrad.commands.flags import FIRST_SETTINGS, GROUPS
 from handgrad.commands.parser import Parser, flag
+from handgrad.run.settings import FIRST_SETTINGS, GROUPS
 from handgrad.settings.config import AUTO, FIELDS, PRECISIONS
 from handgrad.settings.presets import PRESETS
 

@@ -15,8 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from handgrad.data.llmc_header import HEADER_BYTES, header
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.data.shards import HEADER_BYTES, header
 from handgrad.errors import ConfigError, DataError, NumericsError, Preempted
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run import checkpointing, loop

@@ -3,7 +3,10 @@
 from argparse import Namespace
 from pathlib import Path
 
+import handgrad
 from handgrad.commands.prepare import prepare_with_progress, show_prepared
+from handgrad.data import sprites
+from handgrad.data.codes import codes_of, parts_of
 from handgrad.data.prepare import PrepareOptions
 from handgrad.data.recipe import SPRITES, STORIES
 from handgrad.files import check_above
@@ -17,6 +20,8 @@ DOCUMENTS = {STORIES: 60_000, SPRITES: 12_000}
 DEMO_TOKENIZER = "bpe:1024"
 CAPTION = "a red cat at the top left, a blue fish at the bottom right, on cream"
 PRESETS = {STORIES: "demo", SPRITES: "sprites"}
+DRAWN, HELD_OUT_SEED = 32, 1  # pictures that are drawn and checked, for captions of another corpus
+WRONG_PIXELS = 5  # of a place: up to so many, no other caption is as near
 NEXT = {
     STORIES: """\
   handgrad sample {out} --prompt "Once upon a time"   # let it write
@@ -33,6 +38,20 @@ NEXT = {
 }
 
 
+def pictures_right(run: str) -> int:
+    """The number of pictures, of `DRAWN` for captions of another corpus, that the sprites' checker reads as their captions."""
+    captions = [sprites.sprite(HELD_OUT_SEED, number).caption for number in range(DRAWN)]
+    model = handgrad.load(run)
+    codes = codes_of(model.tokenizer)
+    assert codes is not None
+    texts = model.generate([f"{caption}\n" for caption in captions], max_tokens=codes.count, batch=DRAWN)
+    right = 0
+    for caption, text in zip(captions, texts, strict=True):
+        pictures = [part for part in parts_of(text, codes) if not isinstance(part, str)]
+        right += bool(pictures) and sprites.read(pictures[0], WRONG_PIXELS) == caption
+    return right
+
+
 def run(parsed: Namespace) -> int:
     corpus = SPRITES if parsed.images else STORIES
     out, data = parsed.out or f"runs/{PRESETS[corpus]}", parsed.data or f"shards/{corpus}"
@@ -44,6 +63,9 @@ def run(parsed: Namespace) -> int:
     print()
     steps = {"steps": parsed.steps} if parsed.steps else {}
     train(run_config(PRESETS[corpus], "", "", {"data": data, "out": out, **steps}))
+    if parsed.images:
+        right = pictures_right(out)
+        print(f"drawings   {right} of {DRAWN} show what their captions say, the figures, colours, places and ground")
     page = write_report([Path(out)], Path(out) / REPORT_FILE)
     print(f"""
 The report is {page.absolute().as_uri()}

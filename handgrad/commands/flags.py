@@ -36,23 +36,6 @@ TECHNIQUE_CHANGES = {
 }
 PLANNED_GPUS = f"plan for this GPU, which need not be here: {', '.join(GPUS)}; or all (default: this machine, then all)"
 
-# The settings of a run that `--help` shows; `--help-all` shows the others below them, by group.
-FIRST_SETTINGS = (
-    *("data", "out", "init_from", "steps", "tokens_per_step", "micro_batch"),
-    *("sequence_length", "learning_rate", "precision", "device"),
-)
-# The first field of each group of `RunConfig`, in order.
-GROUPS = {
-    "num_layers": "the model",
-    "steps": "the batch",
-    "learning_rate": "the optimizer",
-    "zero": "several processes",
-    "fp8_keep_bf16": "fp8",
-    "eval_every": "watching",
-    "save_every": "saving",
-    "device": "the machine",
-}
-
 EPOCHS_TEXT = "passes over the training split, instead of --steps; the run keeps the steps (default: --steps decides)"
 WATCH_PORT, SERVE_PORT = 8360, 8361
 FP8_NOTE = "; fp8: as a run in fp8 validates"
@@ -82,15 +65,15 @@ def add_run_arguments(parser: Parser) -> None:
     change = "a preset, --init-from and --data alone change defaults; --help-all shows all"
     first = group = parser.add_argument_group("settings", change)
     for name, known in FIELDS.items():
-        if name in GROUPS:
-            group = parser.add_argument_group(GROUPS[name])
+        if name in settings.GROUPS:
+            group = parser.add_argument_group(settings.GROUPS[name])
         choices = known.metadata["choices"]
         default = str(known.default).lower() if known.type is bool else known.default
         text = known.metadata["help"].replace("%", "%%") + f" (default: {'none' if default == '' else default})"
         options: dict[str, Any] = {"metavar": "|".join(choices) if choices else METAVARS[known.type], "default": None}
         if known.type is bool:
             options |= {"nargs": "?", "const": "true"}
-        if name in FIRST_SETTINGS:
+        if name in settings.FIRST_SETTINGS:
             first.add_argument(flag(name), help=text, **options)
             if name == "steps":
                 first.add_argument(flag(settings.EPOCHS), help=EPOCHS_TEXT, type=float, metavar=METAVARS[float])

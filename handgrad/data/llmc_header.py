@@ -4,6 +4,7 @@ Source: llm.c, train_gpt2.py, train_gpt2.cu, dev/data/data_common.py, train_llam
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,3 +67,24 @@ def check_size(path: Path, expected: int, found: int, content: str) -> None:
     """Raises `DataError` if a file is not as long as its header says; `content` names the sizes in it."""
     if found != expected:
         raise DataError(f"expected {expected} bytes for {content} in {path}, found {found}; restore it or make it again")
+
+
+class TokenForm(NamedTuple):
+    """One of the two formats of a token file: its magic, its version, the dtype of a token."""
+
+    magic: int
+    version: int
+    dtype: np.dtype
+
+
+NARROW, WIDE = TokenForm(TOKENS, 1, np.dtype("<u2")), TokenForm(WIDE_TOKENS, 7, np.dtype("<u4"))
+
+
+def token_form(vocab_size: int) -> TokenForm:
+    """The format that can hold every token of a vocabulary."""
+    return NARROW if vocab_size <= 1 << 16 else WIDE
+
+
+def header(token_count: int, form: TokenForm = NARROW) -> bytes:
+    """The 1024 bytes that precede `token_count` tokens."""
+    return make_header({0: form.magic, 1: form.version, 2: token_count})

@@ -21,12 +21,12 @@ from PIL import Image, ImageOps
 from handgrad.data.sources import SourceFile, files_below, holds_text, nearest_path, reading
 from handgrad.errors import DataError
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 EXPECTED = "PNG, JPEG or WebP files, CIFAR-10's data_batch_1.bin, or MNIST's train-images-idx3-ubyte[.gz]"
 MOST_PIXELS = 64 << 20  # of a picture: about 1 GiB while it is decoded; Pillow warns above 85 Mi
 MOST_BYTES = 4 * MOST_PIXELS  # of a picture's file, which is held in memory
-MOST_UNPACKED_BYTES = 1 << 30  # of an idx file in a .gz, which is held in memory: MNIST has 47 MB
+MOST_GZ_BYTES = 1 << 30  # of an idx file in a .gz, which is held in memory: MNIST has 47 MB
 CLASS = re.compile(r"[\w. -]{1,100}")  # a class stands in angle brackets in a text
+TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # the orientation in EXIF data, 1 if upright: Pillow's Transpose
 DIGITS = tuple("0123456789")
 CIFAR, CIFAR_NAMES = re.compile(r"(data_batch_\d+|test_batch)\.bin"), "batches.meta.txt"
 CIFAR_BYTES = 1 + 3 * 32 * 32  # of a record: its label, then the planes of red, green and blue, row by row
@@ -68,7 +68,7 @@ def _source_file(path: Path, root: Path) -> SourceFile:
 
 def kind_of(path: Path) -> str:
     """The kind of a file, from its name: "picture", "cifar" or "idx"; "" if it holds no pictures."""
-    if path.name.lower().endswith(SUFFIXES):
+    if path.name.lower().endswith((".png", ".jpg", ".jpeg", ".webp")):
         return "picture"
     return "cifar" if CIFAR.fullmatch(path.name) else "idx" if IDX.fullmatch(path.name) else ""
 
@@ -146,7 +146,7 @@ def _read_one(file: SourceFile, numbers: range) -> Iterator[tuple[Image.Image, s
 
 
 def _decoded(path: Path) -> Image.Image:
-    most = f"a picture of at most {MOST_PIXELS} pixels"
+    most, turn = f"a picture of at most {MOST_PIXELS} pixels", None
     with reading(path):
         if (size := path.stat().st_size) > MOST_BYTES:
             raise _refusal(f"{most} and {MOST_BYTES} bytes", f"{size} bytes", path, "make it smaller")
@@ -158,8 +158,8 @@ def _decoded(path: Path) -> Image.Image:
                 raise _refusal(most, f"{image.height} x {image.width}", path, "make it smaller")
             image.load()
             with contextlib.suppress(Exception):  # damaged EXIF data: the picture stays as it is stored, as in viewers
-                image = ImageOps.exif_transpose(image)
-            return _rgb(image)
+                turn = TURNS.get(image.getexif().get(0x112, 1))
+            return _rgb(image if turn is None else image.transpose(Image.Transpose(turn)))
     except (DataError, MemoryError):
         raise
     except Image.DecompressionBombError:  # above twice Pillow's own bound
@@ -238,9 +238,8 @@ def _open_idx(path: Path, magic: int) -> Iterator[tuple[IO[bytes], tuple[int, ..
 def _unpacked(path: Path, modified_ns: int, magic: int) -> bytes:
     """The content of a .gz, no more than one byte beyond the size that its header says."""
     with gzip.open(path) as file:
-        if (expected := _idx_header(cast(IO[bytes], file), path, magic)[1]) > MOST_UNPACKED_BYTES:
-            most = f"a .gz of at most {MOST_UNPACKED_BYTES} bytes unpacked"
-            raise _refusal(most, f"{expected} by the header", path, "unpack it with gunzip")
+        if (expected := _idx_header(cast(IO[bytes], file), path, magic)[1]) > MOST_GZ_BYTES:
+            raise _refusal(f"at most {MOST_GZ_BYTES} bytes in a .gz", f"{expected} by its header", path, "gunzip it")
         file.seek(0)
         return file.read(expected + 1)
 

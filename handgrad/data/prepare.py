@@ -22,11 +22,12 @@ import handgrad
 from handgrad.data import hub
 from handgrad.data.chat import check_files
 from handgrad.data.codes import PALETTE, codes_tokenizer
+from handgrad.data.llmc_header import token_form
 from handgrad.data.picture_pieces import make_codes
 from handgrad.data.pictures import find_pictures
 from handgrad.data.pieces import TRAIN, units_of
 from handgrad.data.recipe import QUESTIONS, SPRITES, STORIES, PrepareOptions, check_options, is_prepared, recipe_of
-from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, SCHEMA, SPLITS, Dataset, open_dataset, token_form
+from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, SCHEMA, SPLITS, Dataset, open_dataset
 from handgrad.data.sources import SourceFile, find_local, holds_text
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe, write_tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer, read_tokenizer

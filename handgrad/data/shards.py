@@ -22,12 +22,21 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from handgrad.data.codes import Codes, codes_of
-from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
+from handgrad.data.llmc_header import (
+    EVALUATION,
+    HEADER_BYTES,
+    NARROW,
+    WIDE_TOKENS,
+    TokenForm,
+    check_size,
+    parse_header,
+    token_form,
+)
 from handgrad.data.recommended import prepare_commands, tokenizer_of
 from handgrad.data.sources import SUFFIXES, holds_text, is_text
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -46,27 +55,6 @@ SAMPLED_TOKENS = 4096  # of a shard without a manifest
 SPLITS = ("train", "validation")
 HASH = (r"[0-9a-f]{64}", "a SHA-256")
 SHARD_FIELDS = {"file": (r"[A-Za-z0-9_]+\.bin", "a plain file name"), "sha256": HASH, "index_sha256": HASH}
-
-
-class TokenForm(NamedTuple):
-    """One of the two formats of a token file: its magic, its version, the dtype of a token."""
-
-    magic: int
-    version: int
-    dtype: np.dtype
-
-
-NARROW, WIDE = TokenForm(TOKENS, 1, np.dtype("<u2")), TokenForm(WIDE_TOKENS, 7, np.dtype("<u4"))
-
-
-def token_form(vocab_size: int) -> TokenForm:
-    """The format that can hold every token of a vocabulary."""
-    return NARROW if vocab_size <= 1 << 16 else WIDE
-
-
-def header(token_count: int, form: TokenForm = NARROW) -> bytes:
-    """The 1024 bytes that precede `token_count` tokens."""
-    return make_header({0: form.magic, 1: form.version, 2: token_count})
 
 
 @dataclass(frozen=True, eq=False)

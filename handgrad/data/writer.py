@@ -24,11 +24,10 @@ from handgrad.data import questions, stories
 from handgrad.data.chat import Conversation
 from handgrad.data.chat_template import ChatTemplate
 from handgrad.data.codes import Codes, codes_of
-from handgrad.data.llmc_header import HEADER_BYTES
+from handgrad.data.llmc_header import HEADER_BYTES, TokenForm, header, token_form
 from handgrad.data.picture_pieces import picture_pieces, sprite_piece
 from handgrad.data.pieces import TRAIN, VALIDATION, Generated, Pictures, Piece, Position, Unit, split_of
 from handgrad.data.recipe import SPRITES, STORIES
-from handgrad.data.shards import TokenForm, header, token_form
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, StorageError

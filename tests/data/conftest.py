@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from handgrad.data import pieces, prepare
-from handgrad.data.shards import header
+from handgrad.data.llmc_header import header
 
 WORDS = ["the", "of", "and", "to", "a", "in", "you", "that", "he", "was", "don't", "42", "über", "東京", "this"]
 

@@ -14,8 +14,9 @@ import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from handgrad.data.llmc_header import header
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.data.shards import header, open_dataset
+from handgrad.data.shards import open_dataset
 from handgrad.data.tokenizer import train_bpe
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, HandgradError, StorageError

@@ -100,12 +100,17 @@ def test_rounds_lower_the_error_of_the_seeds(monkeypatch: pytest.MonkeyPatch) ->
     assert trained < 0.85 * squared_error(images, train_palette(images, 64))
 
 
-def test_means_that_round_to_one_colour_leave_no_gap() -> None:
-    """Nine tenths of the colours that there are: clusters of two or three neighbours share their rounded means."""
-    cube = np.stack(np.meshgrid(*[np.arange(6)] * 3), -1).reshape(-1, 3).astype(np.uint8)
-    palette = train_palette([cube], 190)
-    assert len(np.unique(palette, axis=0)) == 190
-    assert squared_error([cube], palette) <= 26 / 216  # each colour left out has a neighbour at distance 1
+def test_lost_clusters_take_the_farthest_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round whose means all become black loses all clusters but one."""
+    monkeypatch.setattr(module, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(np, "rint", np.zeros_like)
+    pixels = np.random.default_rng(1).integers(0, 256, (300, 3), dtype=np.uint8)
+    colours = [[0, 0, 0]]
+    while len(colours) < 20:
+        squares = ((pixels[:, None].astype(int) - np.array(colours)) ** 2).sum(-1).min(1)
+        assert (squares == squares.max()).sum() == 1
+        colours.append(pixels[squares.argmax()].tolist())
+    assert sorted(train_palette([pixels], 20).tolist()) == sorted(colours)
 
 
 def test_a_sample_is_bounded_and_even(monkeypatch: pytest.MonkeyPatch) -> None:

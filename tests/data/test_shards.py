@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from handgrad.data import shards
-from handgrad.data.llmc_header import EVALUATION, make_header
-from handgrad.data.shards import header, open_dataset
+from handgrad.data.llmc_header import EVALUATION, header, make_header
+from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError
 from handgrad.files import file_sha256
 from tests.data.conftest import flip_bit

@@ -8,8 +8,9 @@ import torch
 
 from handgrad.data import writer
 from handgrad.data.batches import Batches
+from handgrad.data.llmc_header import NARROW, WIDE, header, token_form
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.data.shards import NARROW, WIDE, header, open_dataset, token_form
+from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError
 from tests.data.chats import made_tokenizer, write_folder
 from tests.data.conftest import contents, flip_bit
