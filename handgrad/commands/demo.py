@@ -39,7 +39,7 @@ NEXT = {
 
 
 def pictures_right(run: str) -> int:
-    """The number of pictures, of `DRAWN` for captions of another corpus, that the sprites' checker reads as their captions."""
+    """The number of `DRAWN` pictures, for captions of another corpus, that the checker reads as their captions."""
     captions = [sprites.sprite(HELD_OUT_SEED, number).caption for number in range(DRAWN)]
     model = handgrad.load(run)
     codes = codes_of(model.tokenizer)

@@ -6,7 +6,7 @@ picture's, once its caption is known. Two promises make this true, each with a t
 (`read`), and with it every choice; a caption says all that was drawn before it.
 
     caption   one figure or two; their places; the ground; for each figure its colour, never the other's, and its shape
-    picture   for each figure whether it looks left or right, and moves of 0 or 1 pixel down and right
+    picture   for each figure whether it looks left or right, and a move of 0 or 1 pixel to the right
 """
 
 import functools
@@ -44,35 +44,25 @@ LAYOUTS = tuple(tuple(itertools.combinations(PLACES, count)) for count in (1, 2)
 # Figures of 7 x 7 pixels that look left: `.` ground, `#` ink, `+` black, `o` white. None equals its mirror image.
 LAYERS = ".#+o"
 SHEET = """
-    boat       cat        duck       fish
-    ...#...    #.#....    ..###..    ..##...
-    ...##..    ###...#    ..+##..    .####.#
-    ...###.    +#+...#    ####...    #+#####
-    ...#...    ######.    ..##..#    ######.
-    #######    .#####.    .######    #######
-    ##o#o##    .#####.    .##oo##    .####.#
-    .#####.    .#...#.    ..####.    ..##...
-    ghost      heart      house      mushroom
-    ..###..    .##.##.    ...#...    ..###..
-    .#####.    #oo####    ..####.    .#oo##.
-    #o#o###    #o#####    .#####.    ##oo#o#
-    #+#+###    #######    #######    #######
-    #######    .#####.    .#####.    ..+#+..
-    #######    ..###..    .#o#+#.    ..###..
-    #.#.#.#    ...#...    .###+#.    ..###..
+    cat        fish       house      mushroom
+    #.#....    ..##...    ...#...    ..###..
+    ###...#    .####.#    ..####.    .#oo##.
+    +#+...#    #+#####    .#####.    ##oo#o#
+    ######.    ######.    #######    #######
+    .#####.    #######    .#####.    ..+#+..
+    .#####.    .####.#    .#o#+#.    ..###..
+    .#...#.    ..##...    .###+#.    ..###..
 """
 
 
 def _figures() -> dict[str, np.ndarray]:
-    """The eight pictures (8, TILE, TILE) of each shape in its place, as indices into `LAYERS`."""
-    rows = [line.split() for line in SHEET.split("\n") if line]
+    """The four pictures (4, TILE, TILE) of each shape in its place, as indices into `LAYERS`."""
+    names, *rows = (line.split() for line in SHEET.split("\n") if line)
     figures = dict[str, np.ndarray]()
-    for top in range(0, len(rows), TILE):  # a row of names and seven of pixels
-        for name, *figure in zip(*rows[top : top + TILE], strict=True):
-            left = np.array([[LAYERS.index(pixel) for pixel in row] for row in figure])
-            moves = itertools.product((left, left[:, ::-1]), (0, 1), (0, 1))
-            poses = [np.pad(looking, ((down, 1 - down), (right, 1 - right))) for looking, down, right in moves]
-            figures[name] = np.stack(poses)
+    for name, *figure in zip(names, *rows, strict=True):
+        left = np.array([[LAYERS.index(pixel) for pixel in row] for row in figure])
+        moves = itertools.product((left, left[:, ::-1]), (0, 1))
+        figures[name] = np.stack([np.pad(looking, ((0, 1), (right, 1 - right))) for looking, right in moves])
     return figures
 
 
@@ -146,7 +136,7 @@ def read(codes: np.ndarray, wrong: int = 0) -> str | None:
 
 
 def _caption(places: Sequence[str], inks: Sequence[str], shapes: Sequence[str], ground: str) -> str:
-    figures = [f"a {ink} {shape} at the {place}" for place, ink, shape in zip(places, inks, shapes, strict=True)]
+    figures = [f"a {ink} {shape} {place}" for place, ink, shape in zip(places, inks, shapes, strict=True)]
     return f"{', '.join(figures)}, on {ground}"
 
 
