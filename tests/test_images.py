@@ -13,8 +13,9 @@ from PIL import Image
 
 import handgrad
 from handgrad.cli import main
+from handgrad.commands import demo
 from handgrad.data import sprites
-from handgrad.data.codes import parts_of
+from handgrad.data.codes import parts_of, text_of
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.evaluation.loss import floor_of
@@ -22,6 +23,7 @@ from handgrad.reports.page import write_report
 from handgrad.run.open import train
 from tests.conftest import small_run
 
+ROOT = Path(__file__).parents[1]
 SIDE, RED, BLUE, GREEN = 6, (200, 0, 0), (0, 0, 200), (0, 150, 0)
 
 
@@ -181,6 +183,27 @@ def test_sprites_have_a_floor(tmp_path: Path) -> None:
 def spans() -> dict[tuple[str, bytes], float]:
     drawn = (sprites.sprite(0, number) for number in range(300))
     return {(one.caption, one.codes.astype(np.int64).tobytes()): one.nats for one in drawn}
+
+
+def test_the_demo_counts_right_drawings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "DOCUMENTS", {"sprites": 200})
+    monkeypatch.setattr(demo, "DRAWN", 2)
+    assert main(["demo", "--images", "--steps", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "drawings   0 of 2 show what their captions say" in told
+    assert re.search(r"validation loss [\d.]+ \(\+[\d.]+% above the source's entropy of 0.03", told)
+    right = [f"{sprites.sprite(1, number).caption}\n" for number in range(2)]
+    drawn = [text_of(sprites.sprite(1, number).codes) for number in range(2)]
+    monkeypatch.setattr(handgrad.Model, "generate", lambda *_, **__: [drawn[0], drawn[0]])
+    assert demo.pictures_right("runs/sprites") == 1, right
+
+
+def test_the_chapters_code() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/images.md").read_text(), re.DOTALL)
+    exec(code, {})
 
 
 def test_captions_join_pictures(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""handgrad demo: from built-in stories or sprites to a trained model, a report and a sample, in two to three minutes."""
+"""handgrad demo: from built-in stories or sprites to a trained model, a report and a sample, in minutes."""
 
 from argparse import Namespace
 from pathlib import Path
