@@ -132,13 +132,15 @@ def test_a_picture_of_a_class(sample: Callable[..., tuple[list[str], np.ndarray]
 
 
 def test_a_picture_is_continued_from_its_upper_rows(
-    sample: Callable[..., tuple[list[str], np.ndarray]], pictures: Path
+    sample: Callable[..., tuple[list[str], np.ndarray]], tmp_path: Path
 ) -> None:
-    source = np.array(Image.open(pictures / "dog" / "02.png"))
-    _, sheet = sample("--class", "dog", "--image-in", str(pictures / "dog" / "02.png"), "--rows", "4")
-    assert np.array_equal(sheet[::22, ::22][:4], source[:4])
-    _, sheet = sample("--class", "dog", "--image-in", str(pictures / "dog" / "02.png"))
-    assert np.array_equal(sheet[::22, ::22][:3], source[:3]), "half by default"
+    """Rows that the model would never draw stay; the default is half."""
+    odd = np.array([[RED, BLUE] * 3, [BLUE, RED] * 3] * 3, np.uint8)
+    Image.fromarray(odd).save(tmp_path / "odd.png")
+    for rows, more in ((4, ("--rows", "4")), (3, ())):
+        _, sheet = sample("--class", "dog", "--image-in", str(tmp_path / "odd.png"), *more)
+        drawn = sheet[::22, ::22]
+        assert np.array_equal(drawn[:rows], odd[:rows]) and not np.array_equal(drawn[rows], odd[rows])
 
 
 def test_an_exported_model_draws_in_transformers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
