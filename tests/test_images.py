@@ -14,7 +14,7 @@ from PIL import Image
 import handgrad
 from handgrad.cli import main
 from handgrad.commands import demo
-from handgrad.data import sprites
+from handgrad.data import pieces, sprites
 from handgrad.data.codes import parts_of, text_of
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import Dataset, open_dataset
@@ -76,10 +76,15 @@ def test_shards_hold_each_picture_and_its_class(shards: Dataset, pictures: Path)
         assert shards.tokenizer.decode(ids) in texts
 
 
-def test_several_processes_write_the_same_shards(pictures: Path, shards: Dataset, tmp_path: Path) -> None:
+def test_several_processes_write_the_same_shards(
+    pictures: Path, shards: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = {"codes": "palette:3", "size": "6x6", "validation_fraction": 0.2}
     other = prepare(PrepareOptions(str(pictures), tmp_path / "other", workers=2, **sizes)).dataset
     assert other.identity == shards.identity
+    monkeypatch.setattr(pieces, "PICTURES_PER_UNIT", 7)
+    small = prepare(PrepareOptions(str(pictures), tmp_path / "small", workers=1, **sizes)).dataset
+    assert small.identity == shards.identity, "in units of any size"
 
 
 def test_a_row_is_a_picture(run: Path, tmp_path: Path) -> None:
