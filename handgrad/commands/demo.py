@@ -1,4 +1,4 @@
-"""handgrad demo: from built-in stories or sprites to a trained model, a report and a sample, in minutes."""
+"""handgrad demo: from built-in stories, in two to three minutes, or sprites to a trained model, a report and a sample."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -18,7 +18,7 @@ from handgrad.storage.run_files import REPORT_FILE
 
 DOCUMENTS = {STORIES: 60_000, SPRITES: 12_000}
 DEMO_TOKENIZER = "bpe:1024"
-CAPTION = "a red cat at the top left, a blue fish at the bottom right, on cream"
+CAPTION = "a red cat top left, a blue fish bottom right, on cream"
 PRESETS = {STORIES: "demo", SPRITES: "sprites"}
 DRAWN, HELD_OUT_SEED = 32, 1  # pictures that are drawn and checked, for captions of another corpus
 WRONG_PIXELS = 5  # of a place: up to so many, no other caption is as near
@@ -30,8 +30,8 @@ NEXT = {
   handgrad prepare MY_TEXT.txt --out shards/mine   # your own text
   handgrad train --data shards/mine --out runs/mine   # a model of your own""",
     SPRITES: f"""\
-  handgrad sample {{out}} --image-out sheet.png --samples 16   # let it draw, and describe what it draws
-  handgrad sample {{out}} --image-out cat.png --prompt "{CAPTION}"   # let it draw this
+  handgrad sample {{out}} --image-out sheet.png --samples 16 --temperature 0.5   # let it draw, and describe what it draws
+  handgrad sample {{out}} --image-out cat.png --temperature 0 --prompt "{CAPTION}"   # let it draw this
   handgrad evaluate {{out}}   # nats per pixel
   handgrad prepare --images MY_PICTURES --out shards/mine   # your own pictures
   handgrad train --data shards/mine --out runs/mine   # a model of your own""",
@@ -44,7 +44,7 @@ def pictures_right(run: str) -> int:
     model = handgrad.load(run)
     codes = codes_of(model.tokenizer)
     assert codes is not None
-    texts = model.generate([f"{caption}\n" for caption in captions], max_tokens=codes.count, batch=DRAWN)
+    texts = model.generate([f"{caption}\n" for caption in captions], max_tokens=codes.count, temperature=0, batch=DRAWN)
     right = 0
     for caption, text in zip(captions, texts, strict=True):
         pictures = [part for part in parts_of(text, codes) if not isinstance(part, str)]
@@ -65,7 +65,7 @@ def run(parsed: Namespace) -> int:
     train(run_config(PRESETS[corpus], "", "", {"data": data, "out": out, **steps}))
     if parsed.images:
         right = pictures_right(out)
-        print(f"drawings   {right} of {DRAWN} show what their captions say, the figures, colours, places and ground")
+        print(f"drawings   {right} of {DRAWN} show what their captions say, each token the likeliest")
     page = write_report([Path(out)], Path(out) / REPORT_FILE)
     print(f"""
 The report is {page.absolute().as_uri()}

@@ -20,7 +20,7 @@ def train_palette(pictures: Iterable[np.ndarray], colours: int) -> np.ndarray:
     """The palette (colours, 3), uint8, of distinct colours, the darkest first, for pictures (..., 3), uint8.
 
     k-means (Lloyd, 1982) from seeds of k-means++ (Arthur and Vassilvitskii, 2007), over at most 2^18 pixels. Each round
-    rounds its means: the squared error ends about 1 % above k-means with fractions. Raises `UsageError`: too few colours.
+    rounds its means, so that every distance is exact. Raises `UsageError`: too few colours.
     """
     points, weights = _sample(pictures, colours)
     palette, squares, draw = np.empty((colours, 3), np.int32), np.full(len(points), 1 << 18, np.int32), Random(SEED).random

@@ -47,7 +47,7 @@ def picture_pieces(unit: Pictures, codes: Codes) -> Iterator[Piece]:
 
 
 def sprite_piece(split: int, seed: int, number: int) -> Piece:
-    """A sprite with its caption. The direction is a choice between two, so it costs log 2 nats."""
+    """A sprite with its caption. The direction costs log 2: it is a choice between two."""
     sprite = sprites.sprite(seed, number)
     text = caption_text(sprite.caption, sprite.codes, picture_first=picture_first(seed, number))
     return Piece(split, True, text, sprite.nats + float(np.log(2)))

@@ -22,9 +22,9 @@ from handgrad.data.sources import SourceFile, files_below, holds_text, nearest_p
 from handgrad.errors import DataError
 
 EXPECTED = "PNG, JPEG or WebP files, CIFAR-10's data_batch_1.bin, or MNIST's train-images-idx3-ubyte[.gz]"
-MOST_PIXELS = 64 << 20  # of a picture: about 1 GiB while it is decoded; Pillow warns above 85 Mi
+MOST_PIXELS = 64 << 20  # of a picture; Pillow warns above 85 Mi
 MOST_BYTES = 4 * MOST_PIXELS  # of a picture's file, which is held in memory
-MOST_GZ_BYTES = 1 << 30  # of an idx file in a .gz, which is held in memory: MNIST has 47 MB
+MOST_GZ_BYTES = 1 << 30  # of an idx file in a .gz, which is held in memory
 CLASS = re.compile(r"[\w. -]{1,100}")  # a class stands in angle brackets in a text
 TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # the orientation in EXIF data, 1 if upright: Pillow's Transpose
 DIGITS = tuple("0123456789")
