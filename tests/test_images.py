@@ -237,8 +237,8 @@ def test_captions_join_pictures(pictures: Path, tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["prepare"], "expected SOURCE or --images FOLDER, found neither; give one"),
-        (["prepare", "a", "--images", "b"], "expected SOURCE or --images FOLDER, found both a and --images b; give one"),
+        (["prepare"], "SOURCE is missing; for example `handgrad prepare stories"),
+        (["prepare", "a", "--images", "b"], "expected one source, found a and --images b; leave one out"),
         (["prepare", "--images", "{}", "--codes", "palette"], "expected --codes palette:COLOURS"),
         (["prepare", "--images", "{}", "--size", "0"], "expected --size ROWSxCOLUMNS or one number, 1 to 1024, found '0'"),
         (["prepare", "--images", "{}", "--codes", "palette:4", "--size", "6"], "expected at least 4 colours"),

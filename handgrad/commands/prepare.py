@@ -44,9 +44,11 @@ def run(parsed: Namespace) -> int:
 
 def choose_source(parsed: Namespace) -> None:
     """Sets the source and the codes. Raises `UsageError` unless there is one source."""
-    if bool(parsed.source) == bool(parsed.images):
-        several = f"both {parsed.source} and --images {parsed.images}" if parsed.source else "neither"
-        raise UsageError(f"expected SOURCE or --images FOLDER, found {several}; give one")
+    if not parsed.source and not parsed.images:
+        example = "handgrad prepare stories --out shards"
+        raise UsageError(f"SOURCE is missing; for example `{example}`; `handgrad prepare --help` lists all")
+    if parsed.source and parsed.images:
+        raise UsageError(f"expected one source, found {parsed.source} and --images {parsed.images}; leave one out")
     parsed.source = parsed.source or parsed.images
     parsed.codes = parsed.codes or ("palette:512" if parsed.images else "")
 
