@@ -22,7 +22,7 @@ def corpus(tokens: float, vocab_size: int = 50257) -> Any:
     counts = {"train": int(tokens), "validation": max(64, int(tokens) // 100)}
     splits = {split: [SimpleNamespace(token_count=count)] for split, count in counts.items()}
     tokenizer = SimpleNamespace(vocab_size=vocab_size)
-    return SimpleNamespace(tokens=counts.get, splits=splits, tokenizer=tokenizer, is_chat=False, manifest=None)
+    return SimpleNamespace(tokens=counts.get, splits=splits, tokenizer=tokenizer, is_chat=False, manifest=None, codes=None)
 
 
 @pytest.fixture
