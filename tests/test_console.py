@@ -9,11 +9,13 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 import handgrad
+from handgrad.data import canvas
 from handgrad.errors import print_message
 from handgrad.run import console
 from handgrad.run.console import Cadence, StepFigures, WordWrap
@@ -242,3 +244,17 @@ def test_a_line_that_nobody_reads_any_more_does_not_fail_at_the_end(monkeypatch:
         monkeypatch.setattr("sys.stderr", out)
         print_message("stopped")
         out.flush()
+
+
+@pytest.mark.parametrize(
+    ("terminal", "mode", "drawn"), [(True, "lines", True), (True, "nothing", False), (False, "lines", False)]
+)
+def test_a_picture_is_drawn_on_a_terminal_alone(
+    terminal: bool, mode: console.ConsoleMode, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(
+        console, "Console", lambda **how: Console(**how | {"file": out}, force_terminal=terminal, color_system="truecolor")
+    )
+    console.Display(10, 0, mode).draw(canvas.blocks(np.full((2, 3, 3), (1, 2, 3), np.uint8)))
+    assert out.getvalue().count("\u2580") == 3 * drawn and ("38;2;1;2;3" in out.getvalue()) is drawn

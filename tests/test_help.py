@@ -9,8 +9,7 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, EXAMPLES, command_line, parse
-from handgrad.commands.parser import Parser, flag
-from handgrad.run.settings import FIRST_SETTINGS, GROUPS
+from handgrad.commands.parser import FIRST_SETTINGS, GROUPS, Parser, flag
 from handgrad.settings.config import AUTO, FIELDS, PRECISIONS
 from handgrad.settings.presets import PRESETS
 

@@ -142,7 +142,7 @@ def test_files_stay_short(folder: str) -> None:
 
 
 # A cap rises only beside an entry in docs/decisions.md that names what was cut for it.
-MOST_LINES, MOST_FILES = 49_188, 318
+MOST_LINES, MOST_FILES = 49_200, 318
 MOST_FILES_OF = {"run": 21, "models": 9, "networks": 9}
 
 

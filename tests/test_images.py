@@ -148,6 +148,12 @@ def test_a_picture_is_continued_from_its_upper_rows(
         assert np.array_equal(drawn[:rows], odd[:rows]) and not np.array_equal(drawn[rows], odd[rows])
 
 
+def test_without_a_file_a_line_tells_of_each_picture(run: Path, capsys: pytest.CaptureFixture) -> None:
+    capsys.readouterr()
+    assert main(["sample", str(run), "--temperature", "0", "--prompt", "<dog>", "--samples", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["  1  <dog>", "  2  <dog>"], "no characters of codes"
+
+
 def test_an_exported_model_draws_in_transformers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "exported"
     assert main(["export", str(run), "--out", str(out)]) == 0
@@ -245,7 +251,8 @@ def test_captions_join_pictures(pictures: Path, tmp_path: Path, capsys: pytest.C
         (["prepare", "--images", "{}", "--size", "8", "--codes", "palette:3", "--strict"], "6 x 6"),
         (["prepare", "--images", "{}", "--chat"], "--chat is for text, found it with pictures; leave it out"),
         (["prepare", "--images", "{}", "--tokenizer", "gpt2"], "--tokenizer is for text, found it with pictures"),
-        (["prepare", "stories", "--join", "a.jsonl"], "--join is for pictures, found it without --codes"),
+        (["prepare", "stories", "--join", "a.jsonl"], "--join is for files of pictures, found it without --codes"),
+        (["prepare", "sprites", "--size", "8"], "--size is for files of pictures, found it without --codes"),
         (["prepare", "sprites", "--codes", "palette:3"], "--codes is for files of pictures, found it with sprites"),
         (["sample", "RUN", "--class", "bird", "--image-out", "x.png"], "expected a class of the model, found 'bird'"),
         (["sample", "RUN", "--rows", "3"], "--rows goes with --image-in, found it without"),

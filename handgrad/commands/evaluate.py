@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.data.mixture import apart
 from handgrad.data.preferences import has_pairs, pair_batches
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
@@ -181,7 +182,7 @@ class LossPart:
                 f"accuracy          {pairs.accuracy:.1%}",
                 f"margin            {pairs.margin:+.4f}",
             ]
-        if dataset.codes:
+        if dataset.codes and len(apart(dataset)) == 1:
             sizes = {"packing": self.packing, "eval_tokens": parsed.eval_tokens, "ranks": self.ranks, "progress": progress}
             pictures = held_out_pictures(model.shape, model.ops, model.weights, act, dataset, **sizes)
             return self.lines_of_pictures(pictures)
@@ -200,9 +201,9 @@ class LossPart:
         if not math.isfinite(found.loss):
             raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
         windows = f", windows of {context}" if stride or context < model.shape.sequence_length else ""
-        apart = windows + (f" every {stride}" if stride else "")
+        spacing = windows + (f" every {stride}" if stride else "")
         lines = [
-            f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or config.data}{apart}",
+            f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or config.data}{spacing}",
             f"loss              {found.loss:.4f} nats per token",
             f"perplexity        {found.perplexity:.2f}",
         ]
@@ -211,9 +212,11 @@ class LossPart:
         for name, one in found.sets.items():
             bits = "" if one.bits_per_byte is None else f", {one.bits_per_byte:.4f} bits per byte"
             lines.append(f"loss of {name:<9} {one.loss:.4f} nats per token{bits}, {one.tokens} tokens")
-        if floor := floor_of(dataset, self.packing):
-            lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
-        return lines
+        return lines + self.floor_lines(found.loss)
+
+    def floor_lines(self, loss: float) -> list[str]:
+        floor = floor_of(self.dataset, self.packing)
+        return [f"source's entropy  {floor:.4f} nats per token; the loss is {loss / floor - 1:+.1%}"] if floor else []
 
     def lines_of_pictures(self, found: PicturesHeldOut) -> list[str]:
         tokens = found.codes + found.others
@@ -228,9 +231,7 @@ class LossPart:
         if found.other_loss is not None:
             name = "captions" if self.dataset.codes and self.dataset.codes.captions else "classes"
             lines.append(f"{name:<17} {found.other_loss:.4f} nats per token")
-        if floor := floor_of(self.dataset, self.packing):
-            lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
-        return lines
+        return lines + self.floor_lines(found.loss)
 
 
 class TasksPart:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from handgrad.commands.parser import METAVARS, HelpAll, Parser, flag
+from handgrad.commands.parser import FIRST_SETTINGS, GROUPS, METAVARS, HelpAll, Parser, flag
 from handgrad.evaluation.tasks import TASKS
 from handgrad.machine.gpus import GPUS, short_name
 from handgrad.run import settings
@@ -65,15 +65,15 @@ def add_run_arguments(parser: Parser) -> None:
     change = "a preset, --init-from and --data alone change defaults; --help-all shows all"
     first = group = parser.add_argument_group("settings", change)
     for name, known in FIELDS.items():
-        if name in settings.GROUPS:
-            group = parser.add_argument_group(settings.GROUPS[name])
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
         choices = known.metadata["choices"]
         default = str(known.default).lower() if known.type is bool else known.default
         text = known.metadata["help"].replace("%", "%%") + f" (default: {'none' if default == '' else default})"
         options: dict[str, Any] = {"metavar": "|".join(choices) if choices else METAVARS[known.type], "default": None}
         if known.type is bool:
             options |= {"nargs": "?", "const": "true"}
-        if name in settings.FIRST_SETTINGS:
+        if name in FIRST_SETTINGS:
             first.add_argument(flag(name), help=text, **options)
             if name == "steps":
                 first.add_argument(flag(settings.EPOCHS), help=EPOCHS_TEXT, type=float, metavar=METAVARS[float])

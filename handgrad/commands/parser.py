@@ -9,6 +9,22 @@ from handgrad.names import check_choice, meanings, nearest_name
 from handgrad.settings.config import KINDS, Rule
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
+# The settings of a run that `--help` shows; `--help-all` shows the others below them, by group.
+FIRST_SETTINGS = (
+    *("data", "out", "init_from", "steps", "tokens_per_step", "micro_batch"),
+    *("sequence_length", "learning_rate", "precision", "device"),
+)
+# The first field of each group of `RunConfig`, in order.
+GROUPS = {
+    "num_layers": "the model",
+    "steps": "the batch",
+    "learning_rate": "the optimizer",
+    "zero": "several processes",
+    "fp8_keep_bf16": "fp8",
+    "eval_every": "watching",
+    "save_every": "saving",
+    "device": "the machine",
+}
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):

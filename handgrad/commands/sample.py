@@ -15,9 +15,11 @@ import torch
 
 import handgrad
 from handgrad.commands.chat import sampling_options
+from handgrad.data import canvas
+from handgrad.data.codes import codes_of
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import LoadedModel, Machine, Weights, load_model, machine
-from handgrad.files import check_replaceable, check_writable
+from handgrad.files import check_replaceable, check_writable, write_bytes_durably
 from handgrad.generation.chat import listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.generate import (
@@ -29,7 +31,7 @@ from handgrad.generation.generate import (
     document,
     stream_text,
 )
-from handgrad.generation.pictures import form_of, picture_prompt, tokens_left, write_sheet
+from handgrad.generation.pictures import form_of, picture_prompt, read_sheet, tokens_left
 from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
@@ -49,7 +51,8 @@ def run(parsed: Namespace) -> int:
     batch = min(parsed.batch, len(prompts))
     on = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
-    if parsed.image_out or parsed.image_in or parsed.of_class:
+    draws = bool(parsed.image_out or parsed.image_in or parsed.of_class) or codes_of(weights.tokenizer) is not None
+    if draws and not parsed.input:
         prompts = [picture_row(row, weights, parsed) for row in prompts]
     with contextlib.ExitStack() as opened:
         written, write = {}, None
@@ -65,8 +68,8 @@ def run(parsed: Namespace) -> int:
         if note := cropped(texts, model.shape.sequence_length):
             print(note, file=sys.stderr)
         started = time.perf_counter()
-        if parsed.image_out:
-            write_pictures(decoder, model, texts, prompts, Path(parsed.image_out))
+        if write is None and draws:
+            write_pictures(decoder, model, texts, prompts, parsed.image_out)
         elif write is None:
             write_terminal(decoder, model, texts, prompts[0]["prompt"], parsed.stop)
         else:
@@ -163,16 +166,20 @@ def write_terminal(
         sys.stdout.flush()
 
 
-def write_pictures(
-    decoder: Decoder, model: LoadedModel, texts: list[Continuation], prompts: list[dict], path: Path
-) -> None:
-    """Writes the pictures as a grid to `path`; prints a line about each."""
+def write_pictures(decoder: Decoder, model: LoadedModel, texts: list[Continuation], prompts: list[dict], path: str) -> None:
+    """Prints a line about each picture. Writes them as a grid to `path`; without one, draws them on a terminal."""
     pieces = {id(text): [row["prompt"]] for text, row in zip(texts, prompts, strict=True)}
     for text, piece in stream_text(decoder, model.tokenizer, iter(texts)):
         pieces[id(text)].append(piece)
-    with storage_errors(f"writing {path}"):
-        lines = write_sheet(path, ["".join(each) for each in pieces.values()], form_of(model.tokenizer))
-    print("\n".join([*lines, f"pictures   {path}"]))
+    lines, pictures = read_sheet(["".join(each) for each in pieces.values()], form_of(model.tokenizer))
+    for line, picture in zip(lines, pictures, strict=True):
+        print(line)
+        if not path and sys.stdout.isatty():
+            print(canvas.blocks(picture))
+    if path:
+        with storage_errors(f"writing {path}"):
+            write_bytes_durably(Path(path), canvas.png(canvas.enlarged(canvas.grid(pictures))))
+        print(f"pictures   {path}")
 
 
 def write_lines(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from handgrad.data.pictures import name_of
 from handgrad.data.sources import SourceFile
 from handgrad.errors import DataError, storage_errors
 from handgrad.parsing import numbered_lines, parse_record
@@ -13,7 +14,7 @@ def captions_of(path: str, files: list[SourceFile], counts: list[int]) -> list[s
     Raises DataError: a bad row, a picture without a caption, a caption without a picture; StorageError: unreadable.
     """
     captions = read_captions(Path(path))
-    names = [name for file, count in zip(files, counts, strict=True) for name in names_of(file, count)]
+    names = [name_of(file, n, count) for file, count in zip(files, counts, strict=True) for n in range(count)]
     if lacking := [name for name in names if name not in captions]:
         raise DataError(
             f"expected a caption in {path} for each picture, found none for {lacking[0]} and {len(lacking) - 1} more; add"
@@ -25,11 +26,6 @@ def captions_of(path: str, files: list[SourceFile], counts: list[int]) -> list[s
             " a path within the source, like cats/1.png"
         )
     return [captions[name] for name in names]
-
-
-def names_of(file: SourceFile, count: int) -> list[str]:
-    """The names of the pictures in a file, as `pictures.Picture` has them."""
-    return [file.name] if count == 1 else [f"{file.name}#{n}" for n in range(count)]
 
 
 def read_captions(path: Path) -> dict[str, str]:

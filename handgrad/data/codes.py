@@ -25,7 +25,8 @@ MOST_COLOURS, MOST_CLASSES = 1 << 15, 1 << 14  # with bytes and end-of-text, tok
 MOST_SIDE = 1024
 MISSING = -1  # a code that an unfinished picture lacks
 GREY = (128, 128, 128)
-SPECIAL = re.compile("([\U000f0000-\U000f7fff]+)|<([\\w. -]{1,100})>")
+CLASS = r"[\w. -]{1,100}"  # a class's name, which stands in angle brackets in a text
+SPECIAL = re.compile(f"([\U000f0000-\U000f7fff]+)|<({CLASS})>")
 CODES = re.compile("([\U000f0000-\U000f7fff]+)")
 
 

@@ -18,6 +18,7 @@ from typing import IO, NamedTuple, cast
 import numpy as np
 from PIL import Image, ImageOps
 
+from handgrad.data.codes import CLASS
 from handgrad.data.sources import SourceFile, files_below, holds_text, nearest_path, reading
 from handgrad.errors import DataError
 
@@ -25,7 +26,6 @@ EXPECTED = "PNG, JPEG or WebP files, CIFAR-10's data_batch_1.bin, or MNIST's tra
 MOST_PIXELS = 64 << 20  # of a picture; Pillow warns above 85 Mi
 MOST_BYTES = 4 * MOST_PIXELS  # of a picture's file, which is held in memory
 MOST_GZ_BYTES = 1 << 30  # of an idx file in a .gz, which is held in memory
-CLASS = re.compile(r"[\w. -]{1,100}")  # a class stands in angle brackets in a text
 TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # the orientation in EXIF data, 1 if upright: Pillow's Transpose
 DIGITS = tuple("0123456789")
 CIFAR, CIFAR_NAMES = re.compile(r"(data_batch_\d+|test_batch)\.bin"), "batches.meta.txt"
@@ -81,7 +81,7 @@ def class_names(files: list[SourceFile]) -> tuple[str, ...]:
     if not all(map(_classes, files)):
         return ()
     for name, path in origins.items():
-        if not CLASS.fullmatch(name):
+        if not re.fullmatch(CLASS, name):
             folder = kind_of(path) == "picture"
             where, remedy = (path.parent, "rename the folder") if folder else (path.with_name(CIFAR_NAMES), "rename it")
             raise _refusal("a class named in letters, digits, blanks, _, - and .", repr(name[:100]), where, remedy)
@@ -122,6 +122,11 @@ def picture_count(file: SourceFile) -> int:
     return file.size_bytes // CIFAR_BYTES
 
 
+def name_of(file: SourceFile, number: int, total: int) -> str:
+    """The name of a picture in a file of `total`."""
+    return f"{file.name}#{number}" if total > 1 else file.name
+
+
 def read_pictures(
     file: SourceFile, rows: int, columns: int, *, strict: bool = False, first: int = 0, count: int | None = None
 ) -> Iterator[Picture]:
@@ -132,7 +137,7 @@ def read_pictures(
     numbers = range(total)[first : None if count is None else first + count]
     read = {"picture": _read_one, "cifar": _read_cifar, "idx": _read_idx}[kind_of(file.path)]
     for number, (image, label) in zip(numbers, read(file, numbers), strict=True):
-        name = f"{file.name}#{number}" if total > 1 else file.name
+        name = name_of(file, number, total)
         if strict and image.size != (columns, rows):
             where, remedy = file.path.with_name(Path(name).name), "resize it, or let other sizes be resized"
             raise _refusal(f"{rows} rows x {columns} columns", f"{image.height} x {image.width}", where, remedy)

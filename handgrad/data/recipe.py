@@ -93,9 +93,9 @@ def check_options(options: PrepareOptions) -> None:
 def check_pictures(options: PrepareOptions) -> None:
     """Raises `UsageError` for settings that pictures lack, or that only pictures have."""
     if not options.codes:
-        for name in ("join", "strict"):
-            if getattr(options, name):
-                raise UsageError(f"--{name} is for pictures, found it without --codes; try --codes palette:512")
+        for name in ("join", "strict", "size"):
+            if getattr(options, name) != getattr(PrepareOptions, name):
+                raise UsageError(f"--{name} is for files of pictures, found it without --codes; try --codes palette:512")
     if not options.is_pictures:
         return
     for name, usual in (("chat", False), ("preferences", False), ("tokenizer", "auto")):

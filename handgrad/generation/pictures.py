@@ -1,17 +1,14 @@
 """Pictures from a model: prompts that begin with a class, a caption or a picture's upper rows, and a sheet of results."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from handgrad.data import canvas
 from handgrad.data.codes import MISSING, Codes, codes_of, parts_of, text_of
 from handgrad.data.palette import nearest
 from handgrad.data.pictures import find_pictures, read_pictures
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import UsageError
-from handgrad.files import write_bytes_durably
 
 
 def form_of(tokenizer: Tokenizer) -> Codes:
@@ -47,8 +44,8 @@ def tokens_left(codes: Codes, prompt: str, context: int) -> int:
     return codes.count - started + (1 if codes.classes and not prompt else 0)
 
 
-def write_sheet(path: Path, texts: Sequence[str], codes: Codes) -> list[str]:
-    """Writes the pictures of `texts` as a grid, PNG. Returns a line about each: its class or caption, and what it lacks."""
+def read_sheet(texts: Sequence[str], codes: Codes) -> tuple[list[str], list[np.ndarray]]:
+    """(a line about the picture of each text: its class or caption, and what it lacks; the pixels of each)."""
     pictures, lines = [], []
     for number, text in enumerate(texts, start=1):
         parts = [*parts_of(text, codes)]
@@ -58,5 +55,4 @@ def write_sheet(path: Path, texts: Sequence[str], codes: Codes) -> list[str]:
         lacking = int((shapes[0] == MISSING).sum())
         note = f"unfinished, {lacking} of {codes.count} codes are missing" if lacking else ""
         lines.append(f"{number:>3}  {'; '.join(filter(None, (words, note)))}".rstrip())
-    write_bytes_durably(path, canvas.png(canvas.enlarged(canvas.grid(pictures))))
-    return lines
+    return lines, pictures

@@ -13,6 +13,7 @@ from typing import Literal
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
 from handgrad import errors
 from handgrad.format import human_count, human_seconds, round_number
@@ -84,6 +85,14 @@ class Display:
             self.console.print(text, markup=False, soft_wrap=True)
         except (OSError, SystemExit):  # rich turns a broken pipe into SystemExit
             self.stop_printing()
+
+    def draw(self, blocks: str) -> None:
+        """Prints lines of coloured blocks, on a terminal alone."""
+        if self.console.is_terminal and not self.closed and not self.redraws:
+            try:
+                self.console.print(Text.from_ansi(blocks), soft_wrap=True)
+            except (OSError, SystemExit):
+                self.stop_printing()
 
     def stop_printing(self) -> None:
         """Redirects stdout to devnull, because its reader is gone."""

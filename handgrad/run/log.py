@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -205,9 +204,8 @@ class RunLog:
                 path.with_suffix(".png").write_bytes(canvas.png(canvas.enlarged(canvas.grid([*pictures]))))
         self.record("sample", step=step, text=text)
         self.line(f"step {step}, the model writes: {text}")
-        if sys.stdout.isatty():
-            for picture in pictures:
-                print(canvas.blocks(picture))
+        for picture in pictures:
+            self.display.draw(canvas.blocks(picture))
 
     def gpu(self, step: int, device: torch.device) -> None:
         """Records the driver's latest sensor readings, without waiting for the GPU."""

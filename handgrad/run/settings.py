@@ -24,23 +24,6 @@ BEGINNINGS = {
 }
 WITHOUT, WITH = "without", "with"  # settings that edit the list `techniques`, without fields of their own
 
-# The settings of a run that `--help` shows; `--help-all` shows the others below them, by group.
-FIRST_SETTINGS = (
-    *("data", "out", "init_from", "steps", "tokens_per_step", "micro_batch"),
-    *("sequence_length", "learning_rate", "precision", "device"),
-)
-# The first field of each group of `RunConfig`, in order.
-GROUPS = {
-    "num_layers": "the model",
-    "steps": "the batch",
-    "learning_rate": "the optimizer",
-    "zero": "several processes",
-    "fp8_keep_bf16": "fp8",
-    "eval_every": "watching",
-    "save_every": "saving",
-    "device": "the machine",
-}
-
 
 def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], command: str = "train") -> RunConfig:
     """Applies preset, recipe, the model's sizes and single settings, in this order; the later one wins. Empty: not given.
