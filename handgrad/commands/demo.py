@@ -20,7 +20,7 @@ DOCUMENTS = {STORIES: 60_000, SPRITES: 12_000}
 DEMO_TOKENIZER = "bpe:1024"
 CAPTION = "a red cat top left, a blue fish bottom right, on cream"
 PRESETS = {STORIES: "demo", SPRITES: "sprites"}
-DRAWN, HELD_OUT_SEED = 32, 1  # pictures that are drawn and checked, for captions of another corpus
+DRAWN, HELD_OUT_SEED = 32, 1  # pictures that are drawn and checked, for captions of a corpus that training does not read
 WRONG_PIXELS = 5  # of a place: up to so many, no other caption is as near
 NEXT = {
     STORIES: """\
