@@ -230,6 +230,8 @@ class Phases:
         self.run("teaching", f"{trainer} {rest} {settings['teaching']}", 75)
         self.add("taught", lambda: training(work / "taught"))
         models = sorted((work / "taught" / "checkpoints").glob("step_*"))
+        if not models:
+            raise SystemExit(f"expected checkpoints of the teaching, found none; see {self.out}/log.txt")
         self.ask("half_taught", [model for model in models if int(model.name[5:])], "choose", 75)
         chosen = self.figures["half_taught"].get("chosen", models[-1].name)
         return work / "taught" / "checkpoints" / chosen
