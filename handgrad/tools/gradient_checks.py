@@ -29,6 +29,10 @@ CASES |= {"attention_backward": GROUPED, "gained_qk_norm_rotary_backward": GROUP
 CASES |= {"classifier_forward_backward, with a cap": {"softcap": 3.0}}
 CASES |= {"distill_forward_backward, reverse, with a cap": {"softcap": 3.0, "teacher_softcap": 2.0, "reverse": True}}
 CASES |= {"rmsnorm_backward, without a gain": {"gain": None, "dgain_acc": None}, "rmsnorm_backward, of 1 + w": {"plus": 1}}
+CONVOLVED = {"D": 1, "F": 3, "Y": 4, "X": 6}  # four channels: each number is changed by itself
+CASES |= {name: CONVOLVED for name in ("conv_backward", "transposed_conv_backward")}
+CASES |= {f"{name}, of stride 2": CONVOLVED | {"J": 4, "S": 2} for name in ("conv_backward", "transposed_conv_backward")}
+CASES |= {"groupnorm_backward": {"Y": 2, "X": 3}, "squared_error_forward_backward": {"Y": 2, "X": 3}}
 
 BATCH, LENGTH = 2, 5
 GPT2 = ModelShape(vocab_size=57, sequence_length=LENGTH, num_layers=2, num_heads=2, channels=32)
