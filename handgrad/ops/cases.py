@@ -352,7 +352,7 @@ class BothWays(NamedTuple):
 def both_ways(ops: ModuleType, backward: str, d: Draw, **changes: Any) -> BothWays:
     """Runs a forward, then its backward. `changes` as in `Draw.arguments`; each operation gets only arguments it has."""
     pair = PAIRS[backward]
-    own, other = (set(re.findall(r"\w+(?=\[)|epsilon", CALLS[operation])) for operation in (pair.forward, backward))
+    own, other = (set(re.findall(r"\w+(?=\[)|epsilon|commitment", CALLS[operation])) for operation in (pair.forward, backward))
     before = d.arguments(pair.forward, **{name: value for name, value in changes.items() if name not in other - own})
     after = copies(before)
     call(getattr(ops, pair.forward), pair.forward, after)

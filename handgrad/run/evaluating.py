@@ -104,7 +104,9 @@ class Evaluations:
     ):
         self.config, self.training, self.dataset, self.ranks, self.log = config, training, dataset, ranks, log
         self.tasks, design = tasks, training.design
-        self.decode = decode_tensors(design.shape, generation_plan(design).allocate(design.device))
+        self.decode = None
+        if not design.shape.network.pictures:
+            self.decode = decode_tensors(design.shape, generation_plan(design).allocate(design.device))
         if tasks is not None:
             tasks.allocate(training.plain_ops)
         self.loss: float | None = None  # of the last validation, in nats; of rewards, the mean's negative
@@ -151,7 +153,7 @@ class Evaluations:
 
     def sample(self, step: int) -> None:
         """Samples a text after `step` on rank 0, unless the record has it."""
-        if not self.config.sample_tokens or ("sample", step) in self.log.recorded:
+        if self.decode is None or not self.config.sample_tokens or ("sample", step) in self.log.recorded:
             return
         if self.ranks.is_rank_0:
             self.training.await_weights()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from handgrad import models
+from handgrad.errors import UsageError
 from handgrad.generation import rollouts
 from handgrad.generation.decode import decode_buffers, with_cache
 from handgrad.interop.sources import read_sizes
@@ -62,6 +63,8 @@ def resolve(
     plain_ops = sizes or ops or plain_backend(config.backend, device, config.precision)
     plain_ops = invariant_backend(plain_ops) if config.objective == REWARD and sizes is None else plain_ops
     shape, optimizer = config.shape(vocab_size), optimizer_of(config)
+    if shape.network.pictures and device.type != "cpu":
+        raise UsageError(f"{config.architecture} runs on a CPU so far, found device {device.type}; try --device cpu")
     model = models.architecture(shape)
     sharding = Sharding(max(1, config.lanes), rank, ranks, config.zero, config.reduce_precision == "bf16")
 
@@ -322,8 +325,10 @@ def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
 
 
 def generation_plan(design: Design) -> Plan:
-    """The memory plan for generating one text at a time, or a step's rollouts. The cache of one text holds the token that
+    """The memory plan for generating one text at a time, or a step's rollouts; empty for pictures. The cache of one text holds the token that
     starts a document and the generated ones, not a whole context."""
+    if design.shape.network.pictures:
+        return make_plan(())
     if design.policy is not None:
         return make_plan(decode_buffers(design.shape, design.policy.at_once, design.dtype, design.plain_ops))
     shape = with_cache(design.shape, 1 + design.sample_tokens)

@@ -89,11 +89,12 @@ class RunConfig:
     out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", free=True)
 
     # the model
-    architecture: str = option("gpt2", "gpt2, modern, llama, gemma3 or olmo (docs/README.md)", choices=ARCHITECTURES)
+    architecture: str = option("gpt2", "gpt2, modern, llama, gemma3, olmo or vqvae (docs/README.md)", choices=ARCHITECTURES)
     techniques: str = option("", f"all that the modern network has, of {', '.join(TECHNIQUES)}; or none (empty: defaults)")
     llama: str = option("", "settings of a Llama beside its sizes, like kv_heads=2,rotary_base=500000.0,tied")
     gemma3: str = option("", "settings of a Gemma 3 beside its sizes, like kv_heads=1,feed_forward=2048,window=512")
     olmo: str = option("", "settings of an OLMo beside its sizes, like feed_forward=11008,window=4096,rope=yarn")
+    vqvae: str = option("", "settings of a vqvae beside its sizes, like size=32x32,levels=8.5.5.5 or codebook=1000")
     num_layers: int = option(12, "number of transformer blocks", AT_LEAST_1, at_most(1000))
     num_heads: int = option(12, "attention heads per block; divides channels", AT_LEAST_1)
     channels: int = option(768, "width of the residual stream", AT_LEAST_1, at_most(1 << 16))
@@ -215,7 +216,8 @@ class RunConfig:
     def shape(self, vocab_size: int) -> ModelShape:
         """The model's sizes with the vocabulary of the data."""
         sizes = self.sequence_length, self.num_layers, self.num_heads, self.channels
-        return ModelShape(vocab_size, *sizes, self.architecture, self.techniques, self.llama, self.gemma3, self.olmo)
+        texts = self.techniques, self.llama, self.gemma3, self.olmo, self.vqvae
+        return ModelShape(vocab_size, *sizes, self.architecture, *texts)
 
     @property
     def batch(self) -> BatchSchedule:
