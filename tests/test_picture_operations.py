@@ -87,7 +87,7 @@ def test_silu(ops: ModuleType) -> None:
 
 def test_squared_error(ops: ModuleType) -> None:
     def definition(prediction_to_dprediction_inout: Tensor, targets: Tensor, **_: Any) -> dict[str, Tensor]:
-        x = targets / 127.5 - 1
+        x = targets.double() / 127.5 - 1
         return {"losses": (prediction_to_dprediction_inout.reshape(x.shape) - x).square()}
 
     ran = equal_autograd(ops, "squared_error_forward_backward", definition, V=256)

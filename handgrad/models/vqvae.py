@@ -147,9 +147,7 @@ def head_backward(
     ops.conv_backward(d.dhidden, g.head_weight, g.head_bias, act.prediction, act.silu, w.head_weight)
     ops.silu_backward(d.dhidden, act.norm)
     dx.zero_()
-    ops.groupnorm_backward(
-        dx, g.norm_weight, g.norm_bias, d.dhidden, x, act.norm_mean, act.norm_rstd, w.norm_weight
-    )
+    ops.groupnorm_backward(dx, g.norm_weight, g.norm_bias, d.dhidden, x, act.norm_mean, act.norm_rstd, w.norm_weight)
 
 
 def branch_backward(
@@ -236,7 +234,7 @@ CODEBOOK = Init("normal", 1.0)
 
 @dataclass
 class LevelWeights:
-    """Of a halving in the encoder, of a doubling in the decoder."""
+    """A halving of the encoder, or a doubling of the decoder."""
 
     conv_weight: Tensor = parameter("C 9C", RESIDUAL, "matrix")
     resize_weight: Tensor = parameter("C 16C", CONV, "matrix")  # of 4 x 4 kernels with stride 2

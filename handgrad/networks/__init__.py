@@ -25,10 +25,8 @@ from handgrad.networks.olmo import OLMO
 from handgrad.networks.vqvae import VQVAE
 
 VOCABULARY_MULTIPLE = 128  # padding of the vocabulary, so that GEMMs run on full tiles
-NETWORKS: dict[str, Network] = {
-    **{"gpt2": GPT2, "modern": MODERN, "llama": LLAMA, "gemma3": GEMMA3, "olmo": OLMO},
-    "vqvae": VQVAE,
-}
+NETWORKS: dict[str, Network] = {"gpt2": GPT2, "modern": MODERN, "llama": LLAMA, "gemma3": GEMMA3, "olmo": OLMO}
+NETWORKS |= {"vqvae": VQVAE}
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Network:
     any_context: bool = False  # positions are computed: training on shorter samples keeps the context length
     tied: Callable[["ModelShape"], bool] = lambda shape: True  # the loss head is the token embedding
     counted: Callable[["ModelShape"], int] = lambda shape: 0  # parameters outside GEMMs that also count 6 FLOPs each
-    flops: Callable[["ModelShape"], float] | None = None  # per token, forward and backward; None: those of GEMMs and attention
+    flops: Callable[["ModelShape"], float] | None = None  # per token, forward and backward; None: of GEMMs and attention
     sides: Callable[["ModelShape"], dict[str, int]] = lambda shape: {}  # matrix sides that are not derived from channels
     # Tensors other than weights that fp8 GEMMs read, by name, inside and outside the blocks.
     fp8: Callable[["ModelShape"], Mapping[str, Fp8]] = lambda shape: {}

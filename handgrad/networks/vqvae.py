@@ -70,7 +70,10 @@ def check(config: Any) -> None:
     (rows, columns), halved = family.sides, 1 << min(config.num_layers, 12)
     rules: tuple[tuple[bool, str], ...] = (
         (rows > 0 and columns > 0, "a size of ROWSxCOLUMNS"),
-        (rows % halved == 0 and columns % halved == 0, f"a size in multiples of {halved} for {config.num_layers} num_layers"),
+        (
+            rows % halved == 0 and columns % halved == 0,
+            f"a size in multiples of {halved} for {config.num_layers} num_layers",
+        ),
         (family.codebook > 0 or all(n > 1 for n in family.fsq_levels or (0,)), "levels of 2 or more, like 8.5.5.5"),
         (0 < family.codes <= MOST_CODES, f"1 to {MOST_CODES} codes"),
         (family.latent > 0 and family.commitment >= 0, "latent of 1 or more, commitment of 0 or more"),

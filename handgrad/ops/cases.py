@@ -83,11 +83,9 @@ CALLS = {
     "softcap_forward": "logits_inout[N V]*4 <- | softcap",
     "pixels_forward": "out[B Y X 3] <- tokens[B 3YX]",
     "squared_error_forward": "losses[B 3YX] <- prediction[B Y X 3] targets[B 3YX]",
-    "squared_error_forward_backward": "losses[B 3YX] prediction_to_dprediction_inout[B Y X 3]"
-    " <- targets[B 3YX] scale[1]",
+    "squared_error_forward_backward": "losses[B 3YX] prediction_to_dprediction_inout[B Y X 3] <- targets[B 3YX] scale[1]",
     "conv_forward": "out[B Yo Xo F] <- inp[B Y X C] weight[F JJC] bias[F] | stride",
-    "conv_backward": "dinp[B Y X C] dweight_acc[F JJC] dbias_acc[F]"
-    " <- dout[B Yo Xo F] inp[B Y X C] weight[F JJC] | stride",
+    "conv_backward": "dinp[B Y X C] dweight_acc[F JJC] dbias_acc[F] <- dout[B Yo Xo F] inp[B Y X C] weight[F JJC] | stride",
     "transposed_conv_forward": "out[B Y X C] <- inp[B Yo Xo F] weight[F JJC] bias[C] | stride",
     "transposed_conv_backward": "dinp[B Yo Xo F] dweight_acc[F JJC] dbias_acc[C]"
     " <- dout[B Y X C] inp[B Yo Xo F] weight[F JJC] | stride",
@@ -99,8 +97,7 @@ CALLS = {
     "fsq_forward": "out[B Y X Z] <- inp[B Y X Z] | levels",
     "fsq_backward": "dhidden_inout[B Y X Z] <- inp[B Y X Z] | levels",
     "vq_forward": "out[B Y X Z] codes[B YX] errors[B YX] <- inp[B Y X Z] codebook[E Z]",
-    "vq_backward": "dinp_inout[B Y X Z] dcodebook_acc[E Z]"
-    " <- inp[B Y X Z] codes[B YX] codebook[E Z] scale[1] | commitment",
+    "vq_backward": "dinp_inout[B Y X Z] dcodebook_acc[E Z] <- inp[B Y X Z] codes[B YX] codebook[E Z] scale[1] | commitment",
 }
 TENSOR = re.compile(r"(\w+)\[([^]]+)\](\*\d+|\+|\^2)?")
 WIDE = {"mean", "rstd", "lse", "losses", "errors", "gate", "scale"}  # tensors in the accumulator dtype
@@ -318,8 +315,7 @@ GRADIENTS = {
     "relu2_backward": "hidden_inout:dhidden_inout <- hidden_inout:dhidden_inout",
     "swiglu_backward": "out:dout <- hidden:dhidden",
     "geglu_backward": "out:dout <- hidden:dhidden",
-    "squared_error_forward_backward": "losses:scale"
-    " <- prediction_to_dprediction_inout:prediction_to_dprediction_inout",
+    "squared_error_forward_backward": "losses:scale <- prediction_to_dprediction_inout:prediction_to_dprediction_inout",
     "conv_backward": "out:dout <- inp:dinp weight:dweight_acc bias:dbias_acc",
     "transposed_conv_backward": "out:dout <- inp:dinp weight:dweight_acc bias:dbias_acc",
     "groupnorm_backward": "out:dout <- inp:dresidual_inout weight:dweight_acc bias:dbias_acc",
@@ -352,7 +348,9 @@ class BothWays(NamedTuple):
 def both_ways(ops: ModuleType, backward: str, d: Draw, **changes: Any) -> BothWays:
     """Runs a forward, then its backward. `changes` as in `Draw.arguments`; each operation gets only arguments it has."""
     pair = PAIRS[backward]
-    own, other = (set(re.findall(r"\w+(?=\[)|epsilon|commitment", CALLS[operation])) for operation in (pair.forward, backward))
+    own, other = (
+        set(re.findall(r"\w+(?=\[)|epsilon|commitment", CALLS[operation])) for operation in (pair.forward, backward)
+    )
     before = d.arguments(pair.forward, **{name: value for name, value in changes.items() if name not in other - own})
     after = copies(before)
     call(getattr(ops, pair.forward), pair.forward, after)

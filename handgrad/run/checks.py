@@ -43,7 +43,9 @@ def check_pictures(config: RunConfig, dataset: Dataset) -> None:
     """Raises `DataError` unless every document is one picture of the network's size, as bytes after an end-of-text."""
     size, vocab_size = parse_vqvae(config.vqvae).size, dataset.tokenizer.vocab_size
     if vocab_size != BYTES:
-        raise DataError(f"{config.architecture} takes pictures as bytes, a vocabulary of {BYTES}, found {vocab_size} tokens")
+        raise DataError(
+            f"{config.architecture} takes pictures as bytes, a vocabulary of {BYTES}, found {vocab_size} tokens"
+        )
     for one in apart(dataset):
         for split in SPLITS:
             lengths = document_lengths(one.dataset, split) if one.dataset.splits[split] else np.empty(0)
@@ -55,7 +57,8 @@ def check_pictures(config: RunConfig, dataset: Dataset) -> None:
 
 
 def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:
-    """Refuses pictures of another size, a step larger than an epoch, and a plan that does not fit in memory together with `more_bytes`."""
+    """Refuses pictures of another size, a step larger than an epoch, and a plan that does not fit in memory together with
+    `more_bytes`."""
     if design.shape.network.pictures:
         check_pictures(config, dataset)
     samples = training_batches(config, dataset).samples_per_epoch

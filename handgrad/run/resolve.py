@@ -57,14 +57,14 @@ def resolve(
     settings that the device or the backend does not support, and for unknown names.
     """
     device = devices.resolve_device(config.device) if device is None else device
+    if config.shape(vocab_size).network.pictures and device.type != "cpu":
+        raise UsageError(f"{config.architecture} runs on a CPU so far, its operations have no kernels; try --device cpu")
     config = with_precision(config, device)
     dtype = devices.dtype_of(device, config.precision)
     devices.check_optimizer(device, config.optimizer)
     plain_ops = sizes or ops or plain_backend(config.backend, device, config.precision)
     plain_ops = invariant_backend(plain_ops) if config.objective == REWARD and sizes is None else plain_ops
     shape, optimizer = config.shape(vocab_size), optimizer_of(config)
-    if shape.network.pictures and device.type != "cpu":
-        raise UsageError(f"{config.architecture} runs on a CPU so far, found device {device.type}; try --device cpu")
     model = models.architecture(shape)
     sharding = Sharding(max(1, config.lanes), rank, ranks, config.zero, config.reduce_precision == "bf16")
 
@@ -325,8 +325,8 @@ def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
 
 
 def generation_plan(design: Design) -> Plan:
-    """The memory plan for generating one text at a time, or a step's rollouts; empty for pictures. The cache of one text holds the token that
-    starts a document and the generated ones, not a whole context."""
+    """The memory plan for generating one text at a time, or a step's rollouts; empty for pictures. The cache of one
+    text holds the token that starts a document and the generated ones, not a whole context."""
     if design.shape.network.pictures:
         return make_plan(())
     if design.policy is not None:

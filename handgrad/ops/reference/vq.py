@@ -5,8 +5,8 @@ from torch import Tensor
 
 from handgrad.ops.reference.convolution import rows
 
-# VQ-VAE (van den Oord et al. 2017, https://arxiv.org/abs/1711.00937). Equations 1 and 2: q(z) = e_k, k = argmin |z - e_j|^2.
-# Equation 3 adds to the loss |sg(z) - e|^2 + beta |z - sg(e)|^2, where sg stops gradients. With weight w in the sum:
+# VQ-VAE (van den Oord et al. 2017, https://arxiv.org/abs/1711.00937). Equations 1 and 2: q(z) = e_k, k the nearest vector,
+# argmin |z - e_j|^2. Equation 3 adds |sg(z) - e|^2 + beta |z - sg(e)|^2 to the loss; sg stops gradients. With weight w:
 #
 #   de_k += 2 w (e_k - z) over the places with code k         dz = dq + 2 w beta (z - e_k), dq straight through
 #
@@ -46,4 +46,3 @@ def vq_backward(
 def vq_values(out: Tensor, codes: Tensor, codebook: Tensor) -> None:
     """out (B, Y, X, Z): the codebook's vectors of codes (B, Y X)."""
     rows(out).copy_(codebook[codes.view(-1)])
-

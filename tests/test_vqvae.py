@@ -1,0 +1,223 @@
+"""The autoencoder of pictures: its gradients equal autograd's, it learns, resumes bit by bit, is the same on any number of
+ranks; codes go to pictures and back; what it does not do is refused in a line."""
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from handgrad.cli import main
+from handgrad.errors import DataError, UsageError
+from handgrad.memory.arena import make_plan
+from handgrad.models import compute_losses, forward_buffers, named_activations, vqvae
+from handgrad.ops import cpu, reference
+from handgrad.run.open import train
+from handgrad.run.resolve import resolve
+from handgrad.settings.config import ModelShape, RunConfig, check
+from handgrad.settings.presets import vqvae as preset
+from handgrad.training.state import make_state
+from tests.conftest import Model, make_model
+from tests.distributed.runs import Launcher, arguments, same_run
+from tests.model_checks import check_gradients
+from tests.pictures import discs, write_pictures
+from tests.test_picture_operations import kernel, pixels, planes
+from tests.test_runs import records, same_bits
+
+TEXTS = {"fsq": "size=8x12,levels=4.3.5,groups=2", "vq": "size=8x12,codebook=9,latent=3,groups=2"}
+SMALL = {"num_layers": 2, "channels": 16, "sequence_length": 192, "tokens_per_step": 3072, "micro_batch": 8}
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pictures(tmp_path_factory.mktemp("pictures") / "discs", discs(272, 8, 8), 16)
+
+
+@pytest.fixture
+def small(pictures: Path, tmp_path: Path) -> RunConfig:
+    settings: dict[str, Any] = {"steps": 30, "warmup_steps": 3, "eval_every": 15, "save_every": 10, "device": "cpu"}
+    where = {"data": str(pictures), "out": str(tmp_path / "run"), "vqvae": "size=8x8"}
+    return replace(preset(), **SMALL, **settings, **where, eval_tokens=3072)
+
+
+def model_of(text: str) -> Model:
+    shape = ModelShape(257, 3 * 8 * 12, 2, 1, 8, architecture="vqvae", vqvae=text)
+    model = make_model(shape, 3, 3 * 8 * 12)
+    model.act.targets.clamp_(max=255)
+    return model
+
+
+def loss_of(model: Model, w: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(sum of squared errors, what a codebook adds), of the same weights in plain PyTorch."""
+    shape, family = model.shape, vqvae.family_of(model.shape)
+    bytes_of = planes(model.act.targets.view(3, 8, 12, 3).double() / 127.5 - 1)
+
+    def conv(x: Tensor, name: str, side: int = 3, stride: int = 1) -> Tensor:
+        return F.conv2d(x, kernel(w[f"{name}_weight"], side), w[f"{name}_bias"], stride, padding=1)
+
+    def normed(x: Tensor, at: str) -> Tensor:
+        return F.silu(F.group_norm(x, family.groups, w[f"{at}norm_weight"], w[f"{at}norm_bias"], eps=1e-6))
+
+    x = conv(bytes_of, "stem")
+    for level in range(shape.num_layers):
+        at = f"encoder.{level}."
+        x = conv(x + conv(normed(x, at), f"{at}conv"), f"{at}resize", 4, 2)
+    z = pixels(conv(x, "code"))
+    more = torch.zeros((), dtype=z.dtype)
+    if family.codebook:
+        codes = torch.cdist(z.reshape(-1, 3), w["codebook"]).argmin(1)
+        e = w["codebook"][codes].view(z.shape)
+        weight = model.act.targets.numel() / z.numel()
+        more = weight * ((z.detach() - e).square().sum() + family.commitment * (z - e.detach()).square().sum())
+        q = z + (e - z).detach()
+    else:
+        levels = torch.tensor(family.fsq_levels, dtype=z.dtype)
+        half, offset = (levels - 1) * (1 + 1e-3) / 2, 0.5 * (levels % 2 == 0)
+        bounded = torch.tanh(z + (offset / half).atanh()) * half - offset
+        q = (bounded + (bounded.round() - bounded).detach()) / (levels // 2)
+    x = conv(planes(q), "decode")
+    for level in range(shape.num_layers):
+        at = f"decoder.{level}."
+        doubled = kernel(w[f"{at}resize_weight"], 4), w[f"{at}resize_bias"]
+        x = F.conv_transpose2d(x, *doubled, stride=2, padding=1)
+        x = x + conv(normed(x, at), f"{at}conv")
+    return (conv(normed(x, ""), "head") - bytes_of).square().sum(), more
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_every_gradient_is_autograds(text: str) -> None:
+    model = model_of(text)
+    model.run(scale=0.5)
+    w = {row.name: row.view(model.flat).clone().requires_grad_() for row in model.table}
+    loss, more = loss_of(model, w)
+    assert abs(model.act.losses.sum() - loss) <= 1e-12 * loss
+    found = torch.autograd.grad(0.5 * (loss + more), [*w.values()])
+    rows = zip(model.table, found, strict=True)
+    check_gradients((row.name, row.view(model.flat_gradients), gradient) for row, gradient in rows)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_forward_alone_has_the_losses_of_training(text: str) -> None:
+    """In its own plan, where what no backward reads gives its memory away; and so has a plan in which nothing is shared."""
+    model = model_of(text)
+    model.run()
+    plan = make_plan(forward_buffers(model.shape, 3, model.shape.sequence_length, torch.float64, reference))
+    assert plan.total_bytes < model.plan.total_bytes / 2
+    act = named_activations(model.shape, plan.allocate(torch.device("cpu")))
+    act.targets.copy_(model.act.targets)
+    compute_losses(reference, model.weights, act, model.shape)
+    assert torch.equal(act.losses, model.act.losses)
+    alone = make_model(model.shape, 3, model.shape.sequence_length, private=True)
+    alone.act.targets.copy_(model.act.targets)
+    alone.run()
+    assert torch.equal(alone.flat_gradients, model.flat_gradients)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_codes_go_to_pictures_and_back(text: str) -> None:
+    """The picture of a picture's codes is the training's prediction; a batch may be smaller than its buffers."""
+    model = model_of(text)
+    model.forward()
+    predicted = ((model.act.prediction + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    inputs = model.act.targets.view(3, 8, 12, 3).to(torch.uint8)
+    plan = make_plan(forward_buffers(model.shape, 4, model.shape.sequence_length, torch.float64, reference))
+    act = named_activations(model.shape, plan.allocate(torch.device("cpu")))
+    codec = reference, model.weights, act, model.shape
+    codes = vqvae.encode(*codec, inputs)
+    assert codes.shape == (3, 2, 3) and codes.max() < vqvae.family_of(model.shape).codes and len(codes.unique()) > 2
+    assert torch.equal(vqvae.decode(*codec, codes), predicted)
+
+
+@pytest.mark.parametrize("text", ["size=8x8", "size=8x8,codebook=64,latent=4"])
+def test_it_learns_and_resumes_bit_by_bit(small: RunConfig, text: str, tmp_path: Path) -> None:
+    whole = replace(small, vqvae=text, out=str(tmp_path / "whole"))
+    train(whole)
+    losses = [record["loss"] for record in records(whole.out, ("step",))]
+    assert losses[-1] < 0.6 * losses[0]
+    again = replace(whole, out=str(tmp_path / "again"))
+    shutil.copytree(whole.out, again.out)
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_00000030")
+    train(again)  # goes on from step 20
+    same_bits(whole.out, again.out, 30)
+
+
+@pytest.mark.parametrize("text", ["size=8x8", "size=8x8,codebook=64,latent=4"])
+def test_ranks_do_not_matter(text: str, launcher: Launcher, pictures: Path, tmp_path: Path) -> None:
+    settings = {**SMALL, "architecture": "vqvae", "vqvae": text, "num_heads": 1, "steps": 4, "micro_batch": 4}
+    launcher.run(1, arguments(pictures, tmp_path / "alone", **settings))
+    for ranks, zero in ((2, 1), (4, 2)):
+        launcher.run(ranks, arguments(pictures, tmp_path / f"run{ranks}", zero=zero, **settings))
+        same_run(tmp_path / "alone", tmp_path / f"run{ranks}", 4)
+
+
+def test_an_audited_run_is_verified_and_evaluated(small: RunConfig, capsys: pytest.CaptureFixture) -> None:
+    train(replace(small, steps=4, eval_every=2, save_every=2, audit_every=2))
+    assert main(["verify", small.out]) == 0
+    validated = [record["loss"] for record in records(small.out, ("validation",))]
+    capsys.readouterr()
+    assert main(["evaluate", small.out]) == 0
+    assert re.search(rf"loss +{validated[-1]:.4f} ", capsys.readouterr().out)
+
+
+def test_the_plan_is_all_the_memory(small: RunConfig) -> None:
+    design = resolve(small, 257, device=torch.device("cpu"))
+    views = design.plan.allocate(design.device)
+    allocated = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in views.values()}
+    assert sum(allocated.values()) == design.plan.total_bytes
+    weights = {row.name: row.view(views["parameters"]) for row in design.parameters}
+    state = make_state(design, views, weights, {}, {})
+    tensors = [*vars(state.activations).values(), *vars(state.activation_gradients).values()]
+    for block in (one for tensor in tensors if isinstance(tensor, list) for one in tensor):
+        tensors += vars(block).values()
+    assert {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, Tensor)} <= allocated.keys()
+    assert design.ops is cpu
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"vqvae": "size=8"}, "vqvae must have a size of ROWSxCOLUMNS, found 'size=8'"),
+        ({"vqvae": "size=10x8"}, "a size in multiples of 4 for 2 num_layers, found 'size=10x8'"),
+        ({"vqvae": "size=8x8,levels=8.1"}, "levels of 2 or more, like 8.5.5.5, found"),
+        ({"vqvae": "size=8x8,levels=8.x"}, "levels of 2 or more"),
+        ({"vqvae": "size=8x8,codebook=40000"}, "1 to 32768 codes"),
+        ({"vqvae": "size=8x8,groups=5"}, "groups that divide channels 16"),
+        ({"vqvae": "size=16x8"}, "the 3 * 16 * 8 = 384 bytes of a picture, found 192; try --sequence-length 384"),
+        ({"vqvae": "size=8x8,width=3"}, "a number of vqvae must be one of size, levels"),
+        ({"num_heads": 4}, "vqvae supports num_heads 1 so far, found 4"),
+        ({"recompute": 1}, "vqvae supports recompute 0 so far, found 1"),
+        ({"optimizer": "muon"}, "vqvae supports optimizer 'adamw' so far, found 'muon'"),
+        ({"precision": "bf16"}, "vqvae supports precision 'auto' or 'fp32' so far, found 'bf16'"),
+        ({"dropout": 0.1}, "architecture vqvae has no dropout"),
+        ({"lora": "rank=4", "init_from": "weights"}, "lora is for architecture"),
+    ],
+)
+def test_what_it_has_not_is_refused(small: RunConfig, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        check(replace(small, **settings))
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_other_devices_are_refused_before_anything_is_allocated(small: RunConfig, device: str) -> None:
+    with pytest.raises(UsageError, match="vqvae runs on a CPU so far, its operations have no kernels; try --device cpu"):
+        resolve(small, 257, device=torch.device(device), ops=reference)
+
+
+def test_other_data_are_refused(small: RunConfig, shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"expected pictures of 8x8, 192 bytes each, in .*documents of other lengths"):
+        train(replace(small, data=str(shards)))
+    wider = write_pictures(tmp_path / "wider", discs(40, 8, 12), 8)
+    with pytest.raises(DataError, match="found 32 of 32 documents of other lengths, like 288"):
+        train(replace(small, data=str(wider)))
+
+
+def test_it_writes_no_text(small: RunConfig, capsys: pytest.CaptureFixture) -> None:
+    train(replace(small, steps=2, eval_every=0))
+    assert main(["sample", small.out]) == 64
+    assert "vqvae writes no text" in capsys.readouterr().err
