@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from handgrad.cli import main
 from handgrad.errors import DataError, UsageError
+from handgrad.evaluation.codec import open_codec
+from handgrad.interop.sources import open_weights
 from handgrad.memory.arena import make_plan
 from handgrad.models import compute_losses, forward_buffers, named_activations, vqvae
 from handgrad.ops import cpu, reference
@@ -144,6 +147,23 @@ def test_it_learns_and_resumes_bit_by_bit(small: RunConfig, text: str, tmp_path:
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_00000030")
     train(again)  # goes on from step 20
     same_bits(whole.out, again.out, 30)
+
+
+def test_a_run_is_a_codec(small: RunConfig, config: RunConfig) -> None:
+    """Of any number of pictures; a picture's codes do not depend on the others."""
+    train(small)
+    codec = open_codec(open_weights(small.out))
+    assert (codec.size, codec.grid, codec.codes) == ((8, 8), (2, 2), 1000)
+    some = discs(37, 8, 8, seed=9)
+    codes = codec.encode(some)
+    assert codes.shape == (37, 2, 2) and np.array_equal(codec.encode(some[20:21]), codes[20:21])
+    error = np.square(codec.decode(codes) / 127.5 - some / 127.5).mean()
+    (loss,) = [record["loss"] for record in records(small.out, ("validation",)) if record["step"] == 30]
+    assert error == pytest.approx(loss, rel=0.5)
+    text = replace(config, steps=1, eval_every=0, out=f"{small.out}-of-text")
+    train(text)
+    with pytest.raises(UsageError, match="codes need a run with --architecture vqvae, found gpt2"):
+        open_codec(open_weights(text.out))
 
 
 @pytest.mark.parametrize("text", ["size=8x8", "size=8x8,codebook=64,latent=4"])

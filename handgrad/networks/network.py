@@ -69,7 +69,7 @@ class Network:
     # Features that it supports.
     dropout: bool = False
     adapters: bool = True
-    pictures: bool = False  # pictures in and out, a sample each; no vocabulary's head, no text, no kernels
+    pictures: bool = False  # pictures in and out, a sample each; no loss head, no text, no kernels
     any_context: bool = False  # positions are computed: training on shorter samples keeps the context length
     tied: Callable[["ModelShape"], bool] = lambda shape: True  # the loss head is the token embedding
     counted: Callable[["ModelShape"], int] = lambda shape: 0  # parameters outside GEMMs that also count 6 FLOPs each

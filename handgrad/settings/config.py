@@ -215,10 +215,8 @@ class RunConfig:
 
     def shape(self, vocab_size: int) -> ModelShape:
         """The model's sizes with the vocabulary of the data."""
-        sizes = self.sequence_length, self.num_layers, self.num_heads, self.channels
-        return ModelShape(
-            vocab_size, *sizes, self.architecture, self.techniques, self.llama, self.gemma3, self.olmo, self.vqvae
-        )
+        sizes = self.sequence_length, self.num_layers, self.num_heads, self.channels, self.architecture, self.techniques
+        return ModelShape(vocab_size, *sizes, self.llama, self.gemma3, self.olmo, self.vqvae)
 
     @property
     def batch(self) -> BatchSchedule:
@@ -248,7 +246,9 @@ FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Ru
 def check_packing(config: RunConfig) -> RunConfig:
     """Returns `config`; raises `UsageError` if its packing does not allow overlapping validation windows."""
     if config.packing == WHOLE and config.eval_stride:
-        raise UsageError(f"packing {WHOLE} has no eval_stride, found {config.eval_stride}; set it to 0, or --packing {STREAM}")
+        raise UsageError(
+            f"packing {WHOLE} has no eval_stride, found {config.eval_stride}; set it to 0, or --packing {STREAM}"
+        )
     return config
 
 
