@@ -1,6 +1,7 @@
 """The autoencoder of pictures: its gradients equal autograd's, it learns, resumes bit by bit, is the same on any number of
 ranks; codes go to pictures and back; what it does not do is refused in a line."""
 
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -17,7 +18,8 @@ from handgrad.cli import main
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.codec import open_codec
 from handgrad.interop.sources import open_weights
-from handgrad.memory.arena import make_plan
+from handgrad.memory.arena import ALWAYS, make_plan
+from handgrad.memory.rows import named
 from handgrad.models import compute_losses, forward_buffers, named_activations, vqvae
 from handgrad.ops import cpu, reference
 from handgrad.run.open import train
@@ -119,6 +121,42 @@ def test_a_forward_alone_has_the_losses_of_training(text: str) -> None:
     alone.act.targets.copy_(model.act.targets)
     alone.run()
     assert torch.equal(alone.flat_gradients, model.flat_gradients)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_every_tensor_lives_long_enough(text: str, training: bool) -> None:
+    """Before each tick, what is not alive in it becomes NaN: the gradients and losses stay the same."""
+    model = model_of(text)
+    model.run()
+    losses, expected, L = model.act.losses.clone(), model.flat_gradients.clone(), model.shape.num_layers
+    sizes = model.shape, 3, model.shape.sequence_length, torch.float64, reference
+    rows = tuple(vqvae.activations(*sizes, chunk=0, training=training))
+    views = make_plan(replace(row.buffer(0), lifetimes=ALWAYS) for row in rows).allocate(torch.device("cpu"))
+    act = named(vqvae.Activations, views, L)
+    act.targets.copy_(model.act.targets)
+    model.flat_gradients.zero_()
+    codes, head = L + 1, 2 * L + 2
+    levels = {f"encoder.{level}": 1 + level for level in range(L)} | {
+        f"decoder.{level}": codes + 1 + level for level in range(L)
+    }
+    ticks = {"stem": 0, "codes": codes, "decoding": codes, "head": head} | levels
+    stages = vqvae.forward(reference, model.weights, act, model.shape)
+    if training:
+        d, scale = named(vqvae.Gradients, views, L), torch.ones(1, dtype=torch.float64)
+        about = model.weights, model.gradients, act, d, scale, model.shape
+        stages += vqvae.backward(reference, *about, recompute=0)
+    for stage in stages:
+        tick = 2 * head - ticks[stage.bucket] if stage.done else ticks[stage.bucket]
+        for row in rows:
+            if views[row.name].is_floating_point() and not any(a <= tick <= b for a, b in row.lifetimes(0)):
+                views[row.name].fill_(math.nan)
+        stage.run()
+    if training:
+        assert torch.equal(model.flat_gradients, expected) and torch.equal(act.losses, losses)
+    else:
+        vqvae.squared_errors(reference, model.weights, act, model.shape)
+        assert torch.equal(act.losses, losses)
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -232,6 +270,9 @@ def test_other_devices_are_refused_before_anything_is_allocated(small: RunConfig
 def test_other_data_are_refused(small: RunConfig, shards: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected pictures of 8x8, 192 bytes each, in .*documents of other lengths"):
         train(replace(small, data=str(shards)))
+    narrower = write_pictures(tmp_path / "narrower", discs(40, 8, 4), 8)
+    with pytest.raises(DataError, match="found 32 of 32 documents of other lengths, like 96"):
+        train(replace(small, data=str(narrower)))
     wider = write_pictures(tmp_path / "wider", discs(40, 8, 12), 8)
     with pytest.raises(DataError, match="found 32 of 32 documents of other lengths, like 288"):
         train(replace(small, data=str(wider)))

@@ -246,9 +246,7 @@ FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Ru
 def check_packing(config: RunConfig) -> RunConfig:
     """Returns `config`; raises `UsageError` if its packing does not allow overlapping validation windows."""
     if config.packing == WHOLE and config.eval_stride:
-        raise UsageError(
-            f"packing {WHOLE} has no eval_stride, found {config.eval_stride}; set it to 0, or --packing {STREAM}"
-        )
+        raise UsageError(f"packing {WHOLE} has no eval_stride, found {config.eval_stride}; try 0, or --packing {STREAM}")
     return config
 
 
