@@ -221,7 +221,12 @@ def decode(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape, cod
     else:
         ops.vq_values(act.quantized, act.codes, w.codebook)
     run(decoder_stages(ops, w, act, shape))
-    return ((act.prediction[: len(codes)] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return bytes_of(act.prediction[: len(codes)])
+
+
+def bytes_of(prediction: Tensor) -> Tensor:
+    """The bytes nearest to numbers from -1 to 1."""
+    return ((prediction + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 # Tables.
@@ -330,7 +335,7 @@ class OuterActivations:
     encoded: Tensor = activation("B Yc Xc C", lives=at_codes(from_below))
     latent: Tensor = activation("B Yc Xc Z", lives=at_codes(kept(0)))
     quantized: Tensor = activation("B Yc Xc Z", lives=at_codes(kept(0)))
-    codes: Tensor = activation("B YcXc", torch.int64, lives=at_codes(kept(0)))
+    codes: Tensor = activation("B YcXc", torch.int64)
     code_errors: Tensor = activation("B YcXc", "statistics", lives=at_codes(kept(0)))  # of a codebook
     decoded: Tensor = activation("B Yc Xc C", lives=at_codes(kept(0, until=1)))
     norm: Tensor = activation("B Y X C", lives=at_head)

@@ -104,6 +104,11 @@ def check(config: Any) -> None:
             raise UsageError(f"vqvae supports {name} {' or '.join(map(repr, values))} so far, found {found!r}")
 
 
+def psnr(mean_squared_error: float) -> float:
+    """The peak signal-to-noise ratio in dB of an error on the scale from -1 to 1: 10 log10(2^2 / error)."""
+    return 10 * math.log10(4 / max(mean_squared_error, 1e-30))
+
+
 def family_of(shape: "ModelShape") -> VqvaeShape:
     return parse_vqvae(shape.vqvae)
 

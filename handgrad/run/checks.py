@@ -7,20 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from handgrad.data.batches import validation_batches
+from handgrad.data.codes import RGB
 from handgrad.data.mixture import apart
 from handgrad.data.recommended import tokenizer_of
-from handgrad.data.shards import SPLITS, Dataset
+from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
 from handgrad.machine import devices
-from handgrad.networks.vqvae import BYTES, parse_vqvae
+from handgrad.networks.vqvae import parse_vqvae
 from handgrad.run.checkpointing import checkpoint_rows
-from handgrad.run.packing import document_lengths, training_batches
+from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, memory_bytes
 from handgrad.settings.config import RunConfig, check
 from handgrad.settings.objective import REWARD
@@ -40,20 +40,15 @@ def check_names(config: RunConfig) -> None:
 
 
 def check_pictures(config: RunConfig, dataset: Dataset) -> None:
-    """Raises `DataError` unless every document is one picture of the network's size, as bytes after an end-of-text."""
-    size, vocab_size = parse_vqvae(config.vqvae).size, dataset.tokenizer.vocab_size
-    if vocab_size != BYTES:
-        raise DataError(
-            f"{config.architecture} takes pictures as bytes, a vocabulary of {BYTES}, found {vocab_size} tokens"
-        )
-    for one in apart(dataset):
-        for split in SPLITS:
-            lengths = document_lengths(one.dataset, split) if one.dataset.splits[split] else np.empty(0)
-            if len(other := lengths[lengths != 1 + config.sequence_length]):
-                raise DataError(
-                    f"expected pictures of {size}, {config.sequence_length} bytes each, in {config.data}, found"
-                    f" {len(other)} of {len(lengths)} documents of other lengths, like {int(other[0]) - 1}"
-                )
+    """Raises `DataError` unless the data are pictures in bytes, of the network's size."""
+    codes, (rows, columns) = dataset.codes, parse_vqvae(config.vqvae).sides
+    if codes is None or codes.decoder != RGB:
+        where = f"{config.data} was prepared {'as codes' if codes else 'from text'}"
+        raise DataError(f"{config.architecture} takes pictures in bytes, {where}; prepare them with --codes rgb")
+    if codes.size != (rows, columns):
+        length, (height, width) = codes.rows * codes.columns, codes.size
+        remedy = f"try --sequence-length {length} --vqvae size={height}x{width}"
+        raise DataError(f"expected pictures of {rows} x {columns} in {config.data}, found {height} x {width}; {remedy}")
 
 
 def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:
