@@ -23,7 +23,7 @@ from handgrad.memory.rows import named
 from handgrad.models import compute_losses, forward_buffers, named_activations, vqvae
 from handgrad.ops import cpu, reference
 from handgrad.run.open import train
-from handgrad.run.resolve import resolve
+from handgrad.run.resolve import resolve, with_precision
 from handgrad.settings.config import ModelShape, RunConfig, check
 from handgrad.settings.presets import vqvae as preset
 from handgrad.training.state import make_state
@@ -261,10 +261,13 @@ def test_what_it_has_not_is_refused(small: RunConfig, settings: dict[str, Any], 
     assert told in str(refused.value)
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps"])
-def test_other_devices_are_refused_before_anything_is_allocated(small: RunConfig, device: str) -> None:
-    with pytest.raises(UsageError, match="vqvae runs on a CPU so far, its operations have no kernels; try --device cpu"):
-        resolve(small, 257, device=torch.device(device), ops=reference)
+def test_other_devices_are_refused_before_anything_is_allocated(small: RunConfig) -> None:
+    with pytest.raises(UsageError, match="vqvae runs on a CPU or an NVIDIA GPU so far, found mps; try --device cpu"):
+        resolve(small, 257, device=torch.device("mps"), ops=reference)
+
+
+def test_auto_is_float32_on_a_gpu_too(small: RunConfig) -> None:
+    assert with_precision(small, torch.device("cuda")).precision == "fp32"
 
 
 def test_other_data_are_refused(small: RunConfig, shards: Path, tmp_path: Path) -> None:
