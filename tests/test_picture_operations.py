@@ -1,7 +1,6 @@
 """The operations on pictures: each backward equals float64 autograd to 1e-10, over NaN-filled outputs and sentinels; codes
 go there and back; bits do not depend on the number of threads."""
 
-import inspect
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from handgrad.ops import PICTURE_OPERATIONS, cases, cpu, cuda, reference
 from tests.test_operations import close, equal_autograd, nan, randn
@@ -175,7 +175,26 @@ def test_threads_do_not_matter(name: str) -> None:
         assert torch.equal(found[0].after["out"], other.after["out"])
 
 
-def test_every_backend_has_them_with_the_same_arguments() -> None:
-    for name in PICTURE_OPERATIONS:
-        (own,) = {inspect.signature(getattr(backend, name)) for backend in (reference, cpu, cuda)}
-        assert own
+class Called(TorchDispatchMode):
+    """The names of torch's operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **kwargs or {})
+
+
+TORCH_FORMULAS = [name for name in PICTURE_OPERATIONS if name in cases.CALLS and "group" not in name]
+
+
+@pytest.mark.parametrize("name", TORCH_FORMULAS)
+def test_a_cuda_graph_can_capture_the_second_call(name: str) -> None:
+    """No number goes to the host or comes from there, and no size depends on one."""
+    arguments = cases.Draw(torch.float32).arguments(name, V=256)
+    for _ in range(2):
+        with Called() as called:
+            cases.call(getattr(cuda, name), name, cases.copies(arguments))
+    assert not called.names & {f"aten::{op}" for op in ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select")}

@@ -262,9 +262,11 @@ def test_what_it_has_not_is_refused(small: RunConfig, settings: dict[str, Any], 
     assert told in str(refused.value)
 
 
-def test_other_devices_are_refused_before_anything_is_allocated(small: RunConfig) -> None:
-    with pytest.raises(UsageError, match="vqvae runs on a CPU or an NVIDIA GPU so far, found mps; try --device cpu"):
-        resolve(small, 257, device=torch.device("mps"), ops=reference)
+@pytest.mark.parametrize("device", ["meta", "mps"])
+def test_other_devices_are_refused_before_anything_is_allocated(small: RunConfig, device: str) -> None:
+    """So is a plan for a GPU that is not in this machine, the device "meta"."""
+    with pytest.raises(UsageError, match="vqvae runs on this machine's CPU or NVIDIA GPU so far; try --device cpu"):
+        resolve(small, 257, device=torch.device(device), ops=reference)
 
 
 def test_auto_is_float32_on_a_gpu_too(small: RunConfig) -> None:

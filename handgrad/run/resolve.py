@@ -58,8 +58,8 @@ def resolve(
     settings that the device or the backend does not support, and for unknown names.
     """
     device = devices.resolve_device(config.device) if device is None else device
-    if config.shape(vocab_size).network.pictures and device.type == "mps":
-        raise UsageError(f"{config.architecture} runs on a CPU or an NVIDIA GPU so far, found mps; try --device cpu")
+    if config.shape(vocab_size).network.pictures and device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{config.architecture} runs on this machine's CPU or NVIDIA GPU so far; try --device cpu")
     config = with_precision(config, device)
     dtype = devices.dtype_of(device, config.precision)
     devices.check_optimizer(device, config.optimizer)

@@ -12,7 +12,6 @@ from handgrad.joins.fp8.sizes import statistics_parts
 from handgrad.machine import gpus
 from handgrad.machine.gpus import GPUS, HOPPER, Gpu
 from handgrad.names import check_choice
-from handgrad.networks import NETWORKS
 from handgrad.ops import sizes
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
 from handgrad.run.folder import resolve_lanes
@@ -102,8 +101,7 @@ def named_gpu(name: str) -> tuple[str, Gpu]:
 
 def resolved_on(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
     """`config` with the precision and the lanes that it would start with on `ranks` such GPUs."""
-    precision = NETWORKS[config.architecture].precision(config.precision)
-    precision = gpus.auto_precision(gpu.capability) if precision == AUTO else precision
+    precision = gpus.auto_precision(gpu.capability) if config.precision == AUTO else config.precision
     gpus.check_precision(gpu.title, gpu.capability, precision)
     gpus.check_optimizer(gpu.title, gpu.capability, config.optimizer)
     check_offload(config, torch.device("meta"), ranks)

@@ -64,22 +64,11 @@ from handgrad.ops.cuda.rotary import (
     rotary_forward,
 )
 from handgrad.ops.cuda.value_embedding import value_embedding_backward, value_embedding_forward
-from handgrad.ops.reference import (  # plain torch: a sum, copies, pictures' bytes and codes
-    fsq_backward,
-    fsq_forward,
-    fsq_round,
-    fsq_values,
-    pixels_forward,
-    residual_forward,
-    silu_backward,
-    silu_forward,
-    squared_error_forward,
-    squared_error_forward_backward,
-    store_keys_values,
-    vq_backward,
-    vq_forward,
-    vq_values,
-)
+from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
+from handgrad.ops.reference.activations import silu_backward, silu_forward  # and more plain torch, for pictures
+from handgrad.ops.reference.fsq import fsq_backward, fsq_forward, fsq_round, fsq_values
+from handgrad.ops.reference.pixels import pixels_forward, squared_error_forward, squared_error_forward_backward
+from handgrad.ops.reference.vq import vq_backward, vq_forward, vq_values
 from handgrad.ops.sizes import muon_scratch_bytes, scratch_bytes
 
 compose.bind_norms_and_gemms(__name__)

@@ -4,12 +4,15 @@ Pictures and kernels lie in memory as cuDNN wants them, channels last. Its works
 allocator, and so from a CUDA graph's own pool.
 """
 
-from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from handgrad.ops.reference.convolution import padding_of, rows, side_of
+
+# The same algorithm each time, by cuDNN's heuristics and not by timing, and the same bits.
+reproducible = partial(torch.backends.cudnn.flags, enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
 
 
 def conv_forward(
@@ -18,7 +21,7 @@ def conv_forward(
     side = side_of(weight, inp)
     with reproducible():
         y = torch.ops.aten.convolution(planes(inp), kernels(weight, side), None, *layout(side, stride))
-    store(out, y, bias)
+    torch.add(y.permute(0, 2, 3, 1), 0 if bias is None else bias, out=out)
 
 
 def conv_backward(
@@ -44,7 +47,7 @@ def transposed_conv_forward(
     out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int = 1, scratch: Tensor | None = None
 ) -> None:
     y, _, _ = gradients(inp, out, weight, stride, [True, False, False])
-    store(out, y, bias)
+    torch.add(y.permute(0, 2, 3, 1), 0 if bias is None else bias, out=out)
 
 
 def transposed_conv_backward(
@@ -79,11 +82,6 @@ def gradients(dout: Tensor, inp: Tensor, weight: Tensor, stride: int, wanted: li
         return torch.ops.aten.convolution_backward(*tensors, None, *layout(side, stride), wanted)
 
 
-def store(out: Tensor, planes: Tensor, bias: Tensor | None) -> None:
-    """out (B, Y, X, C) = planes (B, C, Y, X) + bias (C)."""
-    torch.add(planes.permute(0, 2, 3, 1), 0 if bias is None else bias, out=out)
-
-
 def planes(pictures: Tensor) -> Tensor:
     """(B, Y, X, C) -> (B, C, Y, X), a view in torch's order of dimensions."""
     return pictures.permute(0, 3, 1, 2)
@@ -98,8 +96,3 @@ def layout(side: int, stride: int) -> tuple[list[int], list[int], list[int], boo
     """(stride, padding, dilation, transposed, padding of the output, groups)."""
     padding = padding_of(side)
     return [stride, stride], [padding, padding], [1, 1], False, [0, 0], 1
-
-
-def reproducible() -> AbstractContextManager[None]:
-    """The same algorithm each time, by cuDNN's heuristics and not by timing, and the same bits."""
-    return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
