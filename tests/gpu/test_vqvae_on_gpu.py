@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 
 from torch import Tensor
 
+from handgrad.errors import UsageError
 from handgrad.evaluation.codec import open_codec
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
@@ -160,5 +161,5 @@ def test_runs_and_their_codes(text: str, tmp_path: Path) -> None:
 
 
 def test_bf16_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="vqvae supports precision 'auto' or 'fp32' so far, found 'bf16'"):
+    with pytest.raises(UsageError, match="vqvae supports precision 'auto' or 'fp32' so far, found 'bf16'"):
         train(replace(preset(), data="none", out=str(tmp_path / "run"), device="cuda", precision="bf16"))
