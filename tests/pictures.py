@@ -1,4 +1,4 @@
-"""Pictures made up here, as shards of bytes: for each an end-of-text, then its rows of red, green and blue."""
+"""Pictures made up here, as shards of bytes."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ import numpy as np
 
 import handgrad
 from handgrad.data.shards import MANIFEST_FILE, SCHEMA, SPLITS, token_form
-from handgrad.data.tokenizer import tokenizer_record
-from handgrad.data.tokenizer_loading import load_tokenizer
+from handgrad.data.codes import GREYS, RGB, Codes, codes_tokenizer
+from handgrad.data.tokenizer import write_tokenizer
 from handgrad.data.writer import Encoded, SplitState, SplitWriter
 
 
@@ -28,7 +28,9 @@ def discs(count: int, rows: int, columns: int, seed: int = 0) -> np.ndarray:
 def write_pictures(folder: Path, pictures: np.ndarray, held_out: int) -> Path:
     """A prepared folder; the last `held_out` pictures are for validation."""
     folder.mkdir(parents=True)
-    tokenizer, states = load_tokenizer("bytes"), {split: SplitState() for split in SPLITS}
+    _, rows, columns, _ = pictures.shape
+    tokenizer = codes_tokenizer(Codes(rows, 3 * columns, GREYS, decoder=RGB))
+    states = {split: SplitState() for split in SPLITS}
     parts = pictures[: len(pictures) - held_out], pictures[len(pictures) - held_out :]
     for split, part in zip(("train", "validation"), parts, strict=True):
         bytes_of = part.reshape(len(part), -1).astype(tokenizer.dtype)
@@ -40,7 +42,7 @@ def write_pictures(folder: Path, pictures: np.ndarray, held_out: int) -> Path:
     manifest = {
         "schema": SCHEMA,
         "handgrad_version": handgrad.__version__,
-        "tokenizer": tokenizer_record(tokenizer),
+        "tokenizer": write_tokenizer(tokenizer, folder),
         "splits": {
             split: {
                 "tokens": state.tokens,

@@ -1,7 +1,6 @@
 """The operations on pictures: each backward equals float64 autograd to 1e-10, over NaN-filled outputs and sentinels; codes
 go there and back; bits do not depend on the number of threads."""
 
-import math
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from handgrad.ops import PICTURE_OPERATIONS, cases, cpu, cuda, reference
 from tests.test_operations import close, equal_autograd, nan, randn
@@ -16,6 +16,12 @@ from tests.test_operations import close, equal_autograd, nan, randn
 
 @pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
 def ops(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+@pytest.fixture(params=[reference, cpu, cuda], ids=["reference", "cpu", "cuda"])
+def convolving(request: pytest.FixtureRequest) -> ModuleType:
+    """On a CPU, torch's own convolutions take the place of cuDNN's."""
     return request.param
 
 
@@ -43,30 +49,30 @@ SIZES = [
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_convolution(ops: ModuleType, sizes: dict[str, int], bias: bool) -> None:
+def test_convolution(convolving: ModuleType, sizes: dict[str, int], bias: bool) -> None:
     def definition(inp: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> dict[str, Tensor]:
         how = {"stride": sizes["S"], "padding": (sizes["J"] - 1) // 2}
         return {"out": pixels(F.conv2d(planes(inp), kernel(weight, sizes["J"]), bias, **how))}
 
     absent = {} if bias else {"bias": None, "dbias_acc": None}
-    equal_autograd(ops, "conv_backward", definition, **sizes, **absent)
+    equal_autograd(convolving, "conv_backward", definition, **sizes, **absent)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_transposed_convolution(ops: ModuleType, sizes: dict[str, int]) -> None:
+def test_transposed_convolution(convolving: ModuleType, sizes: dict[str, int]) -> None:
     def definition(inp: Tensor, weight: Tensor, bias: Tensor, **_: Any) -> dict[str, Tensor]:
         how = {"stride": sizes["S"], "padding": (sizes["J"] - 1) // 2}
         return {"out": pixels(F.conv_transpose2d(planes(inp), kernel(weight, sizes["J"]), bias, **how))}
 
-    equal_autograd(ops, "transposed_conv_backward", definition, **sizes)
+    equal_autograd(convolving, "transposed_conv_backward", definition, **sizes)
 
 
-def test_the_transposed_convolution_is_the_adjoint(ops: ModuleType) -> None:
+def test_the_transposed_convolution_is_the_adjoint(convolving: ModuleType) -> None:
     """<conv(x), y> = <x, transposed(y)>."""
     x, y, weight = randn(2, 6, 8, 3), randn(2, 3, 4, 5, seed=1), randn(5, 48, seed=2)
     forward, back = nan(2, 3, 4, 5), nan(2, 6, 8, 3)
-    ops.conv_forward(forward, x, weight, None, stride=2)
-    ops.transposed_conv_forward(back, y, weight, None, stride=2)
+    convolving.conv_forward(forward, x, weight, None, stride=2)
+    convolving.transposed_conv_forward(back, y, weight, None, stride=2)
     close((forward * y).sum(), (x * back).sum())
 
 
@@ -169,8 +175,26 @@ def test_threads_do_not_matter(name: str) -> None:
         assert torch.equal(found[0].after["out"], other.after["out"])
 
 
-def test_no_kernel_is_promised() -> None:
-    """The CUDA backend has none of them, and says so by lacking the name."""
-    assert all(hasattr(backend, name) for backend in (reference, cpu) for name in PICTURE_OPERATIONS)
-    assert not any(hasattr(cuda, name) for name in PICTURE_OPERATIONS)
-    assert math.prod(LEVELS) == 1000
+class Called(TorchDispatchMode):
+    """The names of torch's operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **kwargs or {})
+
+
+TORCH_FORMULAS = [name for name in PICTURE_OPERATIONS if name in cases.CALLS and "group" not in name]
+
+
+@pytest.mark.parametrize("name", TORCH_FORMULAS)
+def test_a_cuda_graph_can_capture_the_second_call(name: str) -> None:
+    """No number goes to the host or comes from there, and no size depends on one."""
+    arguments = cases.Draw(torch.float32).arguments(name, V=256)
+    for _ in range(2):
+        with Called() as called:
+            cases.call(getattr(cuda, name), name, cases.copies(arguments))
+    assert not called.names & {f"aten::{op}" for op in ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select")}

@@ -23,7 +23,7 @@ from handgrad.memory.rows import named
 from handgrad.models import compute_losses, forward_buffers, named_activations, vqvae
 from handgrad.ops import cpu, reference
 from handgrad.run.open import train
-from handgrad.run.resolve import resolve
+from handgrad.run.resolve import resolve, with_precision
 from handgrad.settings.config import ModelShape, RunConfig, check
 from handgrad.settings.presets import vqvae as preset
 from handgrad.training.state import make_state
@@ -171,6 +171,7 @@ def test_codes_go_to_pictures_and_back(text: str) -> None:
     codec = reference, model.weights, act, model.shape
     codes = vqvae.encode(*codec, inputs)
     assert codes.shape == (3, 2, 3) and codes.max() < vqvae.family_of(model.shape).codes and len(codes.unique()) > 2
+    act.codes.fill_(1 << 40)  # what another tensor may leave in this memory
     assert torch.equal(vqvae.decode(*codec, codes), predicted)
 
 
@@ -261,20 +262,29 @@ def test_what_it_has_not_is_refused(small: RunConfig, settings: dict[str, Any], 
     assert told in str(refused.value)
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps"])
+@pytest.mark.parametrize("device", ["meta", "mps"])
 def test_other_devices_are_refused_before_anything_is_allocated(small: RunConfig, device: str) -> None:
-    with pytest.raises(UsageError, match="vqvae runs on a CPU so far, its operations have no kernels; try --device cpu"):
+    """So is a plan for a GPU that is not in this machine, the device "meta"."""
+    with pytest.raises(UsageError, match="vqvae runs on this machine's CPU or NVIDIA GPU so far; try --device cpu"):
         resolve(small, 257, device=torch.device(device), ops=reference)
 
 
+def test_auto_is_float32_on_a_gpu_too(small: RunConfig) -> None:
+    assert with_precision(small, torch.device("cuda")).precision == "fp32"
+
+
 def test_other_data_are_refused(small: RunConfig, shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"expected pictures of 8x8, 192 bytes each, in .*documents of other lengths"):
+    with pytest.raises(
+        DataError, match="vqvae takes pictures in bytes, .* was prepared from text; prepare them with --codes rgb"
+    ):
         train(replace(small, data=str(shards)))
     narrower = write_pictures(tmp_path / "narrower", discs(40, 8, 4), 8)
-    with pytest.raises(DataError, match="found 32 of 32 documents of other lengths, like 96"):
+    with pytest.raises(
+        DataError, match="expected pictures of 8 x 8 in .*, found 8 x 4; try --sequence-length 96 --vqvae size=8x4"
+    ):
         train(replace(small, data=str(narrower)))
     wider = write_pictures(tmp_path / "wider", discs(40, 8, 12), 8)
-    with pytest.raises(DataError, match="found 32 of 32 documents of other lengths, like 288"):
+    with pytest.raises(DataError, match="found 8 x 12; try --sequence-length 288"):
         train(replace(small, data=str(wider)))
 
 

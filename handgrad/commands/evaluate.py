@@ -91,9 +91,9 @@ def run(parsed: Namespace) -> int:
 
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """The lines to print, computed by all `ranks` together."""
-    on = machine(device, parsed.precision, parsed.backend)
     tasks = ranks.from_rank_0(lambda: read_tasks(parsed), "the tasks")  # fails before it downloads a model
     source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
+    on = machine(device, source.shape.network.precision(parsed.precision), parsed.backend)
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
     requests = ranks.from_rank_0(lambda: make_requests(tasks, source.tokenizer, context), "the requests") if tasks else []

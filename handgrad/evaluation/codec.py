@@ -18,6 +18,7 @@ from handgrad.data.recipe import PrepareOptions
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import SHAPE, LoadedModel, Weights, load_model, machine
+from handgrad.machine.devices import resolve_device
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import forward_buffers, named_activations, parameter_table, vqvae
 from handgrad.networks.vqvae import BYTES, family_of, sides_of
@@ -48,7 +49,7 @@ class Codec:
     def each(self, turn: Any, inputs: np.ndarray) -> np.ndarray:
         about = self.model.ops, self.model.weights, self.act, self.model.shape
         parts = torch.from_numpy(np.ascontiguousarray(inputs)).split(AT_ONCE)
-        return torch.cat([turn(*about, part) for part in parts]).numpy()
+        return torch.cat([turn(*about, part) for part in parts]).cpu().numpy()
 
     def paint(self, codes: np.ndarray) -> np.ndarray:
         """The picture of codes (*grid), of which the places that miss theirs are grey."""
@@ -59,12 +60,12 @@ class Codec:
         return picture
 
 
-def open_codec(weights: Weights) -> Codec:
-    """Loads the weights on the CPU. Raises `UsageError` for weights of another network, and the errors of `load_model`."""
+def open_codec(weights: Weights, device: str = "cpu") -> Codec:
+    """Loads the weights. Raises `UsageError` for weights of another network, and the errors of `load_model`."""
     shape = weights.shape
     if not shape.network.pictures:
         raise UsageError(f"codes need a run with --architecture vqvae, found {shape.architecture}")
-    on = machine(torch.device("cpu"), "fp32", "auto")
+    on = machine(resolve_device(device), "fp32", "auto")
     buffers = forward_buffers(shape, AT_ONCE, shape.sequence_length, on.dtype, on.ops)
     model = load_model(weights, on.device, on.dtype, on.ops, buffers)
     family = family_of(shape)

@@ -215,6 +215,7 @@ def encode(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape, pic
 
 def decode(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape, codes: Tensor) -> Tensor:
     """The pictures (B, Y, X, 3), uint8, of codes (B, Yc, Xc), each from 0 to the number of codes - 1."""
+    act.codes.zero_()  # a smaller batch leaves some, and this memory may hold other numbers
     act.codes.view(-1, *codes.shape[1:])[: len(codes)] = codes
     if w.codebook is None:
         ops.fsq_values(act.quantized, act.codes, levels=family_of(shape).fsq_levels)

@@ -140,6 +140,7 @@ VQVAE = Network(
     title="VQ-VAE",
     gemms=lambda shape: (),
     models={"vqvae": (2, 1, 64)},
+    head_width=lambda shape: 8,  # of no heads: one that every backend takes
     letters=letters,
     setting="vqvae",
     settle=lambda shape: str(family_of(shape)),

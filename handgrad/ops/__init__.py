@@ -47,7 +47,7 @@ OPERATIONS = (
     *("mix_rmsnorm_linear_forward", "store_keys_values"),
 )
 
-# Operations on pictures, of the reference and the CPU. There are no kernels of them: `run.resolve` refuses other devices.
+# Operations on pictures.
 PICTURE_OPERATIONS = (
     *("pixels_forward", "squared_error_forward", "squared_error_forward_backward"),
     *("conv_forward", "conv_backward", "transposed_conv_forward", "transposed_conv_backward"),

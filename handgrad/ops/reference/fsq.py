@@ -1,5 +1,6 @@
 """Finite scalar quantisation: a code is a few small whole numbers, so no codebook is learned."""
 
+import functools
 import math
 
 import torch
@@ -60,4 +61,10 @@ def place_values(levels: tuple[int, ...]) -> list[int]:
 
 def row(values: list[float] | list[int] | tuple[int, ...], like: Tensor) -> Tensor:
     """The values (Z), beside (B, Y, X, Z), in the dtype of `like`."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device)
+    return made_once(tuple(values), like.dtype, like.device)
+
+
+@functools.cache
+def made_once(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Read-only. A CUDA graph cannot capture the copy of these values from the host."""
+    return torch.tensor(values, dtype=dtype, device=device)
