@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 import handgrad
-from handgrad.data.shards import MANIFEST_FILE, SCHEMA, SPLITS, token_form
 from handgrad.data.codes import GREYS, RGB, Codes, codes_tokenizer
+from handgrad.data.shards import MANIFEST_FILE, SCHEMA, SPLITS, token_form
 from handgrad.data.tokenizer import write_tokenizer
 from handgrad.data.writer import Encoded, SplitState, SplitWriter
 

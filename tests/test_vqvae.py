@@ -220,7 +220,7 @@ def test_an_audited_run_is_verified_and_evaluated(small: RunConfig, capsys: pyte
     validated = [record["loss"] for record in records(small.out, ("validation",))]
     capsys.readouterr()
     assert main(["evaluate", small.out]) == 0
-    assert re.search(rf"loss +{validated[-1]:.4f} ", capsys.readouterr().out)
+    assert re.search(rf"squared error +{validated[-1]:.4f}", capsys.readouterr().out)
 
 
 def test_the_plan_is_all_the_memory(small: RunConfig) -> None:
@@ -275,12 +275,12 @@ def test_auto_is_float32_on_a_gpu_too(small: RunConfig) -> None:
 
 def test_other_data_are_refused(small: RunConfig, shards: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match="vqvae takes pictures in bytes, .* was prepared from text; prepare them with --codes rgb"
+        DataError, match=r"vqvae takes pictures in bytes, .* was prepared from text; prepare them with --codes rgb"
     ):
         train(replace(small, data=str(shards)))
     narrower = write_pictures(tmp_path / "narrower", discs(40, 8, 4), 8)
     with pytest.raises(
-        DataError, match="expected pictures of 8 x 8 in .*, found 8 x 4; try --sequence-length 96 --vqvae size=8x4"
+        DataError, match=r"expected pictures of 8 x 8 in .*, found 8 x 4; try --sequence-length 96 --vqvae size=8x4"
     ):
         train(replace(small, data=str(narrower)))
     wider = write_pictures(tmp_path / "wider", discs(40, 8, 12), 8)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from handgrad.data.codes import GREY, MISSING, RGB, Codes, View
 from handgrad.data.palette import plain_view
-from handgrad.data.recipe import PrepareOptions
+from handgrad.data.recipe import PrepareOptions, sides
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import SHAPE, LoadedModel, Weights, load_model, machine
@@ -78,7 +78,7 @@ def with_codec(options: PrepareOptions, weights: Weights) -> PrepareOptions:
     for another size than its own."""
     codec = open_codec(weights)
     size = "x".join(map(str, codec.size))
-    if options.size not in (PrepareOptions.size, size):
+    if options.size != PrepareOptions.size and sides(options.size) != codec.size:
         raise UsageError(f"--size must be {size}, of the pictures that {options.codes} codes, found {options.size}")
     flat = codec.decode(np.broadcast_to(np.arange(codec.codes)[:, None, None], (codec.codes, *codec.grid)))
     colours = ((int(r), int(g), int(b)) for r, g, b in flat.mean((1, 2)))

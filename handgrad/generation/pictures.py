@@ -29,8 +29,9 @@ def picture_prompt(codes: Codes, view: View, prompt: str, of_class: str, image: 
         return begin
     if rows is None:
         rows = codes.rows if codes.captions and not prompt else codes.rows // 2
-    if not 0 <= rows <= codes.rows:
-        raise UsageError(f"expected --rows from 0 to {codes.rows}, found {rows}")
+    most = codes.rows if codes.captions else codes.rows - 1  # a model without captions has nothing to say after a picture
+    if not 0 <= rows <= most:
+        raise UsageError(f"expected --rows from 0 to {most}, found {rows}")
     (picture, *_) = read_pictures(find_pictures(image)[0], *view.size, count=1)
     return begin + text_of(view.encode(picture.pixels[None])[0, :rows])
 
