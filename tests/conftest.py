@@ -313,7 +313,7 @@ def make_model(
         model.ops = WithDropout(
             within, weights, gradients, act, d, samples=torch.arange(batch), probability=dropout, seed=1337
         )
-    for form in quantized_weights(model).values():
+    for form in quantized_weights(model).values() if fp8 is not None else ():
         assert form.plain is not None
         ops.quantize(form, form.plain)
     return model

@@ -120,15 +120,15 @@ def test_the_exported_code_is_data() -> None:
         assert not any(re.search(r"transformers_code|_handgrad\b|\btransformers\b", line) for line in imports), module
 
 
-# Ways to torch's kernels for a whole layer or its gradient, which are autograd's: `ops.cpu` calls them, `ops.reference` is
-# the formula.
+# Ways to torch's kernels for a whole layer or its gradient, which are autograd's: `ops.cpu` calls them, and `ops.cuda` for
+# cuDNN's convolutions; `ops.reference` is the formula.
 LIBRARY = re.compile(r"torch\.ops\b|torch\.nn\b|scaled_dot_product|_fused_")
 
 
 def test_a_librarys_gradients_have_a_room_of_their_own() -> None:
     callers = {path.relative_to(PACKAGE) for path in MODULES if LIBRARY.search(path.read_text())}
     room = {Path("ops/cpu") / f"{name}.py" for name in ("attention", "linear", "norms", "optimizer", "windows")}
-    assert callers == room
+    assert callers == room | {Path("ops/cuda/convolution.py")}
 
 
 @pytest.mark.parametrize("folder", ["handgrad", "tests", "benchmarks", "examples"])
@@ -142,8 +142,8 @@ def test_files_stay_short(folder: str) -> None:
 
 
 # A cap rises only beside an entry in docs/decisions.md that names what was cut for it.
-MOST_LINES, MOST_FILES = 49_200, 318
-MOST_FILES_OF = {"run": 21, "models": 9, "networks": 9}
+MOST_LINES, MOST_FILES = 50_500, 326
+MOST_FILES_OF = {"run": 21, "models": 10, "networks": 10}
 
 
 def test_the_package_keeps_its_budget() -> None:
@@ -156,7 +156,7 @@ def test_the_package_keeps_its_budget() -> None:
         assert len([*(PACKAGE / folder).glob("*.py")]) <= most, folder
 
 
-MOST_WORDS = 74_250  # of all chapters, their code included
+MOST_WORDS = 75_200  # of all chapters, their code included
 
 
 def test_the_docs_keep_their_budget() -> None:

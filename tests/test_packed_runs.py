@@ -273,7 +273,7 @@ def test_a_run_of_before_boundaries_counted_goes_on(packed: RunConfig, documents
 
 
 def test_what_a_packing_does_not_go_with(packed: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="packing whole has no eval_stride, found eval_stride 8; set it to 0"):
+    with pytest.raises(UsageError, match="packing whole has no eval_stride, found 8; try 0, or --packing stream"):
         check(replace(packed, eval_stride=8))
     check(replace(packed, packing="masked", eval_stride=8))
     check(replace(packed, dropout=0.1))

@@ -9,10 +9,12 @@ from handgrad.api.training import Settings, configuration, with_settings
 from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
+from handgrad.evaluation.codec import with_codec
 from handgrad.evaluation.load import check_window
 from handgrad.evaluation.loss import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model, export_peft
 from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
+from handgrad.interop.sources import open_weights
 from handgrad.names import check_choice
 from handgrad.run.packing import evaluation_packing
 from handgrad.settings.config import STREAM, RunConfig
@@ -69,6 +71,8 @@ def prepare(
         strict=strict,
         overwrite=overwrite,
     )
+    if codes and Path(codes).exists():
+        options = with_codec(options, open_weights(codes))
     dataset = preparing.prepare(options).dataset
     return add_references(dataset, os.fspath(reference)) if reference else dataset
 

@@ -40,6 +40,7 @@ class Settings(TypedDict, total=False):
     llama: str
     gemma3: str
     olmo: str
+    vqvae: str
     num_layers: int
     num_heads: int
     channels: int

@@ -30,7 +30,7 @@ from handgrad.evaluation.load import (
     usual_window,
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
-from handgrad.evaluation.pictures import PicturesHeldOut, held_out_pictures
+from handgrad.evaluation.pictures import CodesHeldOut, PicturesHeldOut, held_out_codes, held_out_pictures
 from handgrad.evaluation.preferences import held_out_pairs
 from handgrad.evaluation.rewards import trusted
 from handgrad.evaluation.scoring import (
@@ -62,6 +62,7 @@ from handgrad.models import (
     named_activations,
     parameter_table,
 )
+from handgrad.networks.vqvae import psnr
 from handgrad.run.checkpointing import with_parts_left
 from handgrad.run.open import open_rank_0_first
 from handgrad.run.packing import evaluation_packing
@@ -90,9 +91,9 @@ def run(parsed: Namespace) -> int:
 
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """The lines to print, computed by all `ranks` together."""
-    on = machine(device, parsed.precision, parsed.backend)
     tasks = ranks.from_rank_0(lambda: read_tasks(parsed), "the tasks")  # fails before it downloads a model
     source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
+    on = machine(device, source.shape.network.precision(parsed.precision), parsed.backend)
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
     requests = ranks.from_rank_0(lambda: make_requests(tasks, source.tokenizer, context), "the requests") if tasks else []
@@ -184,8 +185,10 @@ class LossPart:
             ]
         if dataset.codes and len(apart(dataset)) == 1:
             sizes = {"packing": self.packing, "eval_tokens": parsed.eval_tokens, "ranks": self.ranks, "progress": progress}
-            pictures = held_out_pictures(model.shape, model.ops, model.weights, act, dataset, **sizes)
-            return self.lines_of_pictures(pictures)
+            about = model.shape, model.ops, model.weights, act, dataset
+            if model.shape.network.pictures:
+                return self.lines_of_codes(held_out_codes(*about, **sizes))
+            return self.lines_of_pictures(held_out_pictures(*about, **sizes))
         found = held_out_loss(
             model.shape,
             model.ops,
@@ -218,6 +221,15 @@ class LossPart:
         floor = floor_of(self.dataset, self.packing)
         return [f"source's entropy  {floor:.4f} nats per token; the loss is {loss / floor - 1:+.1%}"] if floor else []
 
+    def lines_of_codes(self, found: CodesHeldOut) -> list[str]:
+        if not math.isfinite(found.loss):
+            raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
+        return [
+            f"pictures          {found.pictures} in {self.parsed.data or self.source.config.data}",
+            f"squared error     {found.loss:.6f} of a byte, on a scale from -1 to 1; PSNR {psnr(found.loss):.2f} dB",
+            f"codes             {found.used} of {len(found.uses)} in use; perplexity of codes {found.perplexity:.1f}",
+        ]
+
     def lines_of_pictures(self, found: PicturesHeldOut) -> list[str]:
         tokens = found.codes + found.others
         if not math.isfinite(found.loss):
@@ -226,10 +238,18 @@ class LossPart:
             f"validation tokens {tokens} of {self.dataset.tokens('validation')} in"
             f" {self.parsed.data or self.source.config.data}",
             f"loss              {found.loss:.4f} nats per token",
-            f"pixels            {found.code_loss:.4f} nats per pixel, {found.bits_per_dimension:.4f} bits per dimension",
         ]
+        codes = self.dataset.codes
+        assert codes is not None
+        if codes.decoder:
+            lines.append(
+                f"codes             {found.code_loss:.4f} nats per code, {found.code_loss * codes.count:.2f} per picture"
+            )
+        else:
+            dimensions = f"{found.bits_per_dimension:.4f} bits per dimension"
+            lines.append(f"pixels            {found.code_loss:.4f} nats per pixel, {dimensions}")
         if found.other_loss is not None:
-            name = "captions" if self.dataset.codes and self.dataset.codes.captions else "classes"
+            name = "captions" if codes.captions else "classes"
             lines.append(f"{name:<17} {found.other_loss:.4f} nats per token")
         return lines + self.floor_lines(found.loss)
 

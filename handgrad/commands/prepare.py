@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bars, TextColumn, TimeRemainingColumn
 
+from handgrad.data.codes import RGB
 from handgrad.data.preferences import has_pairs
 from handgrad.data.prepare import Prepared, PrepareOptions, Progress, prepare as write_shards
 from handgrad.data.shards import Dataset
@@ -24,7 +25,13 @@ def run(parsed: Namespace) -> int:
     check_reference(parsed)
     choose_source(parsed)
     given = {field.name: getattr(parsed, field.name) for field in fields(PrepareOptions) if field.name in parsed}
-    prepared = prepare_with_progress(PrepareOptions(**given | {"out": Path(parsed.out)}))
+    options = PrepareOptions(**given | {"out": Path(parsed.out)})
+    if options.codes and Path(options.codes).exists():
+        from handgrad.evaluation.codec import with_codec  # imports torch, which other shards do not need
+        from handgrad.interop.sources import open_weights
+
+        options = with_codec(options, open_weights(options.codes))
+    prepared = prepare_with_progress(options)
     show_prepared(prepared)
     if parsed.reference:
         from handgrad.tools.references import add_references  # imports torch, which plain shards do not need
@@ -136,8 +143,9 @@ def show_prepared(prepared: Prepared) -> None:
                 print(f"           {split['left_out']} rows left out, the first: {split['first_left_out']}")
             continue
         if codes := dataset.codes:
+            (rows, columns), unit = codes.size, " codes" if codes.decoder not in ("", RGB) else ""
             print(
-                f"{name:<10} {split['documents']} pictures of {codes.rows} x {codes.columns}, {split['tokens']} tokens,"
+                f"{name:<10} {split['documents']} pictures of {rows} x {columns}{unit}, {split['tokens']} tokens,"
                 f" {len(split['shards'])} shard(s)"
             )
             continue
@@ -147,6 +155,11 @@ def show_prepared(prepared: Prepared) -> None:
         )
     if codes := dataset.codes:
         more = "captions" if codes.captions else f"{len(codes.classes)} classes" if codes.classes else "no classes"
-        print(f"palette    {len(codes.colours)} colours, {more}; {dataset.tokenizer.vocab_size} tokens")
+        kinds = {
+            "": f"palette    {len(codes.colours)} colours, {more}",
+            RGB: "bytes      red, green and blue, for an autoencoder",
+        }
+        text = kinds.get(codes.decoder, f"codes      {len(codes.colours)}, {more}")
+        print(f"{text}; {dataset.tokenizer.vocab_size} tokens")
         return
     print(f"tokenizer  {dataset.tokenizer.kind}, {dataset.tokenizer.vocab_size} words")

@@ -18,6 +18,7 @@ from handgrad.commands.chat import sampling_options
 from handgrad.data import canvas
 from handgrad.data.codes import codes_of
 from handgrad.errors import DataError, UsageError, storage_errors
+from handgrad.evaluation.codec import view_of
 from handgrad.evaluation.load import LoadedModel, Machine, Weights, load_model, machine
 from handgrad.files import check_replaceable, check_writable, write_bytes_durably
 from handgrad.generation.chat import listed_ends
@@ -99,7 +100,7 @@ def check_flags(parsed: Namespace) -> None:
 def picture_row(row: dict[str, Any], weights: Weights, parsed: Namespace) -> dict[str, Any]:
     """The row of a prompt, begun with a class or a picture, with the number of tokens to sample."""
     codes = form_of(weights.tokenizer)
-    prompt = picture_prompt(codes, row["prompt"], parsed.of_class, parsed.image_in, parsed.rows)
+    prompt = picture_prompt(codes, view_of(codes), row["prompt"], parsed.of_class, parsed.image_in, parsed.rows)
     return row | {"prompt": prompt, "max_tokens": tokens_left(codes, prompt, weights.shape.sequence_length)}
 
 
@@ -171,7 +172,8 @@ def write_pictures(decoder: Decoder, model: LoadedModel, texts: list[Continuatio
     pieces = {id(text): [row["prompt"]] for text, row in zip(texts, prompts, strict=True)}
     for text, piece in stream_text(decoder, model.tokenizer, iter(texts)):
         pieces[id(text)].append(piece)
-    lines, pictures = read_sheet(["".join(each) for each in pieces.values()], form_of(model.tokenizer))
+    codes = form_of(model.tokenizer)
+    lines, pictures = read_sheet(["".join(each) for each in pieces.values()], codes, view_of(codes))
     for line, picture in zip(lines, pictures, strict=True):
         print(line)
         if not path and sys.stdout.isatty():

@@ -3,15 +3,18 @@
 A picture is its codes, row by row from the top left. In a text a code is one character of Unicode's private plane 15, so
 pictures go wherever text goes: prompts, samples, records, reports. A class is its name in angle brackets before the codes;
 a caption is a line before them, or after them. Ids: the colours, then the classes, then the bytes, then end-of-text.
+
+A code is a pixel of the palette; or a byte of a pixel, three of which follow each other; or what an autoencoder makes of a
+part of the picture. The last has its weights in the vocabulary, which then goes wherever a palette goes.
 """
 
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +26,8 @@ PALETTE, PALETTE_FILE = "palette", "palette.json"  # the tokenizer's kind, its f
 FIRST_CODE = 0xF0000  # the character of code 0
 MOST_COLOURS, MOST_CLASSES = 1 << 15, 1 << 14  # with bytes and end-of-text, tokens stay within uint16
 MOST_SIDE = 1024
+RGB = "rgb"  # a decoder: bytes of red, green and blue in turn
+GREYS = tuple((n, n, n) for n in range(256))
 MISSING = -1  # a code that an unfinished picture lacks
 GREY = (128, 128, 128)
 CLASS = r"[\w. -]{1,100}"  # a class's name, which stands in angle brackets in a text
@@ -36,18 +41,25 @@ class Codes:
 
     rows: int
     columns: int
-    colours: tuple[tuple[int, int, int], ...]  # red, green, blue, 0 to 255
+    colours: tuple[tuple[int, int, int], ...]  # red, green, blue, 0 to 255; of an autoencoder's code, its mean colour
     classes: tuple[str, ...] = ()
     captions: bool = False
+    decoder: str = ""  # what draws the codes: "" if they are pixels, `RGB`, or the weights of `evaluation.codec`
 
     @property
     def count(self) -> int:
         """Codes of a picture."""
         return self.rows * self.columns
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of a picture without an autoencoder."""
+        return self.rows, self.columns // (3 if self.decoder == RGB else 1)
+
     def pixels(self, codes: np.ndarray) -> np.ndarray:
-        """codes (rows, columns) -> colours (rows, columns, 3), uint8; grey for missing ones."""
-        return np.array([*self.colours, GREY], np.uint8)[codes]
+        """codes (rows, columns) -> colours (*size, 3), uint8; missing ones are grey, an autoencoder's are mean colours."""
+        colours = np.array([*self.colours, GREY], np.uint8)[codes]
+        return colours[..., 0].reshape(*self.size, 3) if self.decoder == RGB else colours
 
     def class_text(self, name: str) -> str:
         """The text of a class, named or numbered. Raises `UsageError` for an unknown one."""
@@ -57,6 +69,14 @@ class Codes:
             some = ", ".join(self.classes[:20]) or "none: it was trained without classes"
             raise UsageError(f"expected a class of the model, found {name!r}; it has {some}")
         return f"<{name}>"
+
+
+class View(NamedTuple):
+    """Pictures as codes, and codes as pictures."""
+
+    size: tuple[int, int]  # rows and columns of a picture
+    encode: Callable[[np.ndarray], np.ndarray]  # pictures (B, *size, 3), uint8 -> codes (B, rows, columns)
+    paint: Callable[[np.ndarray], np.ndarray]  # codes (rows, columns), `MISSING` among them -> a picture (*size, 3), uint8
 
 
 def text_of(codes: np.ndarray) -> str:
@@ -84,7 +104,8 @@ def codes_tokenizer(codes: Codes) -> Tokenizer:
     classes = tuple(f"<{name}>".encode() for name in codes.classes)
     single_bytes = tuple(bytes([b]) for b in range(256)) if codes.captions else ()
     token_bytes = (*characters, *classes, *single_bytes, END_OF_TEXT.encode())
-    content = json.dumps({"type": PALETTE, **asdict(codes)}).encode()
+    fields = {name: value for name, value in asdict(codes).items() if name != "decoder" or value}
+    content = json.dumps({"type": PALETTE, **fields}).encode()
     encode = functools.partial(_encode, codes)
     sha256 = hashlib.sha256(content).hexdigest()
     return Tokenizer(
@@ -144,6 +165,7 @@ def is_valid(codes: Codes) -> bool:
     return (
         all(type(side) is int and 0 < side <= MOST_SIDE for side in sides)
         and type(codes.captions) is bool
+        and type(codes.decoder) is str
         and 0 < len(colours) <= MOST_COLOURS
         and all(len(colour) == 3 for colour in colours)
         and all(type(value) is int and 0 <= value <= 255 for value in values)
@@ -174,8 +196,8 @@ def caption_text(caption: str, codes: np.ndarray, *, picture_first: bool) -> str
     return f"{picture}{caption}\n" if picture_first else f"{caption}\n{picture}"
 
 
-def drawn(parts: Sequence[str | np.ndarray], codes: Codes | None) -> tuple[str, list[np.ndarray]]:
-    """(the text of the parts, which only mentions pictures; the pixels (rows, columns, 3) of each picture)."""
-    pictures = [part for part in parts if not isinstance(part, str)]
-    words = (part if isinstance(part, str) else f"[{part.shape[0]} x {part.shape[1]} picture]" for part in parts)
-    return "".join(words), [codes.pixels(picture) for picture in pictures if codes]
+def drawn(parts: Sequence[str | np.ndarray], paint: Callable[[np.ndarray], np.ndarray]) -> tuple[str, list[np.ndarray]]:
+    """(the text of the parts, which only mentions pictures; the pixels (*size, 3) of each picture)."""
+    painted = [part if isinstance(part, str) else paint(part) for part in parts]
+    words = (part if isinstance(part, str) else f"[{part.shape[0]} x {part.shape[1]} picture]" for part in painted)
+    return "".join(words), [part for part in painted if not isinstance(part, str)]

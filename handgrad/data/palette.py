@@ -7,6 +7,7 @@ from random import Random
 
 import numpy as np
 
+from handgrad.data.codes import RGB, Codes, View
 from handgrad.errors import UsageError
 
 MOST_PIXELS = 1 << 18  # that k-means sees
@@ -54,6 +55,17 @@ def nearest(pixels: np.ndarray, palette: np.ndarray) -> np.ndarray:
     for first in range(0, len(points), step):
         chosen[first : first + step] = (points[first : first + step] @ terms.T).argmin(1)
     return chosen[places].reshape(pixels.shape[:-1])
+
+
+def plain_view(codes: Codes) -> View:
+    """The view of codes that are pixels, or bytes of pixels."""
+    palette = np.array(codes.colours, np.uint8)
+
+    def encode(pictures: np.ndarray) -> np.ndarray:
+        shape = (len(pictures), codes.rows, codes.columns)
+        return pictures.reshape(shape) if codes.decoder == RGB else nearest(pictures, palette)
+
+    return View(codes.size, encode, codes.pixels)
 
 
 def _sample(pictures: Iterable[np.ndarray], colours: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,13 +2,14 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from handgrad.data import sprites
 from handgrad.data.batches import mix
-from handgrad.data.codes import Codes, caption_text, text_of
-from handgrad.data.palette import nearest, train_palette
+from handgrad.data.codes import GREYS, RGB, Codes, caption_text, text_of
+from handgrad.data.palette import plain_view, train_palette
 from handgrad.data.pictures import class_names, picture_count, read_pictures
 from handgrad.data.pieces import Pictures, Piece, split_of
 from handgrad.data.recipe import SPRITES, PrepareOptions, palette_size, sides
@@ -23,6 +24,11 @@ def make_codes(options: PrepareOptions, files: list[SourceFile]) -> Codes:
     if options.source == SPRITES:
         return Codes(sprites.ROWS, sprites.COLUMNS, sprites.COLOURS, captions=True)
     rows, columns = sides(options.size)
+    if options.codes == RGB:
+        return Codes(rows, 3 * columns, GREYS, decoder=RGB)
+    classes, captions = () if options.join else class_names(files), bool(options.join)
+    if options.coded is not None:
+        return replace(options.coded, classes=classes, captions=captions)
     counts = [picture_count(file) for file in files]
     total = min(sum(counts), options.documents or sum(counts))
     each = ((file, n) for file, count in zip(files, counts, strict=True) for n in range(count))
@@ -30,15 +36,19 @@ def make_codes(options: PrepareOptions, files: list[SourceFile]) -> Codes:
     read = (read_pictures(file, rows, columns, strict=options.strict, first=n, count=1) for file, n in sampled)
     palette = train_palette((picture.pixels for pictures in read for picture in pictures), palette_size(options.codes))
     colours = tuple((int(red), int(green), int(blue)) for red, green, blue in palette)
-    return Codes(rows, columns, colours, () if options.join else class_names(files), bool(options.join))
+    return Codes(rows, columns, colours, classes, captions)
 
 
 def picture_pieces(unit: Pictures, codes: Codes) -> Iterator[Piece]:
     """The documents of a unit. Raises the errors of `read_pictures`."""
-    form, palette = (codes.rows, codes.columns), np.array(codes.colours, np.uint8)
-    read = (read_pictures(file, *form, strict=unit.strict, first=first, count=count) for file, first, count in unit.parts)
-    for n, picture in enumerate(itertools.chain.from_iterable(read)):
-        number, picked = unit.number + n, nearest(picture.pixels, palette)
+    view = unit.view or plain_view(codes)
+    read = (
+        read_pictures(file, *view.size, strict=unit.strict, first=first, count=count) for file, first, count in unit.parts
+    )
+    pictures = list(itertools.chain.from_iterable(read))
+    every = view.encode(np.stack([picture.pixels for picture in pictures]))
+    for n, (picture, picked) in enumerate(zip(pictures, every, strict=True)):
+        number = unit.number + n
         if unit.captions:
             text = caption_text(unit.captions[n], picked, picture_first=picture_first(unit.seed, number))
         else:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from handgrad.data.batches import mix
 from handgrad.data.captions import captions_of
 from handgrad.data.chat import Conversation, read_conversations
+from handgrad.data.codes import View
 from handgrad.data.pictures import picture_count
 from handgrad.data.preferences import read_pairs
 from handgrad.data.recipe import PrepareOptions
@@ -70,6 +71,7 @@ class Pictures(NamedTuple):
     seed: int
     block: int
     strict: bool
+    view: View | None = None  # of an autoencoder's codes
 
 
 class Position(NamedTuple):
@@ -132,7 +134,7 @@ def picture_units(options: PrepareOptions, files: list[SourceFile]) -> Iterator[
             parts.append((file, numbers[0], len(numbers)))
         bytes_before += sum(file.size_bytes / count for file, _, count in group)
         told = () if captions is None else tuple(captions[number : number + len(group)])
-        unit = Pictures(tuple(parts), told, number, options.seed, block, options.strict)
+        unit = Pictures(tuple(parts), told, number, options.seed, block, options.strict, options.view)
         number += len(group)
         yield Position(int(bytes_before), number), unit
 

@@ -145,7 +145,7 @@ class _Attempt:
         enough = documents // STORIES_PER_WORKER if self.options.is_generated else self.size_bytes // BYTES_PER_WORKER
         unit, total = ("documents", documents) if documents else ("bytes", self.size_bytes)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = max(1, min(self.options.workers or cores, enough))
+        workers = 1 if self.options.view else max(1, min(self.options.workers or cores, enough))  # a view has threads
         form, chat = token_form(tokenizer.vocab_size), self.options.is_chat
         writers = [
             SplitWriter(self.partial, split, self.options.shard_tokens, states[split], form, chat) for split in SPLITS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.data.chat_template import ChatTemplate
-from handgrad.data.codes import MOST_COLOURS, MOST_SIDE
+from handgrad.data.codes import MOST_COLOURS, MOST_SIDE, RGB, Codes, View
 from handgrad.data.model_tokenizer import MODEL_FILE
 from handgrad.data.recommended import out_for
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, read_manifest
@@ -41,10 +41,12 @@ class PrepareOptions:
     chat: bool = False  # the rows are conversations, trained on what the assistant says; questions always are
     preferences: bool = False  # the rows are pairs of a chosen and a rejected answer
     skip_bad_rows: bool = False  # leave out rows that are not conversations, and report how many
-    codes: str = ""  # of pictures, palette:COLOURS; empty: the source is text
+    codes: str = ""  # of pictures: palette:COLOURS, rgb, or a run of an autoencoder; empty: the source is text
     size: str = "32"  # of a picture in codes: ROWSxCOLUMNS, or a number for both
     join: str = ""  # a .jsonl file of captions for pictures
     strict: bool = False  # refuse pictures of another size, which are otherwise resized
+    coded: Codes | None = None  # the codes of an autoencoder (`evaluation.codec.with_codec`), and
+    view: View | None = None  # what makes them of pictures
     overwrite: bool = False
 
     @property
@@ -104,15 +106,19 @@ def check_pictures(options: PrepareOptions) -> None:
     if options.codes and options.source in DEFAULT_DOCUMENTS:
         raise UsageError(f"--codes is for files of pictures, found it with {options.source}; leave one out")
     if options.codes:
-        palette_size(options.codes)
         sides(options.size)
+    if options.codes == RGB and options.join:
+        raise UsageError("--codes rgb is for an autoencoder, which reads pictures alone, found --join; leave it out")
+    if options.codes and options.codes != RGB and options.coded is None:
+        palette_size(options.codes)
 
 
 def palette_size(codes: str) -> int:
     """The colours of `palette:COLOURS`. Raises `UsageError` for another text."""
     size = re.fullmatch(r"palette:(\d{1,5})", codes)
     if not size or not 2 <= int(size[1]) <= MOST_COLOURS:
-        raise UsageError(f"expected --codes palette:COLOURS with 2 to {MOST_COLOURS}, found {codes!r}; try palette:512")
+        forms = f"palette:COLOURS with 2 to {MOST_COLOURS}, rgb, or a run of a vqvae"
+        raise UsageError(f"expected --codes {forms}, found {codes!r}; try palette:512")
     return int(size[1])
 
 

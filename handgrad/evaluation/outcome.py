@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from handgrad.networks import NETWORKS
+from handgrad.networks.vqvae import psnr
 from handgrad.settings.config import RunConfig
 from handgrad.settings.objective import DPO
 
@@ -99,11 +101,12 @@ def outcome_of(
         if best_saved and best_saved[1] < now:
             return Outcome(OVERFITTED, f"{text}; {config.out}/best is the checkpoint of step {best_saved[0]}")
         return Outcome(OVERFITTED, text, ("--keep-best",))
-    units = (
-        ""
-        if config.objective == DPO or (config.teacher and not validations)
-        else f" (perplexity {math.exp(min(now, 700)):.4g})"
-    )
+    if config.objective == DPO or (config.teacher and not validations):
+        units = ""
+    elif NETWORKS[config.architecture].pictures:
+        units = f" (PSNR {psnr(now):.2f} dB)"
+    else:
+        units = f" (perplexity {math.exp(min(now, 700)):.4g})"
     reached = f"{name} loss {now:.4f}{units}"
     if not (config.teacher and validations and measured[0][0]):  # else the first loss is a divergence
         reached += f", from {start:.4f} at the start"

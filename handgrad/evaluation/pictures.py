@@ -1,18 +1,41 @@
-"""The loss of a model on held-out pictures, apart for their codes and for captions or classes."""
+"""The loss of a model on held-out pictures, apart for their codes and for captions or classes; and an autoencoder's."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
 from handgrad.evaluation.loss import OnTokens, in_order, token_losses
 from handgrad.joins.parallel.ranks import Ranks
+from handgrad.models.vqvae import bytes_of
+from handgrad.networks.vqvae import family_of
 from handgrad.settings.config import ModelShape
 
 CHANNELS = 3  # of a pixel
+
+
+@dataclass(frozen=True)
+class CodesHeldOut:
+    """An autoencoder on a validation split."""
+
+    loss: float  # mean squared error of a byte, on the scale from -1 to 1
+    uses: np.ndarray  # (codes): places with each code
+    pictures: int
+
+    @property
+    def used(self) -> int:
+        """Different codes."""
+        return int(np.count_nonzero(self.uses))
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the entropy of the codes: as many equally frequent ones would tell as much."""
+        share = self.uses[self.uses > 0] / self.uses.sum()
+        return math.exp(-float((share * np.log(share)).sum()))
 
 
 @dataclass(frozen=True)
@@ -62,3 +85,42 @@ def held_out_pictures(
     other_loss = other_nats / others if others else None
     loss = (code_nats + other_nats) / (codes + others)
     return PicturesHeldOut(loss, code_nats / codes, other_loss, int(codes), int(others))
+
+
+def held_out_codes(
+    shape: ModelShape,
+    ops: Any,
+    weights: Any,
+    act: Any,
+    dataset: Dataset,
+    *,
+    packing: str,
+    eval_tokens: int = 0,
+    ranks: Ranks,
+    progress: OnTokens | None = None,
+) -> CodesHeldOut:
+    """An autoencoder's squared error and codes on the first `eval_tokens` bytes (0: all) of the validation split."""
+    codes = family_of(shape).codes
+    batches = Batches(dataset.splits["validation"], act.tokens.shape[1], 0, shuffle=False, packing=packing)
+    samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
+    sums: list[float] = []
+    for _, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):
+        uses = torch.bincount(act.codes[: len(losses)].flatten(), minlength=codes)
+        sums += [losses.sum().item(), *uses.tolist()]
+    every = np.array(in_order(sums, 1 + codes, -(-samples // act.tokens.shape[0]), ranks)).reshape(-1, 1 + codes)
+    return CodesHeldOut(math.fsum(every[:, 0]) / (samples * act.tokens.shape[1]), every[:, 1:].sum(0), samples)
+
+
+def reconstructions(
+    shape: ModelShape, ops: Any, weights: Any, act: Any, dataset: Dataset, *, packing: str
+) -> list[np.ndarray]:
+    """Pictures of the validation split, each above what an autoencoder's codes draw; at most a micro-batch of them."""
+    if not dataset.splits["validation"]:
+        return []
+    batches = Batches(dataset.splits["validation"], act.tokens.shape[1], 0, shuffle=False, packing=packing)
+    samples = min(act.tokens.shape[0], batches.samples_per_epoch)
+    for _ in token_losses(shape, ops, weights, act, batches, samples, Ranks()):
+        drawn = bytes_of(act.prediction[:samples])
+        pairs = torch.cat([act.targets[:samples].view(drawn.shape).to(torch.uint8), drawn], 1)  # (B, 2 Y, X, 3)
+        return [*pairs.cpu().numpy()]
+    return []

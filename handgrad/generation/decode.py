@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.errors import UsageError
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import named
 from handgrad.models import architecture
@@ -28,7 +29,11 @@ def decode_buffers(
     shape: ModelShape, batch: int, dtype: torch.dtype, ops: ModuleType, *, prefill_tokens: int = PREFILL_TOKENS
 ) -> list[Buffer]:
     """The rows of the architecture's `Decoding` for `batch` sequences. One prefill takes at most `prefill_tokens` tokens,
-    or one whole context if that is longer."""
+    or one whole context if that is longer. Raises `UsageError` for a network of pictures."""
+    if shape.network.pictures:
+        raise UsageError(
+            f"{shape.architecture} writes no text; `encode` and `decode` of its model turn pictures into codes"
+        )
     tokens = max(shape.sequence_length, min(prefill_tokens, batch * shape.sequence_length))
     rows = architecture(shape).decoding(shape, batch, tokens, dtype, ops)
     return [Buffer(f"{KIND}.{row.name}", row.shape, row.dtype, KIND, row.ticks) for row in rows]

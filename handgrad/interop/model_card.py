@@ -173,6 +173,11 @@ def drawing(codes: Codes, trust: str) -> list[str]:
         "from PIL import Image",
         "from transformers import AutoModelForCausalLM",
         "",
+        *(
+            ["# Draws the mean colour of each code: `handgrad sample` has the autoencoder that draws their pictures."]
+            if codes.decoder
+            else []
+        ),
         'folder = "."  # of this file',
         f'palette = json.load(open(f"{{folder}}/{PALETTE_FILE}"))',
         f"model = AutoModelForCausalLM.from_pretrained(folder{trust})",

@@ -1,5 +1,6 @@
 """Launches captured as CUDA graphs. The first call runs them eagerly, which loads and compiles their kernels; the next
-captures them; later calls replay the graph. Launches must not allocate, nor read memory that the host changes.
+captures them; later calls replay the graph. Launches must not read memory that the host changes; what they allocate
+belongs to the graph.
 """
 
 import contextlib

@@ -6,6 +6,7 @@ modern       the network of docs/modern.md
 llama        Llama, Qwen2, Qwen3 and their relatives
 gemma3       Gemma 3
 olmo         OLMo 2 and OLMo 3
+vqvae        an autoencoder of pictures with discrete codes
 decoding     the buffers of generation
 overlay      operations with some of them replaced
 
@@ -78,9 +79,12 @@ def forward_rows(
 
 
 def compute_losses(ops: Any, weights: Any, act: Any, shape: ModelShape) -> None:
-    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
-    run(architecture(shape).forward(ops, weights, act, shape))
-    head_losses(ops, weights, act, shape)
+    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats, or of pictures the squared
+    error of each byte."""
+    model = architecture(shape)
+    run(model.forward(ops, weights, act, shape))
+    losses = model.squared_errors if shape.network.pictures else head_losses
+    losses(ops, weights, act, shape)
 
 
 def named_activations(shape: ModelShape, views: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ modern   the network of docs/modern.md, and the list of its techniques
 llama    Llama, Qwen2, Qwen3 and their relatives, and the sizes in which they differ
 gemma3   Gemma 3
 olmo     OLMo 2 and OLMo 3
+vqvae    an autoencoder of pictures with discrete codes
 lora     the adapters of a run
 fp8      the shapes and settings that fp8 GEMMs support
 """
@@ -21,9 +22,11 @@ from handgrad.networks.llama import LLAMA, LlamaShape, parse_llama
 from handgrad.networks.modern import MODERN, names_of
 from handgrad.networks.network import Fp8, Gemm, Network
 from handgrad.networks.olmo import OLMO
+from handgrad.networks.vqvae import VQVAE
 
 VOCABULARY_MULTIPLE = 128  # padding of the vocabulary, so that GEMMs run on full tiles
 NETWORKS: dict[str, Network] = {"gpt2": GPT2, "modern": MODERN, "llama": LLAMA, "gemma3": GEMMA3, "olmo": OLMO}
+NETWORKS |= {"vqvae": VQVAE}
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class ModelShape:
     llama: str = ""  # a Llama's further sizes, as the text of a `LlamaShape`
     gemma3: str = ""  # a Gemma 3's, of a `Gemma3Shape`
     olmo: str = ""  # an OLMo's, of an `OlmoShape`
+    vqvae: str = ""  # a vqvae's, of a `VqvaeShape`
 
     def __post_init__(self) -> None:
         if setting := self.network.setting:
@@ -141,6 +145,8 @@ class ModelShape:
         """FLOPs of forward and backward: 6 per GEMM parameter, and 6 H D T for a layer's two causal products, fewer within
         a window. Embedding lookups cost none. Scalars, gates and norms are negligible and count only if their network's
         `counted` says so."""
+        if (own := self.network.flops) is not None:
+            return own(self)
         in_blocks = self.num_layers * sum(gemm.inputs * sum(gemm.outputs.values()) for gemm in self.gemms)
         parameters = in_blocks + self.vocab_size * self.channels + self.network.counted(self)
         T = self.sequence_length

@@ -69,9 +69,11 @@ class Network:
     # Features that it supports.
     dropout: bool = False
     adapters: bool = True
+    pictures: bool = False  # pictures in and out, a sample each; no loss head, no text
     any_context: bool = False  # positions are computed: training on shorter samples keeps the context length
     tied: Callable[["ModelShape"], bool] = lambda shape: True  # the loss head is the token embedding
     counted: Callable[["ModelShape"], int] = lambda shape: 0  # parameters outside GEMMs that also count 6 FLOPs each
+    flops: Callable[["ModelShape"], float] | None = None  # per token, forward and backward; None: of GEMMs and attention
     sides: Callable[["ModelShape"], dict[str, int]] = lambda shape: {}  # matrix sides that are not derived from channels
     # Tensors other than weights that fp8 GEMMs read, by name, inside and outside the blocks.
     fp8: Callable[["ModelShape"], Mapping[str, Fp8]] = lambda shape: {}
@@ -82,3 +84,7 @@ class Network:
     modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # our tensor -> theirs, stacked by rows
     transposed: bool = False  # transformers stores a block's matrices as (in, out)
     brings_code: bool = False  # transformers lacks it, so an exported folder includes its code
+
+    def precision(self, name: str) -> str:
+        """The precision for a name. "auto" is fp32 for pictures, and otherwise stays: the device decides."""
+        return "fp32" if self.pictures and name == "auto" else name

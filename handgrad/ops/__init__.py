@@ -18,6 +18,7 @@ One alphabet for the whole repository:
     B batch     T position      N = B T tokens      C channels      F feed-forward width
     H heads     D head width    V vocabulary        Vp padded vocabulary        L layers
     K heads of keys and values, if fewer than the query heads
+    Y X rows and columns of a picture    J side of a convolution's kernel    Q groups of channels    Z latent channels
 """
 
 from dataclasses import dataclass
@@ -44,6 +45,14 @@ OPERATIONS = (
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # norm, then GEMM; generation fuses them in one kernel
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "rmsnorm_linear_swiglu_forward"),
     *("mix_rmsnorm_linear_forward", "store_keys_values"),
+)
+
+# Operations on pictures.
+PICTURE_OPERATIONS = (
+    *("pixels_forward", "squared_error_forward", "squared_error_forward_backward"),
+    *("conv_forward", "conv_backward", "transposed_conv_forward", "transposed_conv_backward"),
+    *("groupnorm_forward", "groupnorm_backward", "silu_forward", "silu_backward"),
+    *("fsq_forward", "fsq_backward", "fsq_round", "fsq_values", "vq_forward", "vq_backward", "vq_values"),
 )
 
 # Generation takes one token per sequence at a time; its operations are in the backend's module `decode`.

@@ -2,7 +2,8 @@
 kernel checks and backend tests draw their calls from this table; `ops.rounding` gives the allowed errors.
 
 Capital names are sizes, in the alphabet of `ops`. Also: P = (H + 2K) D, the columns of packed queries, keys, values;
-R = H + K, the heads that norm and rotation change; G, the channels that a gate reads; M, the rows of the position table.
+R = H + K, the heads that norm and rotation change; G, the channels that a gate reads; M, the rows of the position table;
+Yo and Xo, the rows and columns that a convolution of stride S writes; E, the vectors of a codebook.
 """
 
 import math
@@ -24,6 +25,7 @@ SENTINEL = 3.25  # accumulators start from it, so a kernel that overwrites inste
 B, T, V, Vp = 2, 96, 300, 384
 N, C, H, F = B * T, 128, 2, 512
 SIZES = {"B": B, "T": T, "C": C, "H": H, "F": F, "V": V, "Vp": Vp, "G": 32}
+SIZES |= {"Y": 6, "X": 8, "J": 3, "S": 1, "Q": 4, "Z": 4, "E": 10}
 
 # Outputs <- inputs, in argument order | settings. Each tensor is name[dimensions], then optionally how to change the draw:
 #   *4   scaled by that factor      +   doubled and shifted     ^2   squared; negative numbers become 0 first
@@ -79,9 +81,26 @@ CALLS = {
     "distill_forward_backward": "losses[N] logits_to_dlogits_inout[N Vp]*4"
     " <- teacher_logits[N Vp]*4 targets[N] scale[1] | vocab_size",
     "softcap_forward": "logits_inout[N V]*4 <- | softcap",
+    "pixels_forward": "out[B Y X 3] <- tokens[B 3YX]",
+    "squared_error_forward": "losses[B 3YX] <- prediction[B Y X 3] targets[B 3YX]",
+    "squared_error_forward_backward": "losses[B 3YX] prediction_to_dprediction_inout[B Y X 3] <- targets[B 3YX] scale[1]",
+    "conv_forward": "out[B Yo Xo F] <- inp[B Y X C] weight[F JJC] bias[F] | stride",
+    "conv_backward": "dinp[B Y X C] dweight_acc[F JJC] dbias_acc[F] <- dout[B Yo Xo F] inp[B Y X C] weight[F JJC] | stride",
+    "transposed_conv_forward": "out[B Y X C] <- inp[B Yo Xo F] weight[F JJC] bias[C] | stride",
+    "transposed_conv_backward": "dinp[B Yo Xo F] dweight_acc[F JJC] dbias_acc[C]"
+    " <- dout[B Y X C] inp[B Yo Xo F] weight[F JJC] | stride",
+    "groupnorm_forward": "out[B Y X C] mean[B Q] rstd[B Q] <- inp[B Y X C]+ weight[C] bias[C]",
+    "groupnorm_backward": "dresidual_inout[B Y X C] dweight_acc[C] dbias_acc[C]"
+    " <- dout[B Y X C] inp[B Y X C] mean[B Q] rstd[B Q] weight[C]",
+    "silu_forward": "out[N F] <- inp[N F]*3",
+    "silu_backward": "dhidden_inout[N F] <- inp[N F]*3",
+    "fsq_forward": "out[B Y X Z] <- inp[B Y X Z] | levels",
+    "fsq_backward": "dhidden_inout[B Y X Z] <- inp[B Y X Z] | levels",
+    "vq_forward": "out[B Y X Z] codes[B YX] errors[B YX] <- inp[B Y X Z] codebook[E Z]",
+    "vq_backward": "dinp_inout[B Y X Z] dcodebook_acc[E Z] <- inp[B Y X Z] codes[B YX] codebook[E Z] scale[1] | commitment",
 }
 TENSOR = re.compile(r"(\w+)\[([^]]+)\](\*\d+|\+|\^2)?")
-WIDE = {"mean", "rstd", "lse", "losses", "gate", "scale"}  # tensors in the accumulator dtype
+WIDE = {"mean", "rstd", "lse", "losses", "errors", "gate", "scale"}  # tensors in the accumulator dtype
 SETTINGS = {
     "num_heads": lambda sizes: sizes["H"],
     "length": lambda sizes: sizes["T"],
@@ -90,6 +109,9 @@ SETTINGS = {
     "frequencies": lambda sizes: tuple(500000.0 ** (-2 * pair / sizes["D"]) for pair in range(sizes["D"] // 2)),
     "scale": lambda sizes: 1.2,
     "softcap": lambda sizes: 15.0,
+    "stride": lambda sizes: sizes["S"],
+    "levels": lambda sizes: (8, 5, 5, 5),
+    "commitment": lambda sizes: 1.0,  # with any other, the sum is no function's gradient
 }
 
 
@@ -99,7 +121,9 @@ def complete(stated: Sizes) -> Sizes:
     s["D"] = s.get("D", s["C"] // s["H"])
     s["C"] = s["H"] * s["D"] if "D" in stated else s["C"]
     s = {"N": s["B"] * s["T"], "K": s["H"], "M": s["T"]} | s
-    return s | {"P": (s["H"] + 2 * s["K"]) * s["D"], "R": s["H"] + s["K"], "": 1}
+    convolved = {f"{side}o": (s[side] + 2 * ((s["J"] - 1) // 2) - s["J"]) // s["S"] + 1 for side in "YX"}
+    pictures = {"YX": s["Y"] * s["X"], "JJC": s["J"] * s["J"] * s["C"], **convolved}
+    return s | pictures | {"P": (s["H"] + 2 * s["K"]) * s["D"], "R": s["H"] + s["K"], "": 1}
 
 
 def length(dimension: str, sizes: Sizes) -> int:
@@ -161,7 +185,9 @@ class Draw:
         if name.endswith("_acc"):
             return torch.full(shape, SENTINEL, dtype=self.wide, device=self.device)
         if written and not name.endswith("_inout"):
-            return self.empty(*shape, dtype=dtype)
+            return self.empty(*shape, dtype=dtype) if name != "codes" else torch.full(shape, -1, device=self.device)
+        if name == "codes":
+            return self.integers(sizes["E"], *shape)
         if name in ("tokens", "targets", "sorted_positions"):
             words = self.integers(sizes["V"], *shape)
             words.view(-1)[0], words.view(-1)[-1] = sizes["V"] - 1, 0
@@ -289,6 +315,13 @@ GRADIENTS = {
     "relu2_backward": "hidden_inout:dhidden_inout <- hidden_inout:dhidden_inout",
     "swiglu_backward": "out:dout <- hidden:dhidden",
     "geglu_backward": "out:dout <- hidden:dhidden",
+    "squared_error_forward_backward": "losses:scale <- prediction_to_dprediction_inout:prediction_to_dprediction_inout",
+    "conv_backward": "out:dout <- inp:dinp weight:dweight_acc bias:dbias_acc",
+    "transposed_conv_backward": "out:dout <- inp:dinp weight:dweight_acc bias:dbias_acc",
+    "groupnorm_backward": "out:dout <- inp:dresidual_inout weight:dweight_acc bias:dbias_acc",
+    "silu_backward": "out:dhidden_inout <- inp:dhidden_inout",
+    "fsq_backward": "out:dhidden_inout <- inp:dhidden_inout",
+    "vq_backward": "errors:scale <- inp:dinp_inout codebook:dcodebook_acc",
 }
 
 
@@ -315,7 +348,9 @@ class BothWays(NamedTuple):
 def both_ways(ops: ModuleType, backward: str, d: Draw, **changes: Any) -> BothWays:
     """Runs a forward, then its backward. `changes` as in `Draw.arguments`; each operation gets only arguments it has."""
     pair = PAIRS[backward]
-    own, other = (set(re.findall(r"\w+(?=\[)|epsilon", CALLS[operation])) for operation in (pair.forward, backward))
+    own, other = (
+        set(re.findall(r"\w+(?=\[)|epsilon|commitment", CALLS[operation])) for operation in (pair.forward, backward)
+    )
     before = d.arguments(pair.forward, **{name: value for name, value in changes.items() if name not in other - own})
     after = copies(before)
     call(getattr(ops, pair.forward), pair.forward, after)

@@ -44,7 +44,11 @@ COLUMNS = (
     Column("validation loss", results.final_validation, results.validation_text),
     measured("best", lambda run: results.best_validation(run)[1], loss_text),
     measured("training loss", results.final_training_loss, loss_text),
-    measured("perplexity", lambda run: math.nan if run.pairs else results.final_validation(run), results.perplexity_text),
+    measured(
+        "perplexity",
+        lambda run: math.nan if run.pairs or results.squares(run) else results.final_validation(run),
+        results.perplexity_text,
+    ),
     measured("bits per byte", lambda run: results.bits_per_byte(run, results.final_validation(run)), loss_text),
     Column("above the floor", results.final_validation, lambda run: results.floor_text(run, results.final_validation(run))),
     measured("steps", results.steps_done, "{:,}".format),

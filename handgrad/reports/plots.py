@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from handgrad.reports.results import Run, TaskFigure, envelope, short_text, smooth, thin, tokens_at
+from handgrad.reports.results import Run, TaskFigure, envelope, measure_of, short_text, smooth, thin, tokens_at
 
 # Name: (light, dark). `drawing` draws in the light colours and replaces each with `var(--name)` in the page, so a plot
 # follows the reader's colour scheme. All light colours must therefore differ.
@@ -66,8 +66,9 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
     crosses = " Crosses: skipped updates." if any(run.skipped for run in runs) else ""
     of_teacher = " Training: the divergence from a teacher." if any(run.start.teacher for run in runs) else ""
     caption = "Thin: every step. Thick: running mean." + of_teacher + dots + floor
-    unit = "pair" if all(run.pairs for run in runs) else "token"
-    plots = [Plot("loss", f"Loss, nats per {unit}", caption, True, draw_loss)]
+    units = {measure_of(run)[0] for run in runs}
+    unit = units.pop() if len(units) == 1 else "nats per token"
+    plots = [Plot("loss", f"Loss, {unit}", caption, True, draw_loss)]
     if all(len(run.steps.step) >= CLOSE_UP_STEPS for run in runs):
         caption = "The same, without the fall of the first fifth."
         plots.append(Plot("loss_close_up", "Loss, close-up", caption, True, draw_loss_close_up))

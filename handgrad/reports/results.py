@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from handgrad.networks.vqvae import psnr
 from handgrad.settings.batch_schedule import BatchSchedule, parse_schedule
 
 DASH = "–"
@@ -231,7 +232,7 @@ def perplexity(loss: float) -> float:
 def bits_per_byte(run: Run, loss: float) -> float:
     """Bits per byte of validation text: the loss in a unit that does not depend on the tokenizer."""
     data = run.start.data
-    if not data.validation_text_bytes > 0:
+    if not data.validation_text_bytes > 0 or squares(run):
         return math.nan
     return loss * data.validation_tokens / data.validation_text_bytes / math.log(2)
 
@@ -254,6 +255,18 @@ def validation_text(run: Run) -> str:
     """The last validation loss; NaN means that the run diverged, a dash that it had no validation."""
     loss = final_validation(run)
     return "NaN" if run.validations and math.isnan(loss) else loss_text(loss)
+
+
+def squares(run: Run) -> bool:
+    """True if the loss is a squared error, of a network of pictures."""
+    return run.config.get("architecture") == "vqvae"
+
+
+def measure_of(run: Run) -> tuple[str, str, Callable[[float], str]]:
+    """(the unit of a run's loss; the name and the text of the same in another unit)."""
+    if squares(run):
+        return "squared error per byte", "PSNR", lambda loss: shown(loss, lambda error: f"{psnr(error):.2f} dB")
+    return f"nats per {'pair' if run.pairs else 'token'}", "perplexity", perplexity_text
 
 
 def perplexity_text(loss: float) -> str:

@@ -156,14 +156,14 @@ def tiles(run: Run) -> str:
     """The headline numbers of one run."""
     if run.validations:
         loss, last_step = results.final_validation(run), run.validations[-1][0]
-        note = f"nats per {'pair' if run.pairs else 'token'}, step {last_step:,}"
+        note = f"{results.measure_of(run)[0]}, step {last_step:,}"
         best_step, best_loss = results.best_validation(run)
         if best_step not in (0, last_step):
             note += f"; best {loss_text(best_loss)} in step {best_step:,}"
         shown = [("Validation loss", results.validation_text(run), note)]
     else:
         loss = results.final_training_loss(run)
-        unit = "nats per token from the teacher" if run.start.teacher else "nats per token"
+        unit = "nats per token from the teacher" if run.start.teacher else results.measure_of(run)[0]
         shown = [("Training loss", loss_text(loss), f"{unit}; no validation yet")]
     if run.rewards:
         step = max(run.rewards)
@@ -173,7 +173,8 @@ def tiles(run: Run) -> str:
         accuracy, margin = run.pairs[max(run.pairs)]
         shown.append(("Accuracy", f"{accuracy:.1%}", f"of pairs; mean margin {margin:+.3f}"))
     elif run.validations or not run.start.teacher:
-        shown.append(("Perplexity", results.perplexity_text(loss), "per token"))
+        _, name, other_unit = results.measure_of(run)
+        shown.append((name[:1].upper() + name[1:], other_unit(loss), "" if results.squares(run) else "per token"))
     if run.validations and not math.isnan(bits := results.bits_per_byte(run, loss)):
         shown.append(("Bits per byte", loss_text(bits), "of validation text"))
     if (above := results.floor_text(run, loss)) != results.DASH:
@@ -235,6 +236,7 @@ def validations(run: Run) -> str:
     if run.rewards:
         rewarded = [[f"{step:,}", f"{reward:.4f}", f"{stderr:.4f}"] for step, (reward, stderr) in run.rewards.items()]
         return table(["step", "reward", "standard error"], rewarded)
+    unit, name, other_unit = results.measure_of(run)
     rows, sets = [], list(dict.fromkeys(name for losses in run.sets.values() for name in losses))
     for index in thin(len(run.validations), ROWS):
         step, loss = run.validations[index]
@@ -244,8 +246,8 @@ def validations(run: Run) -> str:
             rows.append([f"{step:,}", tokens, loss_text(loss), f"{accuracy:.1%}", f"{margin:+.4f}"])
             continue
         each = [loss_text(run.sets.get(step, {}).get(name, math.nan)) for name in sets]
-        rows.append([f"{step:,}", tokens, loss_text(loss), results.perplexity_text(loss), loss_text(bits), *each])
-    figures = ["nats per pair", "accuracy", "margin"] if run.pairs else ["nats per token", "perplexity", "bits per byte"]
+        rows.append([f"{step:,}", tokens, loss_text(loss), other_unit(loss), loss_text(bits), *each])
+    figures = [unit, "accuracy", "margin"] if run.pairs else [unit, name, "bits per byte"]
     return table(["step", "tokens", *figures, *sets], rows) if rows else ""
 
 

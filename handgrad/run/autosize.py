@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from handgrad.data.codes import RGB
 from handgrad.data.mixture import apart, open_data
 from handgrad.data.preferences import has_pairs
 from handgrad.data.prompts import has_prompts, longest_prompt, open_prompts
@@ -45,6 +46,7 @@ LEARNING_RATE, ADAPTERS_LEARNING_RATE = 3e-5, 2e-4
 EPOCHS, WARMUP_SHARE = 3, 0.05
 ENOUGH_STEPS = 100  # with fewer, a few conversations would barely move the weights
 FEWEST_PICTURES = 4  # a step
+PICTURES_PER_STEP = 32  # of an autoencoder
 FEW_ROWS = 16  # least rows per epoch: rows need only hold the longest conversation, and short rows make more steps
 ENDING: dict[str, Any] = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
 
@@ -85,6 +87,8 @@ GPU_SIZES = (
 def suited_settings(dataset: Dataset, device: torch.device, steps: int = 0) -> dict[str, Any]:
     """Settings for a run on `dataset`: the largest model that its tokens can teach and the device can hold. `steps`: as in
     `paced`."""
+    if dataset.codes and dataset.codes.decoder == RGB:
+        return codec_settings(dataset, device, steps)
     training = dataset.tokens("train")
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for size in reversed([size for size in sizes if training >= size.tokens]):
@@ -93,6 +97,20 @@ def suited_settings(dataset: Dataset, device: torch.device, steps: int = 0) -> d
                 return settings_of(config, size, dataset, device, steps)
     smallest = replace(fitted(sizes[0], dataset), micro_batch=1)
     return settings_of(smallest, sizes[0], dataset, device, steps)  # if it does not fit, the run refuses it with advice
+
+
+def codec_settings(dataset: Dataset, device: torch.device, steps: int) -> dict[str, Any]:
+    """The autoencoder's preset, for pictures of the size that the data have."""
+    assert dataset.codes is not None
+    (rows, columns), preset = dataset.codes.size, presets.preset("vqvae")
+    length = 3 * rows * columns
+    pictures = min(PICTURES_PER_STEP, power_of_two(max(1, dataset.tokens("train") // (1 + length))))
+    sizes = {"sequence_length": length, "tokens_per_step": pictures * length, "vqvae": f"size={rows}x{columns}"}
+    config = replace(preset, **sizes, micro_batch=min(preset.micro_batch, pictures))
+    return {
+        **{name: getattr(config, name) for name in (*CODEC, *CHOSEN_SIZES)},
+        **paced(config, dataset, device, EPOCHS, WARMUP_SHARE, steps),
+    }
 
 
 def fitted(size: Size, dataset: Dataset) -> RunConfig:
@@ -169,7 +187,18 @@ CHOSEN_SIZES = (
     *("num_layers", "num_heads", "channels", "sequence_length"),
     *("tokens_per_step", "micro_batch", "learning_rate", "schedule", "final_learning_rate_fraction"),
 )
-CHOSEN = (*CHOSEN_SIZES, "steps", "warmup_steps", "eval_every", "eval_tokens", "sample_every", "save_every", "log_every")
+CODEC = ("architecture", "vqvae")  # chosen for pictures in bytes
+CHOSEN = (
+    *CODEC,
+    *CHOSEN_SIZES,
+    "steps",
+    "warmup_steps",
+    "eval_every",
+    "eval_tokens",
+    "sample_every",
+    "save_every",
+    "log_every",
+)
 
 
 def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +208,7 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None:
-        return {name: begun[name] for name in CHOSEN}
+        return {name: begun[name] for name in CHOSEN if name in begun}
     device = devices.resolve_device(settings.get("device", RunConfig.device))
     return suited_settings(open_data(settings["data"]), device, settings.get("steps", 0))
 

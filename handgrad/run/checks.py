@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from handgrad.data.batches import validation_batches
+from handgrad.data.codes import RGB
 from handgrad.data.mixture import apart
 from handgrad.data.recommended import tokenizer_of
 from handgrad.data.shards import Dataset
@@ -17,6 +18,7 @@ from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
 from handgrad.machine import devices
+from handgrad.networks.vqvae import parse_vqvae
 from handgrad.run.checkpointing import checkpoint_rows
 from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, memory_bytes
@@ -37,8 +39,23 @@ def check_names(config: RunConfig) -> None:
             raise UsageError(f"{name} must be a path in UTF-8, found {os.fsencode(path)!r}; rename the folder") from None
 
 
+def check_pictures(config: RunConfig, dataset: Dataset) -> None:
+    """Raises `DataError` unless the data are pictures in bytes, of the network's size."""
+    codes, (rows, columns) = dataset.codes, parse_vqvae(config.vqvae).sides
+    if codes is None or codes.decoder != RGB:
+        where = f"{config.data} was prepared {'as codes' if codes else 'from text'}"
+        raise DataError(f"{config.architecture} takes pictures in bytes, {where}; prepare them with --codes rgb")
+    if codes.size != (rows, columns):
+        length, (height, width) = codes.rows * codes.columns, codes.size
+        remedy = f"try --sequence-length {length} --vqvae size={height}x{width}"
+        raise DataError(f"expected pictures of {rows} x {columns} in {config.data}, found {height} x {width}; {remedy}")
+
+
 def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:
-    """Refuses a step larger than an epoch, and a plan that does not fit in memory together with `more_bytes`."""
+    """Refuses pictures of another size, a step larger than an epoch, and a plan that does not fit in memory together with
+    `more_bytes`."""
+    if design.shape.network.pictures:
+        check_pictures(config, dataset)
     samples = training_batches(config, dataset).samples_per_epoch
     for one in () if config.objective == REWARD else apart(dataset):  # refuses a split without a sample
         validation_batches(one.dataset, config.sequence_length, packing=config.packing)

@@ -11,8 +11,10 @@ from handgrad.data.codes import drawn, parts_of
 from handgrad.data.preferences import pair_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import Tokenizer
+from handgrad.evaluation.codec import view_of
 from handgrad.evaluation.likelihoods import KIND as OWN_KIND, Request, Workload
 from handgrad.evaluation.loss import floor_note, held_out_loss
+from handgrad.evaluation.pictures import reconstructions
 from handgrad.evaluation.preferences import held_out_pairs
 from handgrad.evaluation.scoring import IN_TRAINING, TaskResult, make_requests, results_of, task_record
 from handgrad.evaluation.tasks import LLMC, TaskData, load_tasks, parse_tasks
@@ -104,7 +106,9 @@ class Evaluations:
     ):
         self.config, self.training, self.dataset, self.ranks, self.log = config, training, dataset, ranks, log
         self.tasks, design = tasks, training.design
-        self.decode = decode_tensors(design.shape, generation_plan(design).allocate(design.device))
+        self.decode = None
+        if not design.shape.network.pictures:
+            self.decode = decode_tensors(design.shape, generation_plan(design).allocate(design.device))
         if tasks is not None:
             tasks.allocate(training.plain_ops)
         self.loss: float | None = None  # of the last validation, in nats; of rewards, the mean's negative
@@ -153,12 +157,18 @@ class Evaluations:
         """Samples a text after `step` on rank 0, unless the record has it."""
         if not self.config.sample_tokens or ("sample", step) in self.log.recorded:
             return
-        if self.ranks.is_rank_0:
+        if self.ranks.is_rank_0 and self.decode is None:
+            self.training.await_weights()
+            state = self.training.state
+            model = state.design.shape, self.training.validation_ops, state.weights, state.activations
+            pairs = reconstructions(*model, self.dataset, packing=self.config.packing)
+            self.log.sample(step, "each picture above what its codes draw" if pairs else "", pairs)
+        elif self.ranks.is_rank_0:
             self.training.await_weights()
             state, tokenizer = self.training.state, self.dataset.tokenizer
             model = state.design.shape, self.training.plain_ops, state.plain_weights, self.decode, tokenizer
             text = write_document(*model, max_tokens=self.config.sample_tokens, seed=self.config.seed + step)
             codes = self.dataset.codes
-            parts = [*parts_of(text, codes)] if codes else [text]
-            self.log.sample(step, *drawn(parts, codes))
+            text, pictures = drawn([*parts_of(text, codes)], view_of(codes).paint) if codes else (text, [])
+            self.log.sample(step, text, pictures)
         self.ranks.barrier("a sample of text")

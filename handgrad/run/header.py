@@ -64,6 +64,7 @@ def header_lines(
     if host.buffers:
         lines.append(f"offload    {' and '.join(host.size_bytes)} in host memory: {human_bytes(host.total_bytes)}")
     tokens = config.batch.tokens_before(config.steps)
+    note = "(auto, for pictures)" if shape.network.pictures else devices.precision_note(design.device, config.precision)
     epochs = tokens // config.sequence_length / training_batches(config, dataset).samples_per_epoch
     lines += [
         f"batch      {step_text(design.batch, 0)}; {config.steps} steps = {human_count(tokens)} tokens,"
@@ -71,8 +72,7 @@ def header_lines(
         *batch_lines(design.batch),
         *warmup_lines(config),
         *packing_lines(config, dataset),
-        f"numbers    {config.precision} {devices.precision_note(design.device, config.precision)}, recompute"
-        f" {config.recompute}, {started}",
+        f"numbers    {config.precision} {note}, recompute {config.recompute}, {started}",
     ]
     if design.fp8 is not None:
         window = f" over {config.fp8_window} steps, margin {config.fp8_margin}" if design.fp8.delayed else ""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from handgrad import models
+from handgrad.errors import UsageError
 from handgrad.generation import rollouts
 from handgrad.generation.decode import decode_buffers, with_cache
 from handgrad.interop.sources import read_sizes
@@ -27,6 +28,7 @@ from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import Buffer, Plan, make_plan
 from handgrad.memory.layout import Layout, Sharding, buckets_of, norm_blocks, shard_elements, state_layout
 from handgrad.memory.rows import Table, flat_elements, freeze
+from handgrad.networks import NETWORKS
 from handgrad.networks.fp8 import takes_micro_batch
 from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
@@ -56,6 +58,8 @@ def resolve(
     settings that the device or the backend does not support, and for unknown names.
     """
     device = devices.resolve_device(config.device) if device is None else device
+    if config.shape(vocab_size).network.pictures and device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{config.architecture} runs on this machine's CPU or NVIDIA GPU so far; try --device cpu")
     config = with_precision(config, device)
     dtype = devices.dtype_of(device, config.precision)
     devices.check_optimizer(device, config.optimizer)
@@ -302,8 +306,9 @@ def largest_micro_batch(
 
 
 def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
-    """Replaces precision "auto" by the one that suits the device."""
-    return replace(config, precision=devices.resolve_precision(config.precision, device))
+    """Replaces precision "auto" by the one that suits the network and the device."""
+    precision = NETWORKS[config.architecture].precision(config.precision)
+    return replace(config, precision=devices.resolve_precision(precision, device))
 
 
 def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
@@ -322,8 +327,10 @@ def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
 
 
 def generation_plan(design: Design) -> Plan:
-    """The memory plan for generating one text at a time, or a step's rollouts. The cache of one text holds the token that
-    starts a document and the generated ones, not a whole context."""
+    """The memory plan for generating one text at a time, or a step's rollouts; empty for pictures. The cache of one
+    text holds the token that starts a document and the generated ones, not a whole context."""
+    if design.shape.network.pictures:
+        return make_plan(())
     if design.policy is not None:
         return make_plan(decode_buffers(design.shape, design.policy.at_once, design.dtype, design.plain_ops))
     shape = with_cache(design.shape, 1 + design.sample_tokens)

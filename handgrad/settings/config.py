@@ -89,11 +89,12 @@ class RunConfig:
     out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", free=True)
 
     # the model
-    architecture: str = option("gpt2", "gpt2, modern, llama, gemma3 or olmo (docs/README.md)", choices=ARCHITECTURES)
+    architecture: str = option("gpt2", "gpt2, modern, llama, gemma3, olmo or vqvae (docs/README.md)", choices=ARCHITECTURES)
     techniques: str = option("", f"all that the modern network has, of {', '.join(TECHNIQUES)}; or none (empty: defaults)")
     llama: str = option("", "settings of a Llama beside its sizes, like kv_heads=2,rotary_base=500000.0,tied")
     gemma3: str = option("", "settings of a Gemma 3 beside its sizes, like kv_heads=1,feed_forward=2048,window=512")
     olmo: str = option("", "settings of an OLMo beside its sizes, like feed_forward=11008,window=4096,rope=yarn")
+    vqvae: str = option("", "settings of a vqvae beside its sizes, like size=32x32,levels=8.5.5.5 or codebook=1000")
     num_layers: int = option(12, "number of transformer blocks", AT_LEAST_1, at_most(1000))
     num_heads: int = option(12, "attention heads per block; divides channels", AT_LEAST_1)
     channels: int = option(768, "width of the residual stream", AT_LEAST_1, at_most(1 << 16))
@@ -214,8 +215,8 @@ class RunConfig:
 
     def shape(self, vocab_size: int) -> ModelShape:
         """The model's sizes with the vocabulary of the data."""
-        sizes = self.sequence_length, self.num_layers, self.num_heads, self.channels
-        return ModelShape(vocab_size, *sizes, self.architecture, self.techniques, self.llama, self.gemma3, self.olmo)
+        sizes = self.sequence_length, self.num_layers, self.num_heads, self.channels, self.architecture, self.techniques
+        return ModelShape(vocab_size, *sizes, self.llama, self.gemma3, self.olmo, self.vqvae)
 
     @property
     def batch(self) -> BatchSchedule:
@@ -245,8 +246,7 @@ FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(Ru
 def check_packing(config: RunConfig) -> RunConfig:
     """Returns `config`; raises `UsageError` if its packing does not allow overlapping validation windows."""
     if config.packing == WHOLE and config.eval_stride:
-        remedy = f"set it to 0, or --packing {STREAM}"
-        raise UsageError(f"packing {WHOLE} has no eval_stride, found eval_stride {config.eval_stride}; {remedy}")
+        raise UsageError(f"packing {WHOLE} has no eval_stride, found {config.eval_stride}; try 0, or --packing {STREAM}")
     return config
 
 

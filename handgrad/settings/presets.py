@@ -155,10 +155,26 @@ def small(depth: int) -> RunConfig:
     return gpt2(f"d{depth}", **sizes, learning_rate=1e-3, warmup_steps=like.steps // 20, save_every=1000)
 
 
+def vqvae() -> RunConfig:
+    """Discrete codes of pictures of 32 x 32, an 8 x 8 grid of 1,000 by FSQ: 32 pictures a step."""
+    return sized(
+        "vqvae",
+        sequence_length=3 * 32 * 32,
+        steps=1000,
+        tokens_per_step=32 * 3 * 32 * 32,
+        micro_batch=8,
+        learning_rate=1e-3,
+        warmup_steps=50,
+        eval_tokens=64 * 3 * 32 * 32,
+        save_every=500,
+    )
+
+
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     "tiny": tiny,
     "demo": demo,
     "sprites": sprites,
+    "vqvae": vqvae,
     "d4": partial(small, 4),
     "d6": partial(small, 6),
     "d12": lambda: gpt2("d12", micro_batch=64, learning_rate=6e-4),

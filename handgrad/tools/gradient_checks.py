@@ -15,6 +15,7 @@ from handgrad.models.passes import run
 from handgrad.networks import ModelShape
 from handgrad.ops import reference
 from handgrad.ops.cases import PAIRS, Arguments, Draw, both_ways, call, copies
+from handgrad.ops.compose import Overlay
 
 STEP = 3e-5  # h
 # In float64 the error of (f(x + h) - f(x - h)) / 2h is h^2 f'''/6, 1.5e-10 f''', plus the rounding of f over h, 4e-12 f.
@@ -29,6 +30,10 @@ CASES |= {"attention_backward": GROUPED, "gained_qk_norm_rotary_backward": GROUP
 CASES |= {"classifier_forward_backward, with a cap": {"softcap": 3.0}}
 CASES |= {"distill_forward_backward, reverse, with a cap": {"softcap": 3.0, "teacher_softcap": 2.0, "reverse": True}}
 CASES |= {"rmsnorm_backward, without a gain": {"gain": None, "dgain_acc": None}, "rmsnorm_backward, of 1 + w": {"plus": 1}}
+CONVOLVED = {"D": 1, "F": 3, "Y": 4, "X": 6}  # four channels: each number is changed by itself
+CASES |= dict.fromkeys(("conv_backward", "transposed_conv_backward"), CONVOLVED)
+CASES |= {f"{name}, of stride 2": CONVOLVED | {"J": 4, "S": 2} for name in ("conv_backward", "transposed_conv_backward")}
+CASES |= {"groupnorm_backward": {"Y": 2, "X": 3}, "squared_error_forward_backward": {"Y": 2, "X": 3}}
 
 BATCH, LENGTH = 2, 5
 GPT2 = ModelShape(vocab_size=57, sequence_length=LENGTH, num_layers=2, num_heads=2, channels=32)
@@ -38,6 +43,7 @@ SHAPES = (
     replace(GPT2, architecture="llama", llama="kv_heads=1,feed_forward=48,qk_norm"),
     replace(GPT2, architecture="gemma3", gemma3="kv_heads=1,head_width=8,feed_forward=48,window=3,full_every=2"),
     replace(GPT2, architecture="olmo", olmo="kv_heads=1,feed_forward=48,window=3,full_every=2"),
+    ModelShape(57, 3 * 2 * 4, 1, 1, 8, architecture="vqvae", vqvae="size=2x4,levels=4.3.5,groups=2"),
 )
 
 
@@ -113,7 +119,7 @@ def check_operations() -> Iterator[Checked]:
     for line, changes in CASES.items():
         backward = line.partition(",")[0]
         forward = PAIRS[backward].forward
-        ran = both_ways(reference, backward, Draw(torch.float64), **SIZES, **changes)
+        ran = both_ways(reference, backward, Draw(torch.float64), **(SIZES | changes))
 
         def number(forward=forward, ran=ran) -> float:
             after = copies(ran.before)
@@ -155,21 +161,22 @@ def check_model(shape: ModelShape) -> Iterator[Compared]:
         row.stored(flat).add_(normal(row.stored_shape, generator), alpha=0.1)
     weights, gradients = (named_weights(shape, tensor, table) for tensor in (flat, flat_gradients))
     chunk = 3  # tokens at once in the loss head; the last chunk has fewer
-    rows = module.activations(shape, BATCH, LENGTH, torch.float64, reference, chunk=chunk, training=True)
+    rows = module.activations(shape, BATCH, shape.sequence_length, torch.float64, reference, chunk=chunk, training=True)
     views = make_plan(row.buffer(recompute=0) for row in rows if not row.of).allocate(torch.device("cpu"))
     act, d = (named(kind, views, layers) for kind in (module.Activations, module.Gradients))
-    tokens, targets = torch.randint(shape.vocab_size, (2, BATCH, LENGTH), generator=generator)
+    tokens, targets = torch.randint(shape.vocab_size, (2, BATCH, shape.sequence_length), generator=generator)
     order = torch.argsort(tokens.flatten(), stable=True)
-    scale = torch.ones(1, dtype=torch.float64)
+    scale, ops = torch.ones(1, dtype=torch.float64), Unrounded(reference)
 
     def loss() -> float:
         """The training loss. Runs the backward too, which completes the loss and may add terms of its own."""
         act.tokens.copy_(tokens)
         act.targets.copy_(targets)
-        act.sorted_positions.copy_(order)
+        if not shape.network.pictures:
+            act.sorted_positions.copy_(order)
         flat_gradients.zero_()
-        run(module.forward(reference, weights, act, shape))
-        run(module.backward(reference, weights, gradients, act, d, scale, shape, recompute=0))
+        run(module.forward(ops, weights, act, shape))
+        run(module.backward(ops, weights, gradients, act, d, scale, shape, recompute=0))
         return act.losses.sum().item()
 
     loss()
@@ -181,6 +188,14 @@ def check_model(shape: ModelShape) -> Iterator[Compared]:
         # A random direction sees one n-th of the squared norm of n numbers, of the error as well as of the gradient.
         error = abs(along - by_differences) * gradient.numel() ** 0.5 / max(float(gradient.norm()), 1e-30)
         yield Compared(row.name, error, "a random direction", along, by_differences)
+
+
+class Unrounded(Overlay):
+    """The operations `ops`, without FSQ's rounding: a step function has no slope, and the straight-through estimator is the
+    gradient of what is before it."""
+
+    def fsq_round(self, out: Tensor, codes: Tensor, bounded: Tensor, *, levels: tuple[int, ...]) -> None:
+        out.copy_(bounded)
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

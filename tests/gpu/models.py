@@ -63,7 +63,8 @@ def gradients(
     act, d = named(model.Activations, views, layers), named(model.Gradients, views, layers)
     act.tokens.copy_(source.act.tokens)
     act.targets.copy_(source.act.targets)
-    act.sorted_positions.copy_(torch.argsort(source.act.tokens.view(-1), stable=True))
+    if not shape.network.pictures:
+        act.sorted_positions.copy_(torch.argsort(source.act.tokens.view(-1), stable=True))
     if packed:
         BatchFeed(Answers(LENGTH), act).fill(0)
     w, g = (named_weights(shape, part, source.table) for part in (flat, flat_gradients))

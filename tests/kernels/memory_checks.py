@@ -59,7 +59,8 @@ def case(draw: Draw, operation: str, **changes: Any) -> Case:
     inputs = draw.arguments(operation, **changes)
     written = {name for name, _, _ in cases.TENSOR.findall(cases.CALLS[operation].partition("<-")[0])}
     changed = {name for name in inputs if inputs[name] is not None and (name in written or name.endswith("_acc"))}
-    N, columns = next((inputs[name].shape for name in ("dout", "norm", "dqkv_inout") if name in inputs), (0, 0))
+    shape = next((inputs[name].shape for name in ("dout", "norm", "dqkv_inout") if name in inputs), (0, 0))
+    N, columns = math.prod(shape[:-1]), shape[-1]
 
     def run(ops: ModuleType, t: Arguments) -> Tensors:
         function, before = getattr(ops, operation), copy(t)

@@ -1,10 +1,10 @@
-"""The kernels of RMS norm, mixed streams, value embeddings, QK-norm, rotary positions, squared ReLU and a softly capped
-classifier as they are launched at real sizes, compiled for Hopper without a GPU (`tables`)."""
+"""The kernels of RMS norm, group norm, mixed streams, value embeddings, QK-norm, rotary positions, squared ReLU and a
+softly capped classifier as they are launched at real sizes, compiled for Hopper without a GPU (`tables`)."""
 
 import triton
 
 from handgrad.networks.modern import GATE_CHANNELS
-from handgrad.ops.cuda import activations, classifier, distill, embedding, mix, rmsnorm, rotary, value_embedding
+from handgrad.ops.cuda import activations, classifier, distill, embedding, groupnorm, mix, rmsnorm, rotary, value_embedding
 from handgrad.ops.sizes import backward_tile, forward_tile, rmsnorm_backward_tile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import NUMBERS
@@ -19,6 +19,7 @@ TYPES = {**NUMBERS, "length": "i32"}
 TYPES |= dict.fromkeys(("rstd", "losses", "scale", "gate", "partials"), "*fp32:16") | dict.fromkeys(
     ("targets", "positions", "tokens"), "*i64:16"
 )
+TYPES |= dict.fromkeys(("mean", "dweights", "dbiases"), "*fp32:16") | {"places": "i32:16"}
 TYPES |= {"frequencies": "*fp64:16", "epsilon": "fp32", "F": "i32:16"}
 
 Launch = tuple[triton.JITFunction, dict[str, object], int]
@@ -61,6 +62,11 @@ def launches(itemsize: int) -> dict[str, Launch]:
             constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages} | dict.fromkeys(absent)
             absent = [*absent, *(["dfirst"] if "first" in absent else [])]
             found[f"mix_rmsnorm_backward of {C}, {name}"] = mix._backward, constants | dict.fromkeys(absent), warps
+    for C in (64, 192):
+        constants = {"C": C, "Q": 8, "BLOCK": triton.next_power_of_2(C // 8)}
+        constants["PLACES"] = groupnorm.ELEMENTS // constants["BLOCK"]
+        for way, kernel in (("forward", groupnorm._forward), ("backward", groupnorm._backward)):
+            found[f"groupnorm_{way} of {C}"] = kernel, constants, groupnorm.WARPS
     for C, H, D in HEADS:
         (heads, channels, gates), warps = value_embedding.tile(H, D, GATE_CHANNELS, itemsize)
         constants = {"C": C, "H": H, "G": GATE_CHANNELS, "BLOCK_H": heads, "BLOCK_D": channels, "BLOCK_G": gates}

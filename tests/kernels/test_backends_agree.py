@@ -10,9 +10,9 @@ pytest.importorskip("nvmath")
 
 from handgrad.joins import fp8
 from handgrad.joins.fp8 import reference as fp8_reference
-from handgrad.ops import DECODE_OPERATIONS, OPERATIONS, SET_UP, Backend, reference
+from handgrad.ops import DECODE_OPERATIONS, OPERATIONS, PICTURE_OPERATIONS, SET_UP, Backend, reference
 
-CONTRACT = OPERATIONS + SET_UP
+CONTRACT = OPERATIONS + PICTURE_OPERATIONS + SET_UP
 BACKENDS = ("ops.reference", "ops.cpu", "ops.cuda", "ops.cuda.tf32", "joins.fp8.reference", "joins.fp8.cuda")
 
 

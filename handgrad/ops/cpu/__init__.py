@@ -13,6 +13,7 @@ from handgrad.ops import Backend, compose, reference
 from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.attention import attention_backward, attention_forward
 from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward, distill_forward_backward
+from handgrad.ops.cpu.convolution import conv_backward, conv_forward, transposed_conv_backward, transposed_conv_forward
 from handgrad.ops.cpu.linear import (
     geglu_backward,
     geglu_forward,
@@ -28,6 +29,8 @@ from handgrad.ops.cpu.linear import (
     relu2_backward,
     relu2_forward,
     relu2_linear_backward,
+    silu_backward,
+    silu_forward,
     swiglu_backward,
     swiglu_forward,
     swiglu_linear_backward,

@@ -123,6 +123,15 @@ def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
     by_whole_vectors(lambda dy, x: backward(dy, x, approximate="tanh", grad_input=dy), dhidden_inout, inp)
 
 
+def silu_forward(out: Tensor, inp: Tensor) -> None:
+    torch.mul(inp, sigmoid(inp), out=out)
+
+
+def silu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
+    s = sigmoid(inp)
+    dhidden_inout.mul_(torch.addcmul(s, inp, s).addcmul_(inp * s, s, value=-1))  # s (1 + x (1 - s)) = s + x s - x s s
+
+
 def relu2_forward(hidden_inout: Tensor) -> None:
     """In 16 bits max(x, 0) is exact, and the square is rounded once."""
     hidden_inout.clamp_(min=0)

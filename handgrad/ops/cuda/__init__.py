@@ -1,7 +1,7 @@
 """The operations on NVIDIA GPUs: cuBLASLt for GEMMs, cuDNN or Triton for attention, Triton for the rest.
 
 They have the names and the contract of `handgrad.ops.reference`, and the tests compare every kernel with it. All are
-deterministic, allocate nothing, and can be captured in a CUDA graph.
+deterministic and can be captured in a CUDA graph; only those on pictures allocate.
 """
 
 # ruff: noqa: F401
@@ -25,6 +25,7 @@ from handgrad.ops.cuda.attention import attention_backward, attention_forward, a
 from handgrad.ops.cuda.attention_tiles import capability_here, widest_head
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward, softcap_forward
 from handgrad.ops.cuda.column_sums import bias_backward
+from handgrad.ops.cuda.convolution import conv_backward, conv_forward, transposed_conv_backward, transposed_conv_forward
 from handgrad.ops.cuda.cublaslt import tuning
 from handgrad.ops.cuda.distill import distill_forward_backward
 from handgrad.ops.cuda.embedding import (
@@ -33,6 +34,7 @@ from handgrad.ops.cuda.embedding import (
     token_embedding_backward,
     token_embedding_forward,
 )
+from handgrad.ops.cuda.groupnorm import groupnorm_backward, groupnorm_forward
 from handgrad.ops.cuda.launch import compile_ahead
 from handgrad.ops.cuda.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cuda.linear import (
@@ -63,6 +65,10 @@ from handgrad.ops.cuda.rotary import (
 )
 from handgrad.ops.cuda.value_embedding import value_embedding_backward, value_embedding_forward
 from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
+from handgrad.ops.reference.activations import silu_backward, silu_forward  # and more plain torch, for pictures
+from handgrad.ops.reference.fsq import fsq_backward, fsq_forward, fsq_round, fsq_values
+from handgrad.ops.reference.pixels import pixels_forward, squared_error_forward, squared_error_forward_backward
+from handgrad.ops.reference.vq import vq_backward, vq_forward, vq_values
 from handgrad.ops.sizes import muon_scratch_bytes, scratch_bytes
 
 compose.bind_norms_and_gemms(__name__)

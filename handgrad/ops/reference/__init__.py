@@ -24,6 +24,8 @@ from handgrad.ops.reference.activations import (
     relu2_forward,
     relu2_linear_backward,
     residual_forward,
+    silu_backward,
+    silu_forward,
     swiglu_backward,
     swiglu_forward,
     swiglu_linear_backward,
@@ -35,6 +37,12 @@ from handgrad.ops.reference.classifier import (
     distill_forward_backward,
     softcap_forward,
 )
+from handgrad.ops.reference.convolution import (
+    conv_backward,
+    conv_forward,
+    transposed_conv_backward,
+    transposed_conv_forward,
+)
 from handgrad.ops.reference.decode import store_keys_values
 from handgrad.ops.reference.embedding import (
     embedding_backward,
@@ -42,11 +50,14 @@ from handgrad.ops.reference.embedding import (
     token_embedding_backward,
     token_embedding_forward,
 )
+from handgrad.ops.reference.fsq import fsq_backward, fsq_forward, fsq_round, fsq_values
+from handgrad.ops.reference.groupnorm import groupnorm_backward, groupnorm_forward
 from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
 from handgrad.ops.reference.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
 from handgrad.ops.reference.muon import muon_momentum, muon_polar, muon_scratch_bytes, muon_update
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
+from handgrad.ops.reference.pixels import pixels_forward, squared_error_forward, squared_error_forward_backward
 from handgrad.ops.reference.reduction import checksum, digest, tree_sum
 from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.ops.reference.rotary import (
@@ -60,6 +71,7 @@ from handgrad.ops.reference.rotary import (
     rotary_forward,
 )
 from handgrad.ops.reference.value_embedding import value_embedding_backward, value_embedding_forward
+from handgrad.ops.reference.vq import vq_backward, vq_forward, vq_values
 
 compose.bind_norms_and_gemms(__name__)
 mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)  # out = RMSnorm(r x + s x0) W^T

@@ -1,4 +1,4 @@
-"""GELU, squared ReLU, SwiGLU and GEGLU, alone and as GEMM epilogues; and the residual sum."""
+"""GELU, SiLU, squared ReLU, SwiGLU and GEGLU, alone and as GEMM epilogues; and the residual sum."""
 
 import math
 
@@ -39,6 +39,21 @@ def gelu_terms(inp: Tensor) -> tuple[Tensor, Tensor]:
 
 
 linear_gelu_forward, gelu_linear_backward = compose.with_gelu(linear_forward, linear_backward, gelu_forward, gelu_backward)
+
+# SiLU (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415): y = x s,  s = 1 / (1 + exp(-x)).
+# dy/dx = s (1 + x (1 - s)).
+
+
+def silu_forward(out: Tensor, inp: Tensor) -> None:
+    """out, inp: any shape."""
+    out.copy_(inp * torch.sigmoid(inp))
+
+
+def silu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
+    """Turns the gradient after the SiLU into the gradient before it, in place; inp is the SiLU's input."""
+    s = torch.sigmoid(inp)
+    dhidden_inout.mul_(s * (1 + inp * (1 - s)))
+
 
 # Squared ReLU (So et al. 2021, https://arxiv.org/abs/2109.08668): y = max(x, 0)^2,  dy/dx = 2 max(x, 0) = 2 sqrt(y).
 # So the backward needs only the output, which the next GEMM keeps anyway.

@@ -11,7 +11,7 @@ import torch
 
 from handgrad.joins.dropout import reference as dropout_reference
 from handgrad.joins.dropout.reference import Dropout
-from handgrad.ops import reference
+from handgrad.ops import PICTURE_OPERATIONS, reference
 from handgrad.ops.cases import CALLS, OPTIMIZING, Arguments, B, C, Draw, F, N, T
 from handgrad.ops.reference.attention import Mask
 from handgrad.tools.kernel_checks.checking import attempt, compare
@@ -38,7 +38,8 @@ def documents(d: Draw) -> Arguments:
 
 GROUPED = {"H": 2, "K": 1, "D": 64}  # two heads of queries share one of keys and values
 TURNED = {**GROUPED, "frequencies": tuple(500000.0 ** (-pair / 32) for pair in range(32)), "scale": 1.2}
-CASES: Cases = {operation: case(operation) for operation in (*CALLS, *OPTIMIZING) if operation != "residual_forward"}
+NOT_KERNELS = {"residual_forward", *PICTURE_OPERATIONS}
+CASES: Cases = {operation: case(operation) for operation in (*CALLS, *OPTIMIZING) if operation not in NOT_KERNELS}
 CASES["rmsnorm_forward, without a gain"] = case("rmsnorm_forward", gain=None)
 CASES["rmsnorm_backward, without a gain"] = case("rmsnorm_backward", gain=None, dgain_acc=None)
 for operation in ("attention_forward", "attention_backward"):
