@@ -25,7 +25,7 @@ from handgrad.networks.vqvae import BYTES, family_of, sides_of
 from handgrad.parsing import parse_json
 from handgrad.settings.config import WHOLE, RunConfig, check
 
-AT_ONCE = 16  # pictures
+AT_ONCE = 64  # pictures
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def open_codec(weights: Weights, device: str = "cpu") -> Codec:
 def with_codec(options: PrepareOptions, weights: Weights) -> PrepareOptions:
     """The options to prepare pictures as an autoencoder's codes. Raises `UsageError` for weights of another network, and
     for another size than its own."""
-    codec = open_codec(weights)
+    codec = open_codec(weights, "auto")
     size = "x".join(map(str, codec.size))
     if options.size != PrepareOptions.size and sides(options.size) != codec.size:
         raise UsageError(f"--size must be {size}, of the pictures that {options.codes} codes, found {options.size}")
