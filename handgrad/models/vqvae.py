@@ -233,7 +233,7 @@ def bytes_of(prediction: Tensor) -> Tensor:
 # Tables.
 
 CONV = Init("normal", 1.0, by_inputs=True)
-TRANSPOSED = Init("normal", 2.0, by_inputs=True)  # with a stride of 2 an output has a quarter of the terms
+TRANSPOSED = Init("normal", 2.0, by_inputs=True)  # with a stride of 2 an output has fewer terms
 RESIDUAL = Init("normal", 1.0, residual=True, by_inputs=True)
 CODEBOOK = Init("normal", 1.0)
 
