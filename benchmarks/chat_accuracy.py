@@ -70,15 +70,16 @@ def questions(number: int) -> list[Messages]:
     raise AssertionError
 
 
-def answers(model: Model, asked: list[Messages]) -> list[str]:
-    """The model's greedy answer to each question, up to the end of its turn."""
+def answers(model: Model, asked: list[Messages], temperature: float = 0.0, at_once: int = BATCH) -> list[str]:
+    """The model's answer to each question, greedy at temperature 0, up to the end of its turn."""
     template, tokenizer = ChatTemplate(model.tokenizer), model.tokenizer
     assert template.end_tokens == {tokenizer.end_of_text}
-    batch = min(BATCH, len(asked))
+    batch = min(at_once, len(asked))
     views = make_plan(decode_buffers(model.shape, batch, model.dtype, model.ops)).allocate(model.device)
-    buffers, greedy = decode_tensors(model.shape, views), SamplingOptions(temperature=0)
-    decoder = Decoder(model.shape, model.ops, model.weights, buffers, greedy, end_of_text=tokenizer.end_of_text)
-    texts = [Continuation(template.render(messages, add_generation_prompt=True), LONGEST_ANSWER, 0) for messages in asked]
+    buffers, options = decode_tensors(model.shape, views), SamplingOptions(temperature=temperature)
+    decoder = Decoder(model.shape, model.ops, model.weights, buffers, options, end_of_text=tokenizer.end_of_text)
+    prompts = [template.render(messages, add_generation_prompt=True) for messages in asked]
+    texts = [Continuation(prompt, LONGEST_ANSWER, seed) for seed, prompt in enumerate(prompts)]
     for _ in decoder.generate(iter(texts)):
         pass
     return [tokenizer.decode(text.tokens) for text in texts]
