@@ -23,7 +23,7 @@ from handgrad.generation.generate import END_OF_TEXT, Continuation, Decoder, Sam
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND
 from handgrad.models import architecture
-from handgrad.models.passes import head_logits
+from handgrad.models.passes import head_logits, head_losses
 from handgrad.networks import ModelShape
 
 CHOSEN, SEEDS, PLACES, SCRATCH = "rollouts.chosen", "rollouts.seeds", "rollouts.places", "rollouts.scratch"
@@ -90,25 +90,40 @@ class ExactSampler:
     def check(self, rows: Sequence[Rollout]) -> None:
         """Runs the training forward over a micro-batch. Sets each rollout's losses; cuts an answer at the first token that
         the forward chooses otherwise, and ends it with that choice. A rollout is exact if nothing changed."""
-        act = self.state.activations
-        inputs, targets = (torch.empty(act.tokens.shape, dtype=torch.int64) for _ in range(2))
-        fill_rows(inputs, targets, rows, pad=min(self.ends))
+        targets = self.read(rows)
         trained = (targets.view(-1) >= 0).nonzero().squeeze(1)
         seeds = torch.zeros(targets.shape, dtype=torch.int64)
         seeds[: len(rows)] = torch.tensor([rollout.seed for rollout in rows]).unsqueeze(1)
         places = torch.arange(1, targets.shape[1] + 1).repeat(len(targets))
-        for device, host in ((act.tokens, inputs), (act.targets, targets)):
-            device.copy_(host)
         for name, host in ((SEEDS, seeds), (PLACES, places)):
             self.state.views[name].copy_(host.view(-1))
+        self.choose(trained)
+        chosen, losses = (self.of_answers(rows, each) for each in (self.state.views[CHOSEN], self.state.activations.losses))
+        for rollout, its_chosen, its_losses in zip(rows, chosen, losses, strict=True):
+            accept(rollout, its_chosen, its_losses)
+
+    def losses(self, rows: Sequence[Rollout]) -> list[list[float]]:
+        """-log p of the tokens of each answer of a micro-batch, nats, by the present weights."""
+        self.read(rows)
+        head_losses(self.ops, self.state.weights, self.state.activations, self.shape)
+        return self.of_answers(rows, self.state.activations.losses)
+
+    def of_answers(self, rows: Sequence[Rollout], values: Tensor) -> list[list[Any]]:
+        """Of `values` (B T), those of the tokens of each answer."""
+        lines = values.view(self.state.activations.targets.shape).tolist()
+        spans = (slice(len(one.prompt) - 1, len(one.prompt) - 1 + len(one.answer)) for one in rows)
+        return [line[span] for line, span in zip(lines, spans, strict=False)]
+
+    def read(self, rows: Sequence[Rollout]) -> Tensor:
+        """Runs the training forward over a micro-batch, up to the head; returns its targets (B, T), on the host."""
+        act = self.state.activations
+        inputs, targets = (torch.empty(act.tokens.shape, dtype=torch.int64) for _ in range(2))
+        fill_rows(inputs, targets, rows, pad=min(self.ends))
+        for device, host in ((act.tokens, inputs), (act.targets, targets)):
+            device.copy_(host)
         for launch in self.forward:
             launch()
-        self.choose(trained)
-        chosen, losses = (tensor.cpu().view(targets.shape) for tensor in (self.state.views[CHOSEN], act.losses))
-        for rollout, its_chosen, its_losses in zip(rows, chosen.tolist(), losses.tolist(), strict=False):
-            first = len(rollout.prompt) - 1
-            stretch = slice(first, first + len(rollout.answer))
-            accept(rollout, its_chosen[stretch], its_losses[stretch])
+        return targets
 
     def choose(self, trained: Tensor) -> None:
         """act.lnf -> act.losses, and the tokens chosen from the same logits. `trained`: the rows of answers, on the host;

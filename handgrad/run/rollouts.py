@@ -172,9 +172,11 @@ class Rollouts:
         """Answers this rank's prompts, in whole micro-batches."""
         self.training.await_weights()
         self.ranks.set_status("its rollouts")
+        return sampler.answer(self.micro_batches(rollouts), self.about.answer_tokens)
+
+    def micro_batches(self, rollouts: Sequence[Rollout]) -> list[Sequence[Rollout]]:
         size = self.training.design.batch.micro_batch
-        micro_batches = [rollouts[first : first + size] for first in range(0, len(rollouts), size)]
-        return sampler.answer(micro_batches, self.about.answer_tokens)
+        return [rollouts[first : first + size] for first in range(0, len(rollouts), size)]
 
     def earned(self, rollouts: Sequence[Rollout], rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """The rewards of this rank's answers. All ranks raise the error of one."""
@@ -265,6 +267,32 @@ class Rollouts:
         if block.first == completed - 1:
             log.record("rollouts", step=completed, **block.figures, difference=difference)
         return {"rollouts": block.digests}
+
+    def divergence(self, completed: int) -> float | None:
+        """KL(policy || start) in nats a token, of the policy that sampled the answers of step `completed`, or of step 1
+        before it. None without these answers or the start's weights, after a resume.
+
+        The estimate is the mean of exp(d) - 1 - d with d = log p_start - log p over these tokens (Schulman's k3,
+        http://joschu.net/blog/kl-approx.html): like -d it has the divergence as its expectation; it is never negative.
+        """
+        start, block = self.training.start, self.blocks.get(self.about.first_step(max(0, completed - 1)))
+        if start is None or block is None:
+            return None
+        own = block.rollouts[self.ranks.rank * self.samples // self.ranks.size :][: self.samples // self.ranks.size]
+        self.training.await_weights()
+        parameters = self.training.state.parameters
+        present = parameters.to("cpu", copy=True)
+        parameters.copy_(start)
+        try:
+            losses = [of_row for rows in self.micro_batches(own) for of_row in self.sampler.losses(rows)]
+        finally:
+            parameters.copy_(present)
+        sums = [
+            math.fsum(math.expm1(now - then) - (now - then) for now, then in zip(one.losses, of_row, strict=True))
+            for one, of_row in zip(own, losses, strict=True)
+        ]
+        everyone = (one for part in self.ranks.all_gather_objects(sums, "the divergence") for one in part)
+        return math.fsum(everyone) / sum(len(one.answer) for one in block.rollouts)
 
     def held_out(self, most_tokens: int) -> Answered | None:
         """The rewards of greedy answers to validation prompts, the first that `most_tokens` allow; None without any."""
