@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from handgrad.errors import NumericsError
-from handgrad.generation.generate import END_OF_TEXT, Continuation, Decoder, SamplingOptions
+from handgrad.generation.generate import END_OF_TEXT, STOP, Continuation, Decoder, SamplingOptions, StopText
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND
 from handgrad.models import architecture
@@ -52,12 +52,19 @@ class ExactSampler:
     """Answers prompts with the weights of a training."""
 
     def __init__(
-        self, state: Any, model_ops: Any, plain_ops: Any, decode: Any, ends: Sequence[int], temperature: float = 1.0
+        self,
+        state: Any,
+        model_ops: Any,
+        plain_ops: Any,
+        decode: Any,
+        ends: Sequence[int],
+        stop: StopText,
+        temperature: float = 1.0,
     ):
         """`state`: a `TrainingState`; `model_ops`: the operations of its forward, which accept targets below 0; `plain_ops`
-        and `decode`: operations and buffers of the decoder; `ends`: the tokens that end an answer."""
+        and `decode`: operations and buffers of the decoder; `ends`: the tokens that end an answer, as `stop` does."""
         self.state, self.ops, self.plain_ops, self.shape = state, model_ops, plain_ops, state.design.shape
-        self.options, self.ends = SamplingOptions(temperature=temperature), frozenset(ends)
+        self.options, self.ends, self.stop = SamplingOptions(temperature=temperature), frozenset(ends), stop
         model = self.shape, plain_ops, state.plain_weights, decode, self.options
         self.decoder = Decoder(*model, end_of_text=None, ends=self.ends)
         forward = architecture(self.shape).forward(model_ops, state.weights, state.activations, self.shape)
@@ -77,13 +84,18 @@ class ExactSampler:
         return passes
 
     def is_complete(self, rollout: Rollout, most_tokens: int) -> bool:
-        return len(rollout.answer) == most_tokens or (bool(rollout.answer) and rollout.answer[-1] in self.ends)
+        return len(rollout.answer) == most_tokens or self.has_ended(rollout)
+
+    def has_ended(self, rollout: Rollout) -> bool:
+        """True if the answer ends by itself, not at its limit."""
+        return bool(rollout.answer) and (rollout.answer[-1] in self.ends or self.stop.ends(rollout.answer))
 
     def draft(self, rollouts: Sequence[Rollout], most_tokens: int) -> None:
         """Continues answers with the decoder."""
         texts = [Continuation(one.prompt, most_tokens, one.seed, list(one.answer)) for one in rollouts]
-        for _ in self.decoder.generate(texts):
-            pass
+        for text in self.decoder.generate(texts):
+            if not text.stopped and self.stop.ends(text.tokens):
+                text.stopped = STOP
         for rollout, text in zip(rollouts, texts, strict=True):
             rollout.answer = [*text.tokens, *([text.end] if text.stopped == END_OF_TEXT else [])]
 

@@ -25,6 +25,7 @@ from handgrad.errors import DataError, HandgradError, NumericsError, UsageError,
 from handgrad.evaluation.rewards import Reward, Rewards, mean
 from handgrad.files import write_durably
 from handgrad.generation.chat import Talk
+from handgrad.generation.generate import StopText
 from handgrad.generation.rollouts import ExactSampler, Rollout, fill_rows
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.policy import DIFFERENCE, Policy
@@ -79,6 +80,7 @@ class Rollouts:
         """Raises UsageError if a row does not hold the longest prompt and answer."""
         self.dataset, self.about, self.seed, self.steps = dataset, about, config.seed, config.steps
         self.reward_seconds, sequence_length = config.reward_seconds, config.sequence_length
+        self.stop = StopText(dataset.tokenizer, config.answer_stop)
         (self.prompts,) = prompts_of(dataset, "train")
         self.samples = config.tokens_per_step // sequence_length  # of a step
         self.samples_per_epoch = len(self.prompts.prompts) * about.group
@@ -99,7 +101,7 @@ class Rollouts:
         tokenizer = self.dataset.tokenizer
         ends = sorted(Talk(tokenizer).ends)
         self.decode_text: Callable[[list[int]], str] = tokenizer.decode
-        model = training.state, training.model_ops, training.plain_ops, decode, ends
+        model = training.state, training.model_ops, training.plain_ops, decode, ends, self.stop
         self.sampler, self.greedy = ExactSampler(*model), ExactSampler(*model, temperature=0.0)
         return self
 
@@ -192,9 +194,9 @@ class Rollouts:
         return rewards
 
     def text_of(self, rollout: Rollout) -> str:
-        """An answer without the token that ends it."""
+        """An answer without the token or the text that ends it."""
         ended = bool(rollout.answer) and rollout.answer[-1] in self.sampler.ends
-        return self.decode_text(rollout.answer[:-1] if ended else rollout.answer)
+        return self.stop.before(self.decode_text(rollout.answer[:-1] if ended else rollout.answer))
 
     def block_of(self, step: int, rollouts: list[Rollout], rewards: list[float]) -> Block:
         size, advantages = self.about.group, list[float]()
@@ -207,7 +209,7 @@ class Rollouts:
             "reward": mean(rewards),
             "answer_tokens": mean(tokens),
             "entropy": math.fsum(loss for one in rollouts for loss in one.losses) / sum(tokens),  # estimated, nats a token
-            "unended": mean(one.answer[-1] not in self.sampler.ends for one in rollouts),
+            "unended": mean(not self.sampler.has_ended(one) for one in rollouts),
             "equal_groups": mean(len(set(group)) == 1 for group in groups),  # all of whose answers earn the same
         }
         return Block(step, rollouts, rewards, advantages, figures)
