@@ -142,7 +142,8 @@ def curves(folder: Path) -> dict[str, Any]:
         "seconds_in_steps": sum(seconds.values()),
         "largest_difference": max(line["difference"] for line in rollouts),
         "medians": {name: statistics.median(speed[name] for speed in speeds) for name in speeds[0]},
-        "validation": [[line["step"], line["reward"], line["stderr"]] for line in lines["validation"]],
+        "validation_of": ["step", "reward", "stderr", "kl"],
+        "validation": [[line.get(name) for name in ("step", "reward", "stderr", "kl")] for line in lines["validation"]],
         "curve_of": list(names),
         "curve": [[line[name] for name in names] for line in rollouts[:: max(1, len(rollouts) // 50)]],
     }

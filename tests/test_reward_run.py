@@ -27,7 +27,7 @@ def test_the_curves_of_a_run(tmp_path: Path) -> None:
         'steps = 2\ntokens_per_step = 64\nsequence_length = 16\nrollouts = 2\nprecision = "bf16"\n'
     )
     rollouts = {"answer_tokens": 3.0, "entropy": 1.0, "unended": 0.0, "equal_groups": 0.5, "passes": 1, "difference": 0.0}
-    lines = [{"kind": "validation", "step": 0, "loss": -0.5, "reward": 0.5, "stderr": 0.1}]
+    lines = [{"kind": "validation", "step": 0, "loss": -0.5, "reward": 0.5, "stderr": 0.1, "kl": 0.0}]
     for step in (1, 2):
         figures = {"sampling_seconds": 0.5, "seconds": 0.75, "reward": step / 4, **rollouts}
         lines += [{"kind": "step", "step": step, "step_ms": 1000.0}, {"kind": "rollouts", "step": step, **figures}]
@@ -35,7 +35,7 @@ def test_the_curves_of_a_run(tmp_path: Path) -> None:
     figures = curves(tmp_path)
     medians = {"answers_per_second": 8.0, "answer_tokens_per_second": 24.0, "update_tokens_per_second": 256.0}
     assert figures["medians"] == {**medians, "share_sampling": 0.5, "seconds_of_a_step": 1.0, "passes": 1}
-    assert figures["curve"][0][:2] == [1, 0.25] and figures["validation"] == [[0, 0.5, 0.1]]
+    assert figures["curve"][0][:2] == [1, 0.25] and figures["validation"] == [[0, 0.5, 0.1, 0.0]]
     assert figures["completed"] == 2 and figures["largest_difference"] == 0
 
 

@@ -63,6 +63,7 @@ class Settings(TypedDict, total=False):
     reward: str | Callable[..., float]  # or a function (row, answer), called in this process
     rollouts: int
     answer_tokens: int
+    answer_stop: str
     updates: int
     clip_ratio: float
     reward_seconds: int

@@ -11,7 +11,7 @@ from handgrad.evaluation.load import LoadedModel, Machine, Weights
 from handgrad.evaluation.rewards import Rewards, mean
 from handgrad.generation.chat import Talk
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.generation.generate import END_OF_TEXT, Continuation, Decoder, SamplingOptions
+from handgrad.generation.generate import END_OF_TEXT, STOP, Continuation, Decoder, SamplingOptions, StopText
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.memory.arena import Buffer, make_plan
 from handgrad.memory.rows import KIND
@@ -58,11 +58,13 @@ class Answers:
             ends=Talk(tokenizer).ends,
         )
         texts = [Continuation(prompt, self.most_tokens, 0) for _, prompt in own]
-        for _ in decoder.generate(texts):
-            pass
-        earned = self.rewards.of([row for row, _ in own], [tokenizer.decode(text.tokens) for text in texts])
+        stop = StopText(tokenizer, self.source.config.answer_stop)
+        for text in decoder.generate(texts):
+            if not text.stopped and stop.ends(text.tokens):
+                text.stopped = STOP
+        earned = self.rewards.of([row for row, _ in own], [stop.before(tokenizer.decode(text.tokens)) for text in texts])
         self.rewards.close()
-        ended = [text.stopped == END_OF_TEXT for text in texts]
+        ended = [text.stopped in (END_OF_TEXT, STOP) for text in texts]
         parts = [*zip(earned, (len(text.tokens) for text in texts), ended, strict=True)]
         everyone = [one for part in self.ranks.all_gather_objects(parts, "the answers") for one in part]
         rewards, tokens, ends = zip(*everyone, strict=True)

@@ -312,6 +312,23 @@ class TextStream:
         return show
 
 
+@dataclass(frozen=True)
+class StopText:
+    """A text that ends an answer; an empty one ends none."""
+
+    tokenizer: Tokenizer
+    text: str
+
+    def ends(self, answer: Sequence[int]) -> bool:
+        """True if the last token of an answer completes the text, which has at most one token a byte."""
+        stop = self.text.encode()
+        return bool(stop) and stop in self.tokenizer.decode_bytes(answer[-len(stop) :])
+
+    def before(self, text: str) -> str:
+        """What stands before it in an answer's text."""
+        return text.partition(self.text)[0] if self.text else text
+
+
 def beginning(stop: str, text: str) -> int:
     """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from handgrad.errors import NumericsError
-from handgrad.generation.generate import END_OF_TEXT, Continuation, Decoder, SamplingOptions
+from handgrad.generation.generate import END_OF_TEXT, STOP, Continuation, Decoder, SamplingOptions, StopText
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND
 from handgrad.models import architecture
-from handgrad.models.passes import head_logits
+from handgrad.models.passes import head_logits, head_losses
 from handgrad.networks import ModelShape
 
 CHOSEN, SEEDS, PLACES, SCRATCH = "rollouts.chosen", "rollouts.seeds", "rollouts.places", "rollouts.scratch"
@@ -52,12 +52,19 @@ class ExactSampler:
     """Answers prompts with the weights of a training."""
 
     def __init__(
-        self, state: Any, model_ops: Any, plain_ops: Any, decode: Any, ends: Sequence[int], temperature: float = 1.0
+        self,
+        state: Any,
+        model_ops: Any,
+        plain_ops: Any,
+        decode: Any,
+        ends: Sequence[int],
+        stop: StopText,
+        temperature: float = 1.0,
     ):
         """`state`: a `TrainingState`; `model_ops`: the operations of its forward, which accept targets below 0; `plain_ops`
-        and `decode`: operations and buffers of the decoder; `ends`: the tokens that end an answer."""
+        and `decode`: operations and buffers of the decoder; `ends`: the tokens that end an answer, as `stop` does."""
         self.state, self.ops, self.plain_ops, self.shape = state, model_ops, plain_ops, state.design.shape
-        self.options, self.ends = SamplingOptions(temperature=temperature), frozenset(ends)
+        self.options, self.ends, self.stop = SamplingOptions(temperature=temperature), frozenset(ends), stop
         model = self.shape, plain_ops, state.plain_weights, decode, self.options
         self.decoder = Decoder(*model, end_of_text=None, ends=self.ends)
         forward = architecture(self.shape).forward(model_ops, state.weights, state.activations, self.shape)
@@ -77,38 +84,58 @@ class ExactSampler:
         return passes
 
     def is_complete(self, rollout: Rollout, most_tokens: int) -> bool:
-        return len(rollout.answer) == most_tokens or (bool(rollout.answer) and rollout.answer[-1] in self.ends)
+        return len(rollout.answer) == most_tokens or self.has_ended(rollout)
+
+    def has_ended(self, rollout: Rollout) -> bool:
+        """True if the answer ends by itself, not at its limit."""
+        return bool(rollout.answer) and (rollout.answer[-1] in self.ends or self.stop.ends(rollout.answer))
 
     def draft(self, rollouts: Sequence[Rollout], most_tokens: int) -> None:
         """Continues answers with the decoder."""
         texts = [Continuation(one.prompt, most_tokens, one.seed, list(one.answer)) for one in rollouts]
-        for _ in self.decoder.generate(texts):
-            pass
+        for text in self.decoder.generate(texts):
+            if not text.stopped and self.stop.ends(text.tokens):
+                text.stopped = STOP
         for rollout, text in zip(rollouts, texts, strict=True):
             rollout.answer = [*text.tokens, *([text.end] if text.stopped == END_OF_TEXT else [])]
 
     def check(self, rows: Sequence[Rollout]) -> None:
         """Runs the training forward over a micro-batch. Sets each rollout's losses; cuts an answer at the first token that
         the forward chooses otherwise, and ends it with that choice. A rollout is exact if nothing changed."""
-        act = self.state.activations
-        inputs, targets = (torch.empty(act.tokens.shape, dtype=torch.int64) for _ in range(2))
-        fill_rows(inputs, targets, rows, pad=min(self.ends))
+        targets = self.read(rows)
         trained = (targets.view(-1) >= 0).nonzero().squeeze(1)
         seeds = torch.zeros(targets.shape, dtype=torch.int64)
         seeds[: len(rows)] = torch.tensor([rollout.seed for rollout in rows]).unsqueeze(1)
         places = torch.arange(1, targets.shape[1] + 1).repeat(len(targets))
-        for device, host in ((act.tokens, inputs), (act.targets, targets)):
-            device.copy_(host)
         for name, host in ((SEEDS, seeds), (PLACES, places)):
             self.state.views[name].copy_(host.view(-1))
+        self.choose(trained)
+        chosen, losses = (self.of_answers(rows, each) for each in (self.state.views[CHOSEN], self.state.activations.losses))
+        for rollout, its_chosen, its_losses in zip(rows, chosen, losses, strict=True):
+            accept(rollout, its_chosen, its_losses)
+
+    def losses(self, rows: Sequence[Rollout]) -> list[list[float]]:
+        """-log p of the tokens of each answer of a micro-batch, nats, by the present weights."""
+        self.read(rows)
+        head_losses(self.ops, self.state.weights, self.state.activations, self.shape)
+        return self.of_answers(rows, self.state.activations.losses)
+
+    def of_answers(self, rows: Sequence[Rollout], values: Tensor) -> list[list[Any]]:
+        """Of `values` (B T), those of the tokens of each answer."""
+        lines = values.view(self.state.activations.targets.shape).tolist()
+        spans = (slice(len(one.prompt) - 1, len(one.prompt) - 1 + len(one.answer)) for one in rows)
+        return [line[span] for line, span in zip(lines, spans, strict=False)]
+
+    def read(self, rows: Sequence[Rollout]) -> Tensor:
+        """Runs the training forward over a micro-batch, up to the head; returns its targets (B, T), on the host."""
+        act = self.state.activations
+        inputs, targets = (torch.empty(act.tokens.shape, dtype=torch.int64) for _ in range(2))
+        fill_rows(inputs, targets, rows, pad=min(self.ends))
+        for device, host in ((act.tokens, inputs), (act.targets, targets)):
+            device.copy_(host)
         for launch in self.forward:
             launch()
-        self.choose(trained)
-        chosen, losses = (tensor.cpu().view(targets.shape) for tensor in (self.state.views[CHOSEN], act.losses))
-        for rollout, its_chosen, its_losses in zip(rows, chosen.tolist(), losses.tolist(), strict=False):
-            first = len(rollout.prompt) - 1
-            stretch = slice(first, first + len(rollout.answer))
-            accept(rollout, its_chosen[stretch], its_losses[stretch])
+        return targets
 
     def choose(self, trained: Tensor) -> None:
         """act.lnf -> act.losses, and the tokens chosen from the same logits. `trained`: the rows of answers, on the host;

@@ -185,7 +185,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
     skipped: dict[int, str] = {}
     sets: dict[int, dict[str, float]] = {}
     pairs: dict[int, tuple[float, float]] = {}
-    rewards: dict[int, tuple[float, float]] = {}
+    rewards: dict[int, tuple[float, float, float]] = {}
     tasks: dict[tuple[str, str], dict[int, TaskFigure]] = {}
     events: list[tuple[int, str]] = []
     for line in lines:
@@ -201,7 +201,8 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
             if kind == "validation" and "accuracy" in line.fields:
                 pairs[step] = line.number("accuracy"), line.number("margin")
             if kind == "validation" and "reward" in line.fields:
-                rewards[step] = line.number("reward"), line.number("stderr")
+                kl = line.number("kl") if "kl" in line.fields else math.nan
+                rewards[step] = line.number("reward"), line.number("stderr"), kl
                 del found[kind][step]  # its loss is the reward's negative
             if kind == "step":
                 if first_steps and first_steps[-1] is None:

@@ -167,7 +167,7 @@ def tiles(run: Run) -> str:
         shown = [("Training loss", loss_text(loss), f"{unit}; no validation yet")]
     if run.rewards:
         step = max(run.rewards)
-        reward, stderr = run.rewards[step]
+        reward, stderr, _ = run.rewards[step]
         shown = [("Reward", f"{reward:.4f}", f"± {stderr:.4f} on held-out prompts, step {step:,}")]
     elif run.pairs:
         accuracy, margin = run.pairs[max(run.pairs)]
@@ -234,8 +234,11 @@ def history(run: Run) -> str:
 
 def validations(run: Run) -> str:
     if run.rewards:
-        rewarded = [[f"{step:,}", f"{reward:.4f}", f"{stderr:.4f}"] for step, (reward, stderr) in run.rewards.items()]
-        return table(["step", "reward", "standard error"], rewarded)
+        rewarded = [
+            [f"{step:,}", f"{reward:.4f}", f"{stderr:.4f}", results.DASH if math.isnan(kl) else f"{kl:.4f}"]
+            for step, (reward, stderr, kl) in run.rewards.items()
+        ]
+        return table(["step", "reward", "standard error", "KL from the start"], rewarded)
     unit, name, other_unit = results.measure_of(run)
     rows, sets = [], list(dict.fromkeys(name for losses in run.sets.values() for name in losses))
     for index in thin(len(run.validations), ROWS):

@@ -42,6 +42,7 @@ class Assembly:
     validation_ops: Any  # read `state.weights`
     plain_ops: Any  # for sampling and tasks: read `state.plain_weights`
     digest: StateDigest | None  # of an audited run
+    start: Tensor | None = None  # of a run on rewards: its first parameters, on the host
 
     def load_frozen_weight(self, row: ParameterRow, values: Tensor) -> None:
         """Loads the stored part of a weight that adapters leave frozen."""

@@ -27,7 +27,7 @@ from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine import devices
 from handgrad.memory.arena import Buffer, Plan, make_plan
 from handgrad.memory.layout import Bucket, bucket_of
-from handgrad.memory.rows import ParameterRow, Table
+from handgrad.memory.rows import ParameterRow, Table, flat_elements
 from handgrad.models import parameter_table
 from handgrad.run.assemble import Assembly
 from handgrad.settings.config import RunConfig, to_dict
@@ -153,6 +153,8 @@ def begin_state(
     if weights is not None:
         load = training.load_frozen_weight if training.design.frozen else training.state.load_weight
         load_weights(weights, training.design.frozen or training.design.parameters, load)
+        if training.design.policy is not None:
+            training.start = training.state.parameters.to("cpu", copy=True)
     if resumed is None:
         return 0, 0
     load_run(resumed, config, training)
@@ -264,6 +266,8 @@ def copy_plans(design: Design, ranks: int) -> list[Plan]:
 def host_memory(design: Design, ranks: Ranks) -> tuple[float, float]:
     """(bytes that a machine's ranks need for copies and processes, free bytes), equal on all ranks."""
     rest = design.host_plan.total_bytes + (design.plan.total_bytes if design.device.type == "cpu" else REST_BYTES)
+    if design.policy is not None:  # the start's weights and, while they are in use, the present ones
+        rest += 2 * flat_elements(design.parameters, design.sharding.lanes) * design.dtype.itemsize
     free = devices.available_bytes(torch.device("cpu"))
     own = copy_plans(design, ranks.size)[ranks.rank].total_bytes + rest, math.inf if free is None else free
     needed, free = zip(*ranks.all_gather_numbers(own, "host memory"), strict=True)

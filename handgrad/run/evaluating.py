@@ -127,7 +127,8 @@ class Evaluations:
             if answered is None:
                 return False
             self.loss, best = -answered.reward, is_best(-answered.reward)
-            self.log.validation_of_rewards(step, answered, ", the best so far" if best else "")
+            divergence = self.rollouts.divergence(step)
+            self.log.validation_of_rewards(step, answered, divergence, ", the best so far" if best else "")
             if self.ranks.is_rank_0 and ("sample", step) not in self.log.recorded:
                 shown = (f"{asked} -> {answer} (reward {reward:g})" for asked, answer, reward in answered.shown)
                 self.log.sample(step, "\n".join(shown))

@@ -6,13 +6,13 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
-from handgrad.errors import INTERRUPTED, DataError, StorageError, UsageError
+from handgrad.errors import INTERRUPTED, DataError, HandgradError, StorageError, UsageError
 from handgrad.evaluation.load import CONTEXT, Weights
 from handgrad.evaluation.rewards import Reward
 from handgrad.interop.adapters import base_of, located
@@ -22,6 +22,7 @@ from handgrad.joins.parallel.ranks import Ranks, error_text, exit_code
 from handgrad.joins.parallel.rendezvous import Timeouts, joined
 from handgrad.machine import devices
 from handgrad.run import sinks
+from handgrad.run.checkpointing import origin_of
 from handgrad.run.checks import (
     check_disk,
     check_fits,
@@ -39,7 +40,9 @@ from handgrad.run.loop import Run
 from handgrad.run.packing import data_of, resolve_objective, resolve_packing, whole_samples, with_answers
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.settings.config import RunConfig, check, check_packing, to_dict
-from handgrad.settings.objective import check_objective
+from handgrad.settings.objective import REWARD, check_objective
+
+Opened = TypeVar("Opened", Weights, Weights | None)
 
 
 @contextlib.contextmanager
@@ -79,6 +82,9 @@ def open_run(
             elif config.lora and folder.resumed:
                 resumed = folder.resumed
                 weights = open_rank_0_first(lambda: base_of(resumed, open_weights, config.init_from), ranks)
+            elif config.objective == REWARD and folder.resumed:
+                begun = origin_of(folder.resumed)
+                weights = open_rank_0_first(lambda: open_start(config, dataset, begun), ranks)
             how: dict[str, Any] = {"allow_changes": allow_changes, "console": console, "reward": reward}
             run = Run(config, design, dataset, folder, ranks, weights, teacher, tasks, **how)
             with contextlib.closing(run.log), contextlib.closing(run.saves), contextlib.closing(run), record_stop(run):
@@ -119,9 +125,9 @@ def record_stop(run: Run) -> Iterator[None]:
                 run.log.record("stop", step=run.completed, code=code, reason=reason, **signs)
 
 
-def open_rank_0_first(open_them: Callable[[], Weights], ranks: Ranks) -> Weights:
+def open_rank_0_first(open_them: Callable[[], Opened], ranks: Ranks) -> Opened:
     """Opens weights on rank 0 before the other ranks, so that a model from the Hub is downloaded once."""
-    opened: list[Weights] = []
+    opened: list[Opened] = []
     ranks.from_rank_0(lambda: opened.append(open_them()), "the weights")
     return opened[0] if opened else open_them()
 
@@ -149,6 +155,15 @@ def open_initial_weights(config: RunConfig, dataset: Dataset, *, strict: bool) -
     if shape.network.any_context and shape.sequence_length < weights.shape.sequence_length:
         weights = replace(weights, origin=weights.origin | {CONTEXT: weights.shape.sequence_length})
     return located(weights) if config.lora else weights
+
+
+def open_start(config: RunConfig, dataset: Dataset, origin: dict[str, Any] | None) -> Weights | None:
+    """The weights of `origin`, with which a resumed run on rewards began; None if they are no longer there."""
+    try:
+        weights = open_initial_weights(config, dataset, strict=False)
+    except HandgradError:
+        return None
+    return weights if origin and weights.origin["sha256"] == origin.get("sha256") else None
 
 
 def open_teacher(config: RunConfig, dataset: Dataset) -> Weights:

@@ -147,6 +147,7 @@ def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
         prompts = config.tokens_per_step // config.sequence_length // config.rollouts
         more = f", for {config.updates} updates" if config.updates > 1 else ""
         answers = f"{prompts} prompts x {config.rollouts} answers of up to {config.answer_tokens} tokens"
+        answers += f", or up to {config.answer_stop!r}," if config.answer_stop else ""
         return [f"objective  {REWARD} {config.reward}: {answers} a sampling{more}"]
     if scores_all(dataset, config.packing):
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []

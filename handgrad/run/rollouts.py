@@ -25,6 +25,7 @@ from handgrad.errors import DataError, HandgradError, NumericsError, UsageError,
 from handgrad.evaluation.rewards import Reward, Rewards, mean
 from handgrad.files import write_durably
 from handgrad.generation.chat import Talk
+from handgrad.generation.generate import StopText
 from handgrad.generation.rollouts import ExactSampler, Rollout, fill_rows
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.joins.policy import DIFFERENCE, Policy
@@ -79,6 +80,7 @@ class Rollouts:
         """Raises UsageError if a row does not hold the longest prompt and answer."""
         self.dataset, self.about, self.seed, self.steps = dataset, about, config.seed, config.steps
         self.reward_seconds, sequence_length = config.reward_seconds, config.sequence_length
+        self.stop = StopText(dataset.tokenizer, config.answer_stop)
         (self.prompts,) = prompts_of(dataset, "train")
         self.samples = config.tokens_per_step // sequence_length  # of a step
         self.samples_per_epoch = len(self.prompts.prompts) * about.group
@@ -99,7 +101,7 @@ class Rollouts:
         tokenizer = self.dataset.tokenizer
         ends = sorted(Talk(tokenizer).ends)
         self.decode_text: Callable[[list[int]], str] = tokenizer.decode
-        model = training.state, training.model_ops, training.plain_ops, decode, ends
+        model = training.state, training.model_ops, training.plain_ops, decode, ends, self.stop
         self.sampler, self.greedy = ExactSampler(*model), ExactSampler(*model, temperature=0.0)
         return self
 
@@ -172,9 +174,11 @@ class Rollouts:
         """Answers this rank's prompts, in whole micro-batches."""
         self.training.await_weights()
         self.ranks.set_status("its rollouts")
+        return sampler.answer(self.micro_batches(rollouts), self.about.answer_tokens)
+
+    def micro_batches(self, rollouts: Sequence[Rollout]) -> list[Sequence[Rollout]]:
         size = self.training.design.batch.micro_batch
-        micro_batches = [rollouts[first : first + size] for first in range(0, len(rollouts), size)]
-        return sampler.answer(micro_batches, self.about.answer_tokens)
+        return [rollouts[first : first + size] for first in range(0, len(rollouts), size)]
 
     def earned(self, rollouts: Sequence[Rollout], rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """The rewards of this rank's answers. All ranks raise the error of one."""
@@ -190,9 +194,9 @@ class Rollouts:
         return rewards
 
     def text_of(self, rollout: Rollout) -> str:
-        """An answer without the token that ends it."""
+        """An answer without the token or the text that ends it."""
         ended = bool(rollout.answer) and rollout.answer[-1] in self.sampler.ends
-        return self.decode_text(rollout.answer[:-1] if ended else rollout.answer)
+        return self.stop.before(self.decode_text(rollout.answer[:-1] if ended else rollout.answer))
 
     def block_of(self, step: int, rollouts: list[Rollout], rewards: list[float]) -> Block:
         size, advantages = self.about.group, list[float]()
@@ -205,7 +209,7 @@ class Rollouts:
             "reward": mean(rewards),
             "answer_tokens": mean(tokens),
             "entropy": math.fsum(loss for one in rollouts for loss in one.losses) / sum(tokens),  # estimated, nats a token
-            "unended": mean(one.answer[-1] not in self.sampler.ends for one in rollouts),
+            "unended": mean(not self.sampler.has_ended(one) for one in rollouts),
             "equal_groups": mean(len(set(group)) == 1 for group in groups),  # all of whose answers earn the same
         }
         return Block(step, rollouts, rewards, advantages, figures)
@@ -265,6 +269,32 @@ class Rollouts:
         if block.first == completed - 1:
             log.record("rollouts", step=completed, **block.figures, difference=difference)
         return {"rollouts": block.digests}
+
+    def divergence(self, completed: int) -> float | None:
+        """KL(policy || start) in nats a token, of the policy that sampled the answers of step `completed`, or of step 1
+        before it. None without these answers or the start's weights, after a resume.
+
+        The estimate is the mean of exp(d) - 1 - d with d = log p_start - log p over these tokens (Schulman's k3,
+        http://joschu.net/blog/kl-approx.html): like -d it has the divergence as its expectation; it is never negative.
+        """
+        start, block = self.training.start, self.blocks.get(self.about.first_step(max(0, completed - 1)))
+        if start is None or block is None:
+            return None
+        own = block.rollouts[self.ranks.rank * self.samples // self.ranks.size :][: self.samples // self.ranks.size]
+        self.training.await_weights()
+        parameters = self.training.state.parameters
+        present = parameters.to("cpu", copy=True)
+        parameters.copy_(start)
+        try:
+            losses = [of_row for rows in self.micro_batches(own) for of_row in self.sampler.losses(rows)]
+        finally:
+            parameters.copy_(present)
+        sums = [
+            math.fsum(math.expm1(now - then) - (now - then) for now, then in zip(one.losses, of_row, strict=True))
+            for one, of_row in zip(own, losses, strict=True)
+        ]
+        everyone = (one for part in self.ranks.all_gather_objects(sums, "the divergence") for one in part)
+        return math.fsum(everyone) / sum(len(one.answer) for one in block.rollouts)
 
     def held_out(self, most_tokens: int) -> Answered | None:
         """The rewards of greedy answers to validation prompts, the first that `most_tokens` allow; None without any."""

@@ -122,6 +122,7 @@ class RunConfig:
     reward: str = option("", "of objective reward: questions, reverse, exact, number, or FILE.py:FUNCTION (docs/reward.md)")
     rollouts: int = option(8, "of objective reward: answers to each prompt of a step", between(2, 1024))
     answer_tokens: int = option(0, "of objective reward: longest answer (0: as long as a row leaves room for)")
+    answer_stop: str = option("", "of objective reward: text that ends an answer, which the reward does not see")
     updates: int = option(1, "of objective reward: steps that train on the same rollouts", between(1, 64))
     clip_ratio: float = option(0.2, "of updates above 1: PPO's bound on a token's ratio of probabilities", between(0.01, 1))
     reward_seconds: int = option(10, "of a reward of your own: longest time for one answer", SECONDS, free=True)
@@ -147,9 +148,7 @@ class RunConfig:
     dropout: float = option(0.0, "dropout probability, at GPT-2's four places (0: none)", between(0, 0.99))
 
     # several processes
-    zero: int = option(
-        1, "ZeRO stage: ranks share 0 nothing, 1 master weights and moments, 2 also gradients", UP_TO_2, free=True
-    )
+    zero: int = option(1, "ZeRO: ranks share 0 nothing, 1 master weights and moments, 2 also gradients", UP_TO_2, free=True)
     reduce_precision: str = option("fp32", "of gradients between lanes", choices=("fp32", "bf16"))
     check_ranks_every: int = option(1, "steps between comparisons of the ranks' weights, bit by bit (0: never)", free=True)
     join_seconds: int = option(300, "rendezvous timeout: longest wait for the other ranks at the start", SECONDS, free=True)
