@@ -59,6 +59,7 @@ def test_a_resumed_run_opens_its_start_again(lora: str, base: RunConfig, folder:
         train(replace(config, save_every=2))
         ends.append(records(config.out, ("validation",))[-1].get("kl"))
         assert all(map(torch.equal, tensors(tmp_path / "whole", 6).values(), tensors(config.out, 6).values()))
+        assert ("no KL" in Path(config.out, "log.txt").read_text()) == (name in ("others", "gone"))
         if name == "others":
             shutil.rmtree(tmp_path / "base")
             shutil.copytree(base.out, tmp_path / "base")
