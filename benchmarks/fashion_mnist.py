@@ -7,6 +7,7 @@ The pictures are Debian's package dataset-fashion-mnist (Xiao et al. 2017, https
 """
 
 import argparse
+import re
 import shlex
 import statistics
 import subprocess
@@ -30,6 +31,8 @@ AUTOENCODER = (
     f" --sequence-length {BYTES} --micro-batch 64 --tokens-per-step {64 * BYTES} --steps 3000 --learning-rate 1e-3"
 )
 TRIAL = " --micro-batch 4 --steps 3"  # every line, in minutes on a CPU
+LINE = re.compile(r"^(pictures|squared error|codes|loss|pixels|classes) +(.*)$", re.MULTILINE)  # of `evaluate`
+NUMBER = re.compile(r"(?<![\w-])\d+(?:\.\d+)?")  # without a sign
 
 
 class Commands:
@@ -50,13 +53,13 @@ class Commands:
     def figures(self, name: str) -> dict[str, Any]:
         """What `evaluate` tells of a run, and its speed."""
         lines = lines_of(self.work / name)
-        told = self.run(f"evaluate {self.work}/{name} --micro-batch 64").splitlines()
+        told = self.run(f"evaluate {self.work}/{name} --micro-batch 64")
         return {
             "parameters": lines["run"][0]["parameters"],
             "steps": len(lines["step"]),
             "seconds_in_steps": seconds_in_steps(lines),
             "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines["step"]),
-            "evaluated": [" ".join(line.split()) for line in told if not line.startswith("checkpoint")],
+            "evaluated": {label: [*map(float, NUMBER.findall(rest))] for label, rest in LINE.findall(told)},
         }
 
 

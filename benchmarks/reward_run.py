@@ -191,7 +191,7 @@ class Phases:
                     except subprocess.TimeoutExpired:
                         process.kill()
         ended = {"seconds": round(time.monotonic() - began, 1), "exit_code": process.returncode}
-        self.figures["phases"][name] = {"command": command, **ended}
+        self.figures["phases"][name] = {"command": command.replace(str(self.out), "OUT"), **ended}
         print(f"{name}: {ended}", flush=True)
         self.write()
 

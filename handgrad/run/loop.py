@@ -44,7 +44,6 @@ from handgrad.run.rollouts import Rollouts
 from handgrad.run.saves import SaveCheck, Saves
 from handgrad.run.step_check import checked_result, is_overflow
 from handgrad.settings.config import RunConfig, to_dict
-from handgrad.settings.objective import REWARD
 from handgrad.storage import checkpoint
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
@@ -117,10 +116,6 @@ class Run:
         header = header_lines(*described, started, self.ranks, self.origin, self.teacher)
         for line in (*header, *self.save_lines, *self.folder.passed_over, *(tasks.notes if tasks else ())):
             self.log.line(line)
-        if self.config.objective == REWARD and self.training.start is None:
-            self.log.line(
-                "no KL      the weights that this run began with are gone; validations record no divergence from them"
-            )
         for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
             self.event(text)
         record = run_record(*described, self.origin, self.teacher)

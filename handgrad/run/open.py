@@ -85,6 +85,8 @@ def open_run(
             elif config.objective == REWARD and folder.resumed:
                 begun = origin_of(folder.resumed)
                 weights = open_rank_0_first(lambda: open_start(config, dataset, begun), ranks)
+                if weights is None:
+                    folder.passed_over.append("no KL      is recorded: the weights that this run began with are gone")
             how: dict[str, Any] = {"allow_changes": allow_changes, "console": console, "reward": reward}
             run = Run(config, design, dataset, folder, ranks, weights, teacher, tasks, **how)
             with contextlib.closing(run.log), contextlib.closing(run.saves), contextlib.closing(run), record_stop(run):
