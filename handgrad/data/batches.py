@@ -38,13 +38,21 @@ ROUNDS = 8  # the orders of 5 elements: 5 rounds are 3.9 standard deviations fro
 
 def mix(*values: int) -> int:
     """A 64-bit hash of a sequence of integers: splitmix64's finaliser (Steele, Lea, Flood 2014) chained over them."""
-    state = len(values)
-    for value in values:
-        state = (state * 0x9E3779B97F4A7C15 + value + 1) & MASK64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
-        state ^= state >> 31
-    return state
+    return functools.reduce(mixed_in, values, len(values))
+
+
+def mixed_in(state: int, value: int) -> int:
+    """A step of `mix`."""
+    state = (state * 0x9E3779B97F4A7C15 + value + 1) & MASK64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
+    return state ^ state >> 31
+
+
+@functools.lru_cache(64)
+def round_keys(key: int) -> list[int]:
+    """The states of `mix(key, n, coordinate)` before the coordinate, of two hashes a round."""
+    return [functools.reduce(mixed_in, (key, n), 3) for n in range(2 * ROUNDS)]
 
 
 def permute(index: int, size: int, key: int) -> int:
@@ -56,12 +64,15 @@ def permute(index: int, size: int, key: int) -> int:
     """
     assert 0 <= index < size
     rows = max(2, int(size**0.5))
-    columns = -(-size // rows)
+    columns, keys = (
+        -(-size // rows),
+        round_keys(key),
+    )  # a row of a batch takes 16 hashes: half of the time to read a short one
     while True:
         row, column = divmod(index, columns)
-        for round_number in range(ROUNDS):
-            column = (column + mix(key, 2 * round_number, row)) % columns
-            row = (row + mix(key, 2 * round_number + 1, column)) % rows
+        for n in range(0, 2 * ROUNDS, 2):
+            column = (column + mixed_in(keys[n], row)) % columns
+            row = (row + mixed_in(keys[n + 1], column)) % rows
         index = row * columns + column
         if index < size:
             return index
