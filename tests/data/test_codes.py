@@ -63,7 +63,7 @@ def test_a_text_parts_into_words_and_pictures() -> None:
     words, one, two, end = parts_of(f"a cat\n{text_of(first)}{text_of(second)} end", CAPTIONS)
     assert (words, end) == ("a cat\n", " end") and np.array_equal(one, first)
     assert two.tolist() == [[7, 8, 9], [10, MISSING, MISSING]]
-    text, pictures = drawn([words, two], CAPTIONS)
+    text, pictures = drawn([words, two], CAPTIONS.pixels)
     assert text == "a cat\n[2 x 3 picture]" and pictures[0][1].tolist() == [list(COLOURS[10]), [128] * 3, [128] * 3]
 
 
