@@ -207,7 +207,7 @@ def test_the_demo_counts_right_drawings(
     assert main(["demo", "--images", "--steps", "2"]) == 0
     told = capsys.readouterr().out
     assert "drawings   0 of 2 show what their captions say" in told
-    assert re.search(r"validation loss [\d.]+ \(\+[\d.]+% above the source's entropy of 0.03", told)
+    assert re.search(r"validation loss [\d.]+ \(\+[\d.]+% above the source's entropy of 0.04", told)
     right = [f"{sprites.sprite(1, number).caption}\n" for number in range(2)]
     drawn = [text_of(sprites.sprite(1, number).codes) for number in range(2)]
     monkeypatch.setattr(handgrad.Model, "generate", lambda *_, **__: [drawn[0], drawn[0]])

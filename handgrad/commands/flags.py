@@ -323,7 +323,7 @@ def demo(parser: Parser) -> None:
     parser.switch("--images", "pictures with captions instead of stories")
     parser.text("--data", "DIR", "folder of the shards (default: shards/stories, or shards/sprites)")
     parser.text("--out", "DIR", "folder of the run (default: runs/demo, or runs/sprites)")
-    parser.number("--steps", "training steps (default: 2000, or 2400 on sprites)", rule=AT_LEAST_1)
+    parser.number("--steps", "training steps (default: 2000, or 2200 on sprites)", rule=AT_LEAST_1)
 
 
 def sample(parser: Parser) -> None:

@@ -1,4 +1,4 @@
-"""The built-in pictures: sprites of 16 x 16 pixels with captions whose probabilities are known, so the least loss is, too.
+"""The built-in pictures: sprites of 14 x 14 pixels with captions whose probabilities are known, so the least loss is, too.
 
 `sprite(seed, number)` draws one. As in stories.py every choice is uniform, so a caption that took choices among n_1, ...
 n_k alternatives has probability 1 / (n_1 ... n_k): an integer span, and -log p is its logarithm, rounded once. So is the
@@ -6,7 +6,7 @@ picture's, once its caption is known. Two promises make this true, each with a t
 (`read`), and with it every choice; a caption says all that was drawn before it.
 
     caption   one figure or two; their places; the ground; for each figure its colour, never the other's, and its shape
-    picture   for each figure whether it looks left or right, and a move of 0 or 1 pixel to the right
+    picture   for each figure whether it looks left or right
 """
 
 import functools
@@ -19,8 +19,8 @@ import numpy as np
 
 from handgrad.data.questions import Draw
 
-ROWS = COLUMNS = 16
-TILE = 8  # rows and columns of a place
+ROWS = COLUMNS = 14
+TILE = 7  # rows and columns of a place
 PALETTE = {
     "black": (26, 24, 38),
     "white": (255, 255, 255),
@@ -41,7 +41,7 @@ INKS = ("red", "gold", "green", "blue", "purple", "pink")  # what a figure is dr
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 LAYOUTS = tuple(tuple(itertools.combinations(PLACES, count)) for count in (1, 2))  # places of one figure, of two figures
 
-# Figures of 7 x 7 pixels that look left: `.` ground, `#` ink, `+` black, `o` white. None equals its mirror image.
+# Figures that look left: `.` ground, `#` ink, `+` black, `o` white. None equals its mirror image.
 LAYERS = ".#+o"
 SHEET = """
     cat        fish       house      mushroom
@@ -56,13 +56,12 @@ SHEET = """
 
 
 def _figures() -> dict[str, np.ndarray]:
-    """The four pictures (4, TILE, TILE) of each shape in its place, as indices into `LAYERS`."""
+    """The two pictures (2, TILE, TILE) of each shape, as indices into `LAYERS`."""
     names, *rows = (line.split() for line in SHEET.split("\n") if line)
     figures = dict[str, np.ndarray]()
     for name, *figure in zip(names, *rows, strict=True):
         left = np.array([[LAYERS.index(pixel) for pixel in row] for row in figure])
-        moves = itertools.product((left, left[:, ::-1]), (0, 1))
-        figures[name] = np.stack([np.pad(looking, ((0, 1), (right, 1 - right))) for looking, right in moves])
+        figures[name] = np.stack([left, left[:, ::-1]])
     return figures
 
 
@@ -119,7 +118,7 @@ def sprite(seed: int, number: int) -> Sprite:
 def read(codes: np.ndarray, wrong: int = 0) -> str | None:
     """The caption of a picture (ROWS, COLUMNS) of codes; None if no sprite looks so.
 
-    Each place may have up to `wrong` wrong pixels. With 5 or fewer no other caption fits: shapes differ in 12 or more.
+    Each place may have up to `wrong` wrong pixels. With 5 or fewer no other caption fits: shapes differ in 16 or more.
     """
     tiles = codes.reshape(2, TILE, 2, TILE).swapaxes(1, 2).reshape(4, 1, TILE * TILE)
     ground = max(GROUNDS, key=lambda name: np.count_nonzero(codes == CODE[name]))

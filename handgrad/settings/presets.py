@@ -93,8 +93,8 @@ def demo() -> RunConfig:
 
 def sprites() -> RunConfig:
     """The run of `handgrad demo --images`: a small modern network on the built-in sprites."""
-    sizes = {"architecture": "modern", "num_layers": 3, "sequence_length": 328, "tokens_per_step": 4 * 328}
-    return replace(demo(), **sizes, optimizer="muon", learning_rate=6e-3, steps=2400, eval_stride=0, sample_tokens=328)
+    sizes = {"architecture": "modern", "num_layers": 3, "sequence_length": 268, "tokens_per_step": 4 * 268}
+    return replace(demo(), **sizes, optimizer="muon", learning_rate=6e-3, steps=2200, eval_stride=0, sample_tokens=268)
 
 
 def gpt2(name: str, **settings: Any) -> RunConfig:
