@@ -79,7 +79,7 @@ PAGES: dict[str, dict[str, str]] = {
         "39.12 nats per story": "the grammar's entropy, computed",
         "0.470 nats per token": "the grammar's entropy, computed",
     },
-    "docs/images.md": {"10.42\nnats for a": "the grammar's entropy, computed", "2.0378 nats a token": "minGPT's notebook"},
+    "docs/images.md": {"9.38 nats for a": "the grammar's entropy, computed", "2.0378 nats a token": "minGPT's notebook"},
     "docs/operations/muon.md": {
         "are 1.5 TFLOP a step": "arithmetic",
         "0.36 % of a\nstep": "arithmetic",
