@@ -163,6 +163,9 @@ def test_damaged_weights_in_a_vocabulary_are_refused(coded: Path, damage: str) -
     )
     with pytest.raises(DataError, match="expected an autoencoder's weights in the vocabulary"):
         view_of(replace(codes, decoder=decoder))
+    for other in (replace(codes, rows=1, columns=4), replace(codes, colours=codes.colours[:-1])):  # not the autoencoder's
+        with pytest.raises(DataError, match="expected an autoencoder's weights in the vocabulary"):
+            view_of(other)
 
 
 def test_a_palettes_identity_stays(coded: Path) -> None:
