@@ -161,8 +161,7 @@ def preset(name: str, **settings: Unpack[Settings]) -> RunConfig:
 
 
 def configuration(start: str | RunConfig, settings: Settings, recipe_file: str = "", model: str = "") -> RunConfig:
-    """The configuration for the arguments of `Training`: the command's, or a whole `RunConfig` with single fields
-    replaced."""
+    """The configuration for the arguments of `Training`: the command's, or a `RunConfig` with fields replaced."""
     given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
     if isinstance(start, RunConfig):
         given, start = to_dict(start) | given, ""
@@ -265,8 +264,7 @@ class Training:
         return made
 
     def model(self) -> Model:
-        """A copy of the current weights, to evaluate or to sample; later steps do not change it. For an fp8 run it computes
-        in bf16."""
+        """A copy of the current weights, to evaluate or to sample, which later steps do not change; bf16 for an fp8 run."""
         run = self._open()
         run.training.await_weights()
         design, parameters = run.design, run.training.state.parameters
@@ -295,8 +293,7 @@ class Training:
         return checkpoint.folder_of(run.folder.checkpoints, run.saves.last_saved)
 
     def close(self) -> None:
-        """Saves the run if needed and releases folder and memory. `Training` or `handgrad train` with the same settings
-        continues it."""
+        """Saves the run if needed and releases folder and memory. The same settings continue it."""
         self._close(saves=True)
 
     def _close(self, *, saves: bool) -> None:

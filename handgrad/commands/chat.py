@@ -150,8 +150,7 @@ def open_talking_model(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
 
 
 def context_of(writing: Writing, asked: int | None) -> tuple[int, str]:
-    """(tokens of the longest conversation, the same in words): the context that is `asked` for, or else the model's, cut to
-    the part that fits in memory."""
+    """(tokens of the longest conversation, in words): the context `asked` for, or the model's, if it fits in memory."""
     own = writing.model.shape.sequence_length
     wanted = min(asked, own) if asked else own
     context = writing.fitting(wanted)

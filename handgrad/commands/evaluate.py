@@ -163,8 +163,7 @@ class LossPart:
             self.plan, self.beside = make_plan(rows), []
 
     def lines(self, model: LoadedModel, views: dict[str, Any]) -> list[str]:
-        """The loss in nats, as perplexity and in bits per byte. `views`: the views of `plan`. Raises `NumericsError` for a
-        loss that is not finite."""
+        """The loss in nats, as perplexity and in bits per byte. Raises `NumericsError` for one that is not finite."""
         parsed, config, dataset = self.parsed, self.source.config, self.dataset
         if self.fp8 is not None:
             model, views = self.fp8.quantized(model, views)
@@ -298,8 +297,7 @@ class TasksPart:
 
 
 class Progress:
-    """Progress on stderr: a line that updates on a terminal, one every 20 s elsewhere. `share`: the format of the fraction
-    that is done."""
+    """Progress on stderr: a line that a terminal updates, else one every 20 s. `share`: the format of the done fraction."""
 
     def __init__(self, ranks: Ranks, share: str):
         self.ranks, self.share, self.begun = ranks, share, time.monotonic()

@@ -130,8 +130,7 @@ def template_text(tokenizer: Tokenizer) -> str | None:
 
 
 def plain_segments(end_of_text: int, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
-    """The plain template. Encodes each role and each content separately, so a content has the same tokens wherever it
-    stands."""
+    """The plain template. Roles and contents are encoded apart: a content has the same tokens wherever it stands."""
     segments, said = [], False
     for message in messages:
         segments += [Segment(end_of_text, said), Segment(message["role"] + "\n", False)]

@@ -85,8 +85,7 @@ def text_of(codes: np.ndarray) -> str:
 
 
 def parts_of(text: str, codes: Codes) -> Iterator[str | np.ndarray]:
-    """The strings and the pictures (rows, columns), int64, of a text, in order. A picture that ends early is filled with
-    `MISSING`."""
+    """The strings and the pictures (rows, columns), int64, of a text, in order; unfinished ones end in `MISSING`."""
     for part in CODES.split(text):
         if not CODES.match(part):
             if part:

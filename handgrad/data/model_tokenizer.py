@@ -192,8 +192,7 @@ def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:
 
 
 def of_transformers(folder: Path, vocab_size: Any) -> Tokenizer:
-    """The tokenizer of a transformers folder: GPT-2's, bytes, a BPE with GPT-2's splitter, or else the model's own.
-    `vocab_size`: the model's."""
+    """The tokenizer of a transformers folder: GPT-2's, bytes, a BPE with its splitter, or the model's own."""
     return read_vocabulary(folder) if is_ours(folder / TOKENIZER_FILE, vocab_size) else read_model_tokenizer(folder)
 
 

@@ -58,8 +58,7 @@ class PromptShard:
         return max(map(len, self.prompts))
 
     def of_group(self, group: int, seed: int) -> int:
-        """The prompt of a 0-based group of rollouts: an epoch after the other, each in an order that (seed, epoch)
-        chooses."""
+        """The prompt of a 0-based group of rollouts: epoch after epoch, each in an order of its own from the seed."""
         epoch, place = divmod(group, len(self.prompts))
         return permute(place, len(self.prompts), mix(seed, WINDOW_ORDER, epoch))
 

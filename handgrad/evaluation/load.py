@@ -104,8 +104,7 @@ def with_context(shape: ModelShape, init: Any) -> ModelShape:
 
 
 def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
-    """The configuration of the run that saved the checkpoint, with defaults for settings newer than it. Raises `DataError`
-    if it is invalid."""
+    """The configuration of a checkpoint's run, with defaults for newer settings. Raises `DataError` if it is invalid."""
     try:
         stored: dict[str, Any] = of_stored(checkpoint.manifest["config"])
         return check(RunConfig(**{name: convert(name, stored[name]) for name in FIELDS if name in stored}))
@@ -119,8 +118,7 @@ def data_of(found: Checkpoint, *, needed: bool = False) -> str:
 
 
 def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
-    """The configuration for imported weights: the model's sizes, nothing of training. Raises `DataError` for invalid
-    sizes."""
+    """The configuration for imported weights: the model's sizes. Raises `DataError` for invalid ones."""
     sizes = {name: getattr(shape, name) for name in SHAPE}
     step = {"steps": 1, "tokens_per_step": shape.sequence_length, "micro_batch": 1, "lanes": 1, "packing": STREAM}
     try:

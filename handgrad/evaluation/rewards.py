@@ -90,8 +90,7 @@ def trusted(spec: str) -> str:
 
 
 def identity(spec: str) -> str:
-    """A built-in reward's name, or the SHA-256 of the user's file and the function's name; of a function from Python the
-    name alone."""
+    """A built-in reward's or Python function's name, or the SHA-256 of the user's file with the function's name."""
     if spec in BUILT_IN or spec.startswith(PYTHON):
         return spec
     file, _, name = spec.rpartition(":")
@@ -122,8 +121,7 @@ class Rewards:
         self.workers: list[Worker] = []
 
     def of(self, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[float]:
-        """The reward of each answer. Raises UsageError, with its row and text: a reward that is no finite number, raises or
-        takes too long."""
+        """The reward of each answer. UsageError, with row and text: no finite number, an exception, or too slow."""
         if not self.inside:
             return self.in_processes(list(zip(rows, answers, strict=True)))
         rewards = []

@@ -83,8 +83,7 @@ def whole_lines(path: Path, identity: dict[str, Any]) -> Iterator[tuple[Written,
 
 
 def read_partial(partial: Path, identity: dict[str, Any]) -> Written:
-    """The lines of an interrupted call. Cuts off a line that a kill left incomplete. Raises OSError and the errors of
-    `whole_lines`."""
+    """The lines of an interrupted call, without one that a kill cut. Raises OSError and the errors of `whole_lines`."""
     content = partial.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:

@@ -92,8 +92,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
 
 
 def added_template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
-    """The plain template in Jinja, if the checkpoint was trained on conversations and its tokenizer has no template; else
-    empty."""
+    """The plain template in Jinja, if a run on conversations has a tokenizer without a template; else empty."""
     if template_text(tokenizer) is not None or not trained_on_chats(checkpoint):
         return ""
     return plain_template(tokenizer.token_bytes[tokenizer.end_of_text].decode(errors="replace"))

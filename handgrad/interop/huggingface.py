@@ -160,8 +160,7 @@ def read_shape_and_words(folder: Path, tokenizer: str) -> tuple[ModelShape, Toke
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Reads the model's sizes from config.json. Raises `DataError` if it asks for anything that handgrad does not
-    compute."""
+    """Reads the model's sizes from config.json. Raises `DataError` for one that handgrad does not compute."""
     content = read_object(path)
     kind = content.get("model_type")
     for name, network in NETWORKS.items():
@@ -309,8 +308,7 @@ class Config:
                 raise self.refused(key, json.dumps(ours[0]), value)
 
     def table(self, key: str, whole: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The object at `key` of the content, or of `whole`, a part of it; empty if it is null or missing. Raises
-        `DataError`."""
+        """The object at `key` of the content, or of `whole`, a part of it; empty if null or missing. Raises `DataError`."""
         value = (self.content if whole is None else whole).get(key)
         if not isinstance(value, dict | None):
             raise self.refused(key, "as an object", value)

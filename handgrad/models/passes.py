@@ -22,8 +22,7 @@ def no_launch() -> None:
 
 @dataclass(frozen=True)
 class Stage:
-    """A section of a pass. It is the first to read the weights of `bucket` or, with `done`, the one that completes the
-    bucket's gradients."""
+    """A section of a pass: the first to read the weights of `bucket` or, with `done`, the last to add to its gradients."""
 
     bucket: str
     run: Launch

@@ -146,8 +146,7 @@ def style_sheet() -> str:
 
 @functools.cache
 def script(*, live: bool) -> str:
-    """page.js (hover values, the choice of the x axis, sortable tables), followed by live.js for a live page, without
-    indentation and blank lines."""
+    """page.js (hover values, choice of the x axis, sortable tables), in a live page live.js, without indentation."""
     lines = "\n".join(map(source, ("page.js", "live.js") if live else ("page.js",))).splitlines()
     return "\n".join(line.strip() for line in lines if line.strip())
 

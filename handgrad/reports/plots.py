@@ -316,8 +316,7 @@ def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu", "rollouts"], quantity: str) -> None:
-    """Draws a column from zero, so that a wobble looks as small as it is, and cuts above 99 % of the values. Runs without
-    values get no line."""
+    """Draws a column from zero, so that a wobble looks as small as it is, and cuts above 99 % of the values."""
     tops = [0.0]
     for index, run in enumerate(runs):
         steps, values = getattr(run, of).step, getattr(getattr(run, of), quantity)

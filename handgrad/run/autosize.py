@@ -85,8 +85,7 @@ GPU_SIZES = (
 
 
 def suited_settings(dataset: Dataset, device: torch.device, steps: int = 0) -> dict[str, Any]:
-    """Settings for a run on `dataset`: the largest model that its tokens can teach and the device can hold. `steps`: as in
-    `paced`."""
+    """Settings for a run on `dataset`: the largest model that its tokens teach and the device holds. `steps`: `paced`'s."""
     if dataset.codes and dataset.codes.decoder == RGB:
         return codec_settings(dataset, device, steps)
     training = dataset.tokens("train")
@@ -162,8 +161,7 @@ def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.d
 def paced(
     config: RunConfig, dataset: Dataset, device: torch.device, epochs: float, warmup_share: float, steps: float = 0
 ) -> dict[str, Any]:
-    """Chooses the number of steps, unless given, the warm-up, and the intervals of validations, samples, saves and log
-    lines."""
+    """Chooses the steps, unless given, the warm-up, and the intervals of validations, samples, saves and log lines."""
     training, validation = dataset.tokens("train"), dataset.tokens("validation")
     if not steps:
         steps = epochs * training / config.tokens_per_step
@@ -291,8 +289,7 @@ def fitted_to_weights(
 
 
 def usual_rate(config: RunConfig) -> float:
-    """A peak learning rate that suits the model of a run, to replace one that does not. GPT-2's falls with the width, as in
-    the GPT-3 paper."""
+    """A peak learning rate that suits the run's model, in place of its own. GPT-2's falls with the width, as GPT-3's."""
     if config.init_from:
         return suited_rate(config.init_from, adapters=bool(config.lora))
     if config.optimizer == "muon":

@@ -100,8 +100,7 @@ class RunFolder:
             self.resumed, self.passed_over = older, [*self.passed_over, f"passed over {failing.folder.name}: {why}", *lines]
 
     def claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
-        """Claims the folder for this run: rank 0 writes the configuration. Raises `ConfigError` if the checkpoint has seen
-        other data."""
+        """Claims the folder: rank 0 writes the configuration. `ConfigError`: the checkpoint has seen other data."""
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = {DOCUMENTS: identity.get(DOCUMENTS), **old} if isinstance(old, dict) else {}
         trained_on, here = self.resumed.manifest["config"].get("data") if self.resumed else None, self.config.data
@@ -166,8 +165,7 @@ def check_place(path: Path) -> None:
 
 
 def model_of(config: RunConfig) -> str:
-    """The model whose tokenizer the run's data must use: the run itself if it has begun, else its initial weights, else
-    none."""
+    """The model whose tokenizer the run's data must use: the run itself once it has begun, or its initial weights."""
     return config.out if checkpoint.peek(Path(config.out)) else config.init_from
 
 

@@ -112,8 +112,7 @@ def extent(folder: Path) -> tuple[int, float]:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """The fields of a summary, from a run's configuration and record. Raises `DataError` or `StorageError` if it cannot
-    read these."""
+    """The fields of a summary, from a run's configuration and record; `DataError` or `StorageError`: unreadable."""
     config, found = read_config(folder), last_records(folder)
     if "run" not in found:
         raise DataError(f"{folder / METRICS_FILE} has no 'run' line; `handgrad train` did not get to its first step")

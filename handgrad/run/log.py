@@ -86,8 +86,7 @@ class RunLog:
                 raise error
 
     def misplaced(self) -> StorageError | None:
-        """On rank 0, the error if someone moved or removed the run folder. It explains other errors; the open files would
-        accept lines forever."""
+        """On rank 0, the error if someone moved or removed the run folder: its open files would accept lines forever."""
         path = self.folder / METRICS_FILE
         try:
             if os.path.samestat(path.stat(), os.fstat(self.files[METRICS_FILE].fileno())):

@@ -185,8 +185,7 @@ class Run:
         return outcome_of(self.config, *read_curves(self.folder.path), *known, best)
 
     def pauses_after(self, step: int) -> bool:
-        """True if the run pauses after `step`: because something is due, a signal has come, or the device is a CPU, which
-        does not run ahead."""
+        """True if something is due after `step`, if a signal has come, or on a CPU, which does not run ahead."""
         every = (self.config.save_every, self.config.eval_every, self.config.sample_every)
         return (
             self.design.device.type != "cuda"

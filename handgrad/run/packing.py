@@ -110,8 +110,7 @@ def training_batches(config: RunConfig, dataset: Dataset) -> Any:
 
 
 def steps_of(config: RunConfig, epochs: float) -> int:
-    """The steps in which a run reads the training samples of its data `epochs` times, rounded up. Raises the errors of
-    `open_data`."""
+    """The steps that read the training samples `epochs` times, rounded up. Raises the errors of `open_data`."""
     dataset = data_of(config, config.init_from)
     config = with_answers(config, dataset)
     batches = training_batches(replace(config, packing=resolve_packing(config.packing, dataset)), dataset)

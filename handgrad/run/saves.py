@@ -212,8 +212,7 @@ class Saves:
             return checkpoint.write_tensors(save.final, self.copy.files)
 
     def commit(self, save: Save, files: dict[str, Any]) -> tuple[float, list[str]]:
-        """Commits all ranks' files as a checkpoint, then removes old checkpoints. Returns (seconds since the save began,
-        warnings)."""
+        """Commits all ranks' files, then removes old checkpoints. Returns (seconds since the save began, warnings)."""
         self.log.sync()  # no checkpoint is ahead of its record
         with storage_errors(f"saving {save.final}"):
             checkpoint.commit(save.final, save.step, files, save.manifest, self.extra_files)
@@ -324,8 +323,7 @@ def grace_seconds(environment: Mapping[str, str]) -> float:
 def too_slow(
     save_seconds: float, step_seconds: float, environment: Mapping[str, str], under_way_seconds: float = 0.0
 ) -> str:
-    """A warning if a stop would outlast the grace period, else "". A stop takes the current step, a save that may be in
-    flight, and its own save."""
+    """A warning if a stop would outlast the grace period: the current step, a save in flight, its own save; else ""."""
     grace, needed = grace_seconds(environment), save_seconds + step_seconds + under_way_seconds
     if needed <= grace:
         return ""

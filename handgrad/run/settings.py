@@ -166,8 +166,7 @@ def names_weights(name: str) -> bool:
 
 
 def goes_on(run: Path, command: str) -> str:
-    """Advice to resume a run, or to reuse its settings, with the `command` for it. A moved run's recipe still names its old
-    folder."""
+    """Advice to resume a run, or to reuse its settings by `command`; a moved run's recipe names its old folder."""
     recipe = str(run / CONFIG_FILE)
     moved = Path(str(read_toml(recipe).get("out", ""))).resolve() != run.resolve()
     named = f"`handgrad {command} --config {shlex.quote(recipe)}{f' --out {shlex.quote(str(run))}' if moved else ''}`"

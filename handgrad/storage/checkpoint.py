@@ -345,8 +345,7 @@ def is_best_alias(path: Path) -> bool:
 
 
 def best(run: Path) -> Checkpoint:
-    """The run's checkpoint with the lowest validation loss; `DataError` if there is none or if it is damaged: the user did
-    not ask for another one."""
+    """The run's checkpoint of the lowest validation loss. `DataError`: none, or damaged, as the user asked for this one."""
     found = best_validated(run)
     if found is None:
         raise DataError(
@@ -365,8 +364,7 @@ def best_validated(run: Path) -> tuple[int, float] | None:
 
 
 def validated(run: Path) -> dict[int, float]:
-    """The validation losses of the steps that have a checkpoint. Reads the run's metrics, so no second file has to agree
-    with them."""
+    """The validation losses of the steps that have a checkpoint, from the run's metrics, their only record."""
     path, found = run / METRICS_FILE, dict[int, float]()
     saved = {step_of(folder) for folder in folders(run / CHECKPOINTS)}
     try:

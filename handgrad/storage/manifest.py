@@ -118,8 +118,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_fields(manifest: dict[str, Any], path: Path) -> None:
-    """Raises `DataError` unless the manifest at `path` has its fields; if it has any field that a run resumes with, it
-    needs them all."""
+    """Raises `DataError` unless the manifest has its fields, and if it has any that a run resumes with, all of these."""
     check(manifest, FIELDS, path)
     if manifest.keys() & RUN_FIELDS:
         needed = manifest["config"].get("precision") == "fp16"

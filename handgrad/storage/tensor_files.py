@@ -58,8 +58,7 @@ Row = TypeVar("Row", bound=Named)
 
 
 def split(tensors: list[Row], parts: int) -> list[list[Row]]:
-    """At most `parts` groups of consecutive tensors, of about equal size: a tensor's midpoint decides its group. At least
-    one group, perhaps empty."""
+    """At most `parts` groups of consecutive tensors, equal in size by their midpoints; at least one, even if empty."""
     total, before = sum(tensor.size_bytes for tensor in tensors), 0
     groups: list[list[Row]] = [[] for _ in range(parts)]
     for tensor in tensors:
@@ -87,8 +86,7 @@ def safetensors_bytes(tensors: list[Stored], metadata: dict[str, str] | None = N
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes and fsyncs a file; returns its size, its SHA-256 and, for each chunk, its end and the first digits of the
-    file's SHA-256 up to there."""
+    """Writes and fsyncs a file; returns its size, SHA-256 and, by chunk, the end and the SHA-256's first digits so far."""
     digest, size, ends = hashlib.sha256(), 0, []
     with path.open("xb") as file:
         for chunk in chunks:

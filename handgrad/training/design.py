@@ -19,8 +19,7 @@ from handgrad.settings.batch_schedule import BatchSchedule
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of each optimizer step: lanes * micro_steps * micro_batch samples of `sequence_length` tokens, including
-    tokens that are not trained."""
+    """The batch of each step: lanes * micro_steps * micro_batch samples of `sequence_length` tokens, trained or not."""
 
     micro_batch: int
     lanes: int

@@ -255,8 +255,7 @@ class TrainStep:
         self.launch_update(step)
 
     def launch_norm(self, step: int) -> None:
-        """Sends the host's decisions, then launches the norm. The caller has read all results before `step`, and these set
-        the spike limits."""
+        """Sends the host's decisions, by all results before `step`, which set the spike limits, and launches the norm."""
         guards, slot = self.design.guards, self.slot(step)
         limits = self.loss_window.limit(guards.loss_z), self.norm_window.limit(guards.norm_z)
         tokens = slot.trained_tokens = self.program.trained_tokens(step)

@@ -22,8 +22,7 @@ ROWS, ROW_STRIDE, PAIR = 16, 1 << 20, 8
 
 @dataclass(frozen=True)
 class Dropout:
-    """A dropout site of the model. Its fields determine its masks, so forward and backward, on any device, compute the same
-    ones."""
+    """A dropout site of the model. Its fields determine its masks: the same ones forward and backward, on any device."""
 
     samples: Tensor  # (B) int64: sample numbers of the micro-batch in the run
     probability: float  # of dropping a number

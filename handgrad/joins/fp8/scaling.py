@@ -158,8 +158,7 @@ class Scaling:
         torch.sum(self.everyone[..., AMAX + 1 :], 0, out=totals[:, AMAX + 1 :])
 
     def update(self, controls: Tensor) -> None:
-        """Computes the next step's scales. A current scale fits its own micro-batch; larger numbers in another micro-batch
-        are no saturation."""
+        """Computes the next step's scales. Each fits its own micro-batch; larger numbers in others are no saturation."""
         self.ops.update_scaling(
             self.scaling[: len(self.fp8.table)],
             self.history,

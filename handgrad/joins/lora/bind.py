@@ -137,8 +137,7 @@ class WithAdapters(Overlay):
             self.add_linear_forward(out[rows], u, scaled_b, scratch=scratch)
 
     def add_backward(self, dinp: Tensor, dout: Tensor, inp: Tensor, weight: Any, scratch: Tensor) -> None:
-        """dinp (N, I) += du A; accumulates the gradients of A and B. Recomputes u, which is cheaper than keeping it for
-        every layer."""
+        """dinp (N, I) += du A; accumulates the gradients of A and B. Recomputing u is cheaper than keeping it."""
         if not isinstance(weight, AdaptedWeight):
             return
         adapter, N = weight.adapter, inp.shape[0]
@@ -234,7 +233,6 @@ class WithAdapters(Overlay):
 
 
 def launches(program: Program, trained: Iterable[str]) -> Program:
-    """Keeps the bucket names of stages only for `trained` parameters, so that ranks neither send other gradients nor wait
-    for other weights."""
+    """Keeps the buckets of stages only for `trained` parameters: ranks send and await nothing for the others."""
     stages = [stage if stage.bucket in trained else Stage("", stage.run) for stage in program.micro_step]
     return replace(program, micro_step=stages)

@@ -95,8 +95,7 @@ def run_ranks(
 
 @contextlib.contextmanager
 def noted_signals(received: list[int]) -> Iterator[None]:
-    """Within a `with` block, appends the signals to forward to `received` instead of acting on them. A SIGHUP that `nohup`
-    ignores stays ignored."""
+    """Within a `with` block, collects the signals to forward in `received`. A SIGHUP that `nohup` ignores stays ignored."""
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -112,8 +111,7 @@ def noted_signals(received: list[int]) -> Iterator[None]:
 
 
 def rank_environment(size: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables for all ranks of one machine, which replace another launcher's. A single process keeps its
-    environment."""
+    """torchrun's variables for all ranks of a machine, instead of another launcher's. A single process keeps its own."""
     launcher = {LAUNCHER: str(os.getpid())}
     if size == 1:
         return {**environment, **launcher}
@@ -155,8 +153,7 @@ def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]], received: Seque
 
 
 def worst_code(codes: Sequence[int]) -> int:
-    """The exit code of a command whose ranks ended with `codes`. The code for a lost rank takes precedence over a signal,
-    an error's code over both."""
+    """The exit code of a command whose ranks ended with `codes`: an error's, else a lost rank's, else a signal's."""
     severity = {0: 0, RESUMABLE: 2, INTERRUPTED: 3}
     worst = max(codes, key=lambda code: severity.get(code, 1 if code < 0 else 4))
     return 128 - worst if worst < 0 else worst

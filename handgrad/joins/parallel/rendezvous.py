@@ -133,8 +133,7 @@ def new_overlapped_group(limit: datetime.timedelta, ctas: int = OVERLAPPED_CTAS)
 
 
 def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True) -> dist.Store:
-    """Connects to the store shared by all ranks; its calls take at most `limit_seconds`. Rank 0 hosts the store unless
-    torchrun's agent does."""
+    """Connects to the ranks' store; calls take at most `limit_seconds`. Rank 0 hosts it, unless torchrun's agent does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     made: list[dist.Store | Exception] = []
 
