@@ -138,11 +138,8 @@ def documents_of(document_starts: np.ndarray, token_count: int) -> tuple[np.ndar
 
 class Batches:
     """Samples of `sequence_length` tokens from `shards`; without `shuffle`, in order from the first token on, one every
-    `stride` tokens (0: `sequence_length`).
-
-    Raises DataError: no shard holds a window, or `packing` needs document boundaries that the shards lack; UsageError: a
-    `stride` with overlap for rows of whole documents.
-    """
+    `stride` tokens (0: `sequence_length`). Raises DataError: no shard holds a window, or `packing` needs document
+    boundaries that the shards lack; UsageError: a `stride` with overlap for rows of whole documents."""
 
     def __init__(
         self,
@@ -189,9 +186,7 @@ class Batches:
     def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int, document_starts: "Tensor | None" = None) -> None:
         """Writes samples `first_sample`, `first_sample` + 1, ... into `inputs` and `targets`, int64 CPU tensors (B, T).
         Writes into `document_starts`, int32 (B, T), for each position the start of its document, a position in its row.
-
-        Raises DataError: a shard that is read for the first time is damaged.
-        """
+        Raises DataError: a shard that is read for the first time is damaged."""
         assert first_sample >= 0 and inputs.shape == targets.shape and inputs.shape[1] == self.sequence_length
         inputs_array, targets_array = inputs.numpy(), targets.numpy()  # share the memory, also of pinned tensors
         for row in range(len(inputs_array)):

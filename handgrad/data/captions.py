@@ -9,10 +9,8 @@ from handgrad.parsing import numbered_lines, parse_record
 
 
 def captions_of(path: str, files: list[SourceFile], counts: list[int]) -> list[str]:
-    """The caption of each picture, in the order of `files`, which hold `counts` pictures each.
-
-    Raises DataError: a bad row, a picture without a caption, a caption without a picture; StorageError: unreadable.
-    """
+    """The caption of each picture, in the order of `files`, which hold `counts` pictures each. Raises DataError: a bad
+    row, a picture without a caption, a caption without a picture; StorageError: unreadable."""
     captions = read_captions(Path(path))
     names = [name_of(file, n, count) for file, count in zip(files, counts, strict=True) for n in range(count)]
     if lacking := [name for name in names if name not in captions]:

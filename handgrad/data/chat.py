@@ -67,10 +67,8 @@ def check_files(files: list[SourceFile], *, pairs: bool = False) -> None:
 
 def read_conversations(file: SourceFile, skips: bool) -> Iterator[tuple[int, Conversation]]:
     """(position after it, conversation) for each row; skips blank lines. With `skips`, a row that is not a conversation
-    yields one whose `fault` is the reason.
-
-    Raises DataError, with the row's number: it is not a conversation; StorageError: the file is unreadable.
-    """
+    yields one whose `fault` is the reason. Raises DataError, with the row's number: it is not a conversation;
+    StorageError: the file is unreadable."""
     with reading(file.path):
         rows = _parquet_rows(file) if file.format == "parquet" else read_objects(file.path)
         for position, where, row in rows:

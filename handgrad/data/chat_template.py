@@ -46,10 +46,8 @@ class Segment(NamedTuple):
 
 
 class ChatTemplate:
-    """The template of `tokenizer`, or the plain one. `now` is the time that the template sees (default: the current time).
-
-    Raises DataError: the tokenizer's template is not valid Jinja.
-    """
+    """The template of `tokenizer`, or the plain one. `now` is the time that the template sees (default: the current
+    time). Raises DataError: the tokenizer's template is not valid Jinja."""
 
     def __init__(self, tokenizer: Tokenizer, now: datetime | None = None):
         self.tokenizer = tokenizer
@@ -60,10 +58,8 @@ class ChatTemplate:
         self._segments = plain if self._jinja is None else self._jinja.segments
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
-        """The tokens of a conversation; with `add_generation_prompt`, up to where the assistant's answer begins.
-
-        Raises DataError: the template refuses the conversation, or does not show where the assistant speaks.
-        """
+        """The tokens of a conversation; with `add_generation_prompt`, up to where the assistant's answer begins. Raises
+        DataError: the template refuses the conversation, or does not show where the assistant speaks."""
         return [int(token) for each in self._encode(self._segments(messages, add_generation_prompt)) for token in each]
 
     def conversation(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:

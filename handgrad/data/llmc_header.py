@@ -35,10 +35,8 @@ def make_header(words: dict[int, int]) -> bytes:
 
 
 def read_header(path: Path, magic: int, versions: tuple[int, ...]) -> tuple[list[int], int]:
-    """(the 256 numbers of the header of a file of kind `magic`, size of the file in bytes).
-
-    Raises `DataError`: no such file, too short, of another kind or version; `StorageError`: it cannot be read.
-    """
+    """(the 256 numbers of the header of a file of kind `magic`, size of the file in bytes). Raises `DataError`: no such
+    file, too short, of another kind or version; `StorageError`: it cannot be read."""
     with storage_errors(f"reading {path}"):
         if not path.is_file():
             raise DataError(f"expected {KINDS[magic]} of llm.c at {path}, found no such file")

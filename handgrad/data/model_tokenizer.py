@@ -288,10 +288,7 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
 
 def read_vocabulary(folder: Path) -> Tokenizer:
     """The tokenizer of a transformers folder: GPT-2's, bytes, a palette, or another byte-level BPE with GPT-2's
-    splitter.
-
-    Raises `DataError` if there is none, or it has other rules.
-    """
+    splitter. Raises `DataError` if there is none, or it has other rules."""
     if (path := folder / PALETTE_FILE).is_file():
         return codes_tokenizer(parse_codes(read_small(path), str(path)))
     path = folder / TOKENIZER_FILE

@@ -214,10 +214,8 @@ def slices(text: str) -> Iterator[str]:
 
 
 def text_parts(path: Path, fraction: float) -> tuple[int, int]:
-    """(byte where the validation part of a text file begins, size in bytes), both uncompressed.
-
-    Raises DataError: a damaged .gz; StorageError: the file cannot be read.
-    """
+    """(byte where the validation part of a text file begins, size in bytes), both uncompressed. Raises DataError: a
+    damaged .gz; StorageError: the file cannot be read."""
     with reading(path), open_plain(path) as file:
         if path.suffix.lower() == ".gz":  # a .gz states its size only in its last four bytes, modulo 4 GiB
             size_bytes = 0

@@ -64,11 +64,9 @@ class PromptShard:
 
 
 def open_prompts(data: str, model: str) -> Dataset:
-    """The prompts in `data`, .jsonl or .json files or "questions[:KIND+KIND...]", in the tokens and the chat template of
-    `model`.
-
-    Raises DataError: a row without a prompt, an empty one, or no row for one of the splits; UsageError: another kind of
-    file or an unknown kind of question; and the errors of `load_tokenizer`."""
+    """The prompts in `data`, .jsonl or .json files or "questions[:KIND+KIND...]", in the tokens and the chat template
+    of `model`. Raises DataError: a row without a prompt, an empty one, or no row for one of the splits; UsageError:
+    another kind of file or an unknown kind of question; and the errors of `load_tokenizer`."""
     tokenizer, name = load_tokenizer(model), data.partition(":")[0]
     if name == QUESTIONS and not Path(data).exists():
         path, seconds, found = Path(data), 0.0, asked_questions(data)

@@ -72,10 +72,8 @@ class Shard:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """All tokens, uint16 or uint32, (token_count,): a read-only memory map, verified on first use.
-
-        Raises DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read.
-        """
+        """All tokens, uint16 or uint32, (token_count,): a read-only memory map, verified on first use. Raises
+        DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read."""
         _ = self.written_ns  # read before hashing the content
         content, form = _memory_map(self.path), token_form(self.vocab_size)
         found = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
@@ -95,11 +93,9 @@ class Shard:
         return tokens
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from `start` on, read from the verified file with pread: if the disk fails or the file is cut, a
-        memory map would kill the process with SIGBUS and no message. Verifies a file again that was written to since.
-
-        Raises the errors of `tokens`.
-        """
+        """`count` tokens from `start` on, read from the verified file with pread: if the disk fails or the file is cut,
+        a memory map would kill the process with SIGBUS and no message. Verifies a file again that was written to since.
+        Raises the errors of `tokens`."""
         dtype = self.tokens.dtype
         size_bytes, offset = count * dtype.itemsize, HEADER_BYTES + start * dtype.itemsize
         try:
@@ -156,10 +152,8 @@ class Shard:
 
     @functools.cached_property
     def trained(self) -> np.ndarray | None:
-        """(first, end) of each trained stretch of tokens, uint32, (stretches, 2), ascending; None: all tokens are trained.
-
-        Raises DataError: an invalid file.
-        """
+        """(first, end) of each trained stretch of tokens, uint32, (stretches, 2), ascending; None: all tokens are
+        trained. Raises DataError: an invalid file."""
         if self.trained_sha256 is None:
             return None
         path = self.path.with_suffix(".trained")
@@ -222,10 +216,8 @@ class Dataset:
 
 def open_dataset(folder: str | Path, model: str = "", *, chat: bool = False) -> Dataset:
     """Opens a prepared folder, or a bare folder of llm.c token files. `model`: the command in an error message uses its
-    tokenizer; `chat`: the model was trained on conversations.
-
-    Raises DataError: there is no such folder, or it is damaged; StorageError: it cannot be read.
-    """
+    tokenizer; `chat`: the model was trained on conversations. Raises DataError: there is no such folder, or it is
+    damaged; StorageError: it cannot be read."""
     folder = Path(folder)
     if folder.is_file():
         remedy = "give a folder that `handgrad prepare` has made"

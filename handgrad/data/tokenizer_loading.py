@@ -15,11 +15,8 @@ from handgrad.storage.run_files import BEST, CHECKPOINTS, named_run
 
 def load_tokenizer(spec: str) -> Tokenizer:
     """Loads the tokenizer "gpt2" or "bytes", or from path `spec`: a run, a checkpoint, a transformers folder, or a
-    `tokenizer.json` or its folder.
-
-    Raises UsageError: no such tokenizer; DataError: a `tokenizer.json` that is not a byte-level BPE with GPT-2's splitter,
-    or a folder whose tokenizer handgrad lacks.
-    """
+    `tokenizer.json` or its folder. Raises UsageError: no such tokenizer; DataError: a `tokenizer.json` that is not a
+    byte-level BPE with GPT-2's splitter, or a folder whose tokenizer handgrad lacks."""
     if spec == "gpt2":
         return gpt2_tokenizer()
     if spec == "bytes":

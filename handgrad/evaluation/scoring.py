@@ -91,11 +91,9 @@ class Encoder:
 
 
 def make_requests(tasks: Sequence[TaskData], tokenizer: Tokenizer, longest: int) -> list[Request]:
-    """The requests of all tasks in order: for each example its continuations, then its continuations for llm.c.
-
-    Raises `DataError` with file and line if there is nothing to score, nothing before it, or more than the model's context
-    of `longest` tokens.
-    """
+    """The requests of all tasks in order: for each example its continuations, then its continuations for llm.c. Raises
+    `DataError` with file and line if there is nothing to score, nothing before it, or more than the model's context of
+    `longest` tokens."""
     encoder, requests = Encoder(tokenizer), []
     for task in tasks:
         for example in task.examples:
@@ -188,11 +186,9 @@ def task_record(task: TaskData, result: TaskResult, precision: str, by: str) -> 
 
 
 def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> str:
-    """Appends the records to the metrics of the run around a checkpoint. Returns a line about it, "" without such a run.
-    Writes nothing while a trainer holds the run: its lines and ours could mix.
-
-    Raises `StorageError` if the disk refuses; the file is then unchanged, or has only whole lines added.
-    """
+    """Appends the records to the metrics of the run around a checkpoint. Returns a line about it, "" without such a
+    run. Writes nothing while a trainer holds the run: its lines and ours could mix. Raises `StorageError` if the disk
+    refuses; the file is then unchanged, or has only whole lines added."""
     run = checkpoint.folder.resolve().parent.parent
     path, lock = run / METRICS_FILE, run / LOCK_FILE
     if not path.is_file() or not lock.is_file():

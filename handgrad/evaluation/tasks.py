@@ -237,11 +237,8 @@ def task_rows(name: str, file: str) -> tuple[list[Path], list[Record]]:
 
 
 def load_tasks(spec: str, limit: int = 0) -> list[TaskData]:
-    """The first `limit` questions (0: all) of each task in `spec`.
-
-    Raises `UsageError` for an unknown task, `DataError` with file and line for a broken example, and the errors of a
-    download.
-    """
+    """The first `limit` questions (0: all) of each task in `spec`. Raises `UsageError` for an unknown task, `DataError`
+    with file and line for a broken example, and the errors of a download."""
     files = parse_tasks(spec)
     shot_paths, shots = task_rows(SHOTS, files.pop(SHOTS)) if SHOTS in files else ([], [])
     loaded = []

@@ -16,10 +16,8 @@ ADDED = ("text", "stopped", "tokens")  # keys that an output line adds to its pr
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file, each with a "prompt" and optionally "max_tokens". Skips blank lines.
-
-    Raises `DataError` naming the bad line, `StorageError` if the file cannot be read.
-    """
+    """The objects of a .jsonl file, each with a "prompt" and optionally "max_tokens". Skips blank lines. Raises
+    `DataError` naming the bad line, `StorageError` if the file cannot be read."""
     try:
         content = path.read_bytes()
     except OSError as error:

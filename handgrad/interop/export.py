@@ -156,11 +156,9 @@ def export(
     write: Callable[[Path, LoadedModel], None],
     read: Callable[[Path], huggingface.HuggingFaceFolder | LlmcModel],
 ) -> Exported:
-    """Writes `folder` with the weights rounded to `dtype` and reads it back, or leaves nothing there.
-
-    Raises `UsageError`: `folder` exists; `DataError`: the checkpoint is damaged; `StorageError`: the disk refuses, or
-    returns other numbers than were written.
-    """
+    """Writes `folder` with the weights rounded to `dtype` and reads it back, or leaves nothing there. Raises
+    `UsageError`: `folder` exists; `DataError`: the checkpoint is damaged; `StorageError`: the disk refuses, or returns
+    other numbers than were written."""
     check_free(folder)
     model = load_to_check(weights_of(checkpoint))
     flat, table = model.views["parameters"], parameter_table(model.shape)

@@ -83,11 +83,9 @@ def in_halves(values: Tensor, heads: int) -> Tensor:
 
 
 def export_gguf(checkpoint: Checkpoint, file: Path, kind: str = "f16") -> Exported:
-    """`handgrad export --to gguf`: one file with weights of a `kind` in `GGUF_TYPES`, read back and compared.
-
-    Raises `UsageError`: `file` exists, the package is missing, or llama.cpp has no such network or tokenizer; `DataError`:
-    the checkpoint is damaged; `StorageError`: the disk refuses, or returns other numbers than were written.
-    """
+    """`handgrad export --to gguf`: one file with weights of a `kind` in `GGUF_TYPES`, read back and compared. Raises
+    `UsageError`: `file` exists, the package is missing, or llama.cpp has no such network or tokenizer; `DataError`: the
+    checkpoint is damaged; `StorageError`: the disk refuses, or returns other numbers than were written."""
     try:
         import gguf
     except ImportError:

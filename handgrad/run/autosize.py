@@ -201,9 +201,7 @@ CHOSEN = (
 
 def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """`suited_settings` for the data and device in `settings`. A run that has already begun in `out` keeps its own.
-
-    Raises the errors of `open_data` and `resolve_device`.
-    """
+    Raises the errors of `open_data` and `resolve_device`."""
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None:
         return {name: begun[name] for name in CHOSEN if name in begun}
@@ -212,11 +210,9 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
-    """Chooses the settings not given, for weights of these `sizes`. A run that has `begun` in `out` from the same weights
-    keeps its own. Without data, for `plan`, the weights alone decide.
-
-    Raises the errors of `open_data` and `resolve_device`.
-    """
+    """Chooses the settings not given, for weights of these `sizes`. A run that has `begun` in `out` from the same
+    weights keeps its own. Without data, for `plan`, the weights alone decide. Raises the errors of `open_data` and
+    `resolve_device`."""
     source, device = settings["init_from"], devices.resolve_device(settings.get("device", RunConfig.device))
     if begun is not None:
         return {name: begun[name] for name in (*CHOSEN, "sample_tokens") if name in begun}

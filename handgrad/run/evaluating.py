@@ -78,10 +78,8 @@ class TaskEvaluation:
 
 
 def make_task_evaluation(config: RunConfig, design: Design, tokenizer: Tokenizer, ranks: Ranks) -> TaskEvaluation | None:
-    """The tasks of `config.eval_tasks`; rank 0 reads them for all ranks. None if there are none.
-
-    Raises the errors of `load_tasks` and `make_requests`.
-    """
+    """The tasks of `config.eval_tasks`; rank 0 reads them for all ranks. None if there are none. Raises the errors of
+    `load_tasks` and `make_requests`."""
     if not parse_tasks(config.eval_tasks):
         return None
 

@@ -23,10 +23,9 @@ class RunFolder:
     """A run folder opened for training. Locks it, finds its newest valid checkpoint, and writes the configuration."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, allow_changes: bool, strict: bool = False):
-        """Opens the folder on rank 0, which tells the other ranks the checkpoint it found.
-
-        Raises `ConfigError` if another trainer holds the folder or another configuration made it, `UsageError` if it is
-        no run folder, `StorageError` if it cannot be written."""
+        """Opens the folder on rank 0, which tells the other ranks the checkpoint it found. Raises `ConfigError` if
+        another trainer holds the folder or another configuration made it, `UsageError` if it is no run folder,
+        `StorageError` if it cannot be written."""
         self.config = config
         self.path = Path(config.out)
         self.checkpoints = self.path / CHECKPOINTS
@@ -180,10 +179,8 @@ def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def resolve_lanes(config: RunConfig, ranks: int) -> int:
-    """The run's lanes: from the configuration, else from the run in `config.out`, else one per rank.
-
-    Raises `ConfigError` when the ranks cannot share them equally.
-    """
+    """The run's lanes: from the configuration, else from the run in `config.out`, else one per rank. Raises
+    `ConfigError` when the ranks cannot share them equally."""
     lanes = config.lanes or inherited_settings(config).get("lanes") or ranks
     if lanes & (lanes - 1):
         raise ConfigError(f"expected a power of two of ranks, found {lanes}; start {1 << lanes.bit_length() - 1} processes")

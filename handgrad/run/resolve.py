@@ -313,9 +313,7 @@ def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
 
 def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
     """Replaces "auto" and "tuned" by names of GEMMs. "tuned": the GEMMs that `benchmarks.tune` measured as faster in
-    bf16.
-
-    Raises `UsageError` for a backend that cannot run."""
+    bf16. Raises `UsageError` for a backend that cannot run."""
     ops = choose_backend(config.backend, device, config.precision)
     if config.precision != "fp8":
         return config

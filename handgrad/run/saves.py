@@ -52,9 +52,8 @@ class SaveCheck:
         self.elements = {row.name: math.prod(row.stored_shape) for row in rows}
 
     def compare(self, state: TrainingState, step: int, last_saved: int) -> None:
-        """Compares the state with the last checkpoint, or with the run's initial state.
-
-        Raises `NumericsError` on all ranks if the state after `step` must not become a checkpoint."""
+        """Compares the state with the last checkpoint, or with the run's initial state. Raises `NumericsError` on all
+        ranks if the state after `step` must not become a checkpoint."""
         now = tensor_norms(state, self.ranks)
         names = unsound(self.norms, now, self.elements)
         if not names:

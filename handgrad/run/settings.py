@@ -26,12 +26,10 @@ WITHOUT, WITH = "without", "with"  # settings that edit the list `techniques`, w
 
 
 def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], command: str = "train") -> RunConfig:
-    """Applies preset, recipe, the model's sizes and single settings, in this order; the later one wins. Empty: not given.
-    Sizes that none of them sets come from the initial weights. `command`: the command that errors recommend.
-
+    """Applies preset, recipe, the model's sizes and single settings, in this order; the later one wins. Empty: not
+    given. Sizes that none of them sets come from the initial weights. `command`: the command that errors recommend.
     Raises `UsageError` or `DataError` for an unknown name, a value out of range, or nothing to train. `check` finds
-    conflicting values later, once no setting is open.
-    """
+    conflicting values later, once no setting is open."""
     recipe_path = Path(recipes.find(recipe_file)) if recipe_file else Path()
     recipe = read_toml(str(recipe_path)) if recipe_file else {}
     for one in (recipe, settings):

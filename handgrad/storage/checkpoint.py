@@ -268,11 +268,9 @@ def has_failed_before(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Opens the checkpoint in `folder` and verifies every file's size and hash.
-
-    Raises `DamagedCheckpoint`, which names the file and the tensor; another `DataError` if it is incomplete, of another
-    version, or contradicts its run's chain; `StorageError` if it cannot be read, which is not damage.
-    """
+    """Opens the checkpoint in `folder` and verifies every file's size and hash. Raises `DamagedCheckpoint`, which names
+    the file and the tensor; another `DataError` if it is incomplete, of another version, or contradicts its run's
+    chain; `StorageError` if it cannot be read, which is not damage."""
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
         verify_file(folder / Path(name).name, entry)
@@ -281,11 +279,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """(the newest valid checkpoint or None, a line for each newer one that it skips). `before`: considers only steps before
-    this one; `moves`: moves the damaged ones aside, if a valid one is left.
-
-    Raises `OtherSchema` and `StorageError`: a checkpoint that cannot be read now may be the newest.
-    """
+    """(the newest valid checkpoint or None, a line for each newer one that it skips). `before`: considers only steps
+    before this one; `moves`: moves the damaged ones aside, if a valid one is left. Raises `OtherSchema` and
+    `StorageError`: a checkpoint that cannot be read now may be the newest."""
     passed_over, damaged = [], list[Path]()
     for folder in folders(checkpoints):
         if before is not None and step_of(folder) >= before:

@@ -30,10 +30,8 @@ class RankInfo:
 
 
 def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
-    """Reads the variables of torchrun, srun or mpirun. Of nested launchers the innermost counts.
-
-    Raises `UsageError` for an incomplete or contradictory environment.
-    """
+    """Reads the variables of torchrun, srun or mpirun. Of nested launchers the innermost counts. Raises `UsageError`
+    for an incomplete or contradictory environment."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return rank_info("torchrun", environment, names, address="", port=DEFAULT_PORT)

@@ -40,10 +40,8 @@ class Timeouts:
 
 
 def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
-    """Forms the group of all processes started together.
-
-    Raises `LostRank` if some do not join within `join_seconds`, `UsageError` if the port is taken.
-    """
+    """Forms the group of all processes started together. Raises `LostRank` if some do not join within `join_seconds`,
+    `UsageError` if the port is taken."""
     if info.size == 1:
         return Ranks()
     if info.nodes == 1 and sys.platform == "linux":
