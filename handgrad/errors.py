@@ -212,8 +212,7 @@ def is_first_to_print(text: str, *, ends: bool = True, of_all: bool = False) -> 
     """True unless another process that the same torchrun or `--ranks` started on this machine has asked for this text
     before. `of_all`: or for any text, because a launcher stops the others when one has failed.
 
-    `ends`: the text ends the process; every process also hands it to torchrun, whose own report ends with it.
-    """
+    `ends`: the text ends the process; every process also hands it to torchrun, whose own report ends with it."""
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # attempt_0/RANK/error.json, in a folder of this launch
         try:
             if ends:

@@ -36,8 +36,7 @@ def metrics(run: str | os.PathLike[str], kind: str = "", *, follow: bool = False
     while it is stopped.
 
     A resumed run repeats the steps after its checkpoint, so a follower gets them again. Raises `UsageError` for an
-    unknown kind, `DataError` if the file does not exist or a line is not a record.
-    """
+    unknown kind, `DataError` if the file does not exist or a line is not a record."""
     if kind:
         check_choice("kind", kind, KINDS)
     path = Path(run) / METRICS_FILE

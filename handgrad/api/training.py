@@ -194,8 +194,7 @@ class Training:
         """`preset`: a name or a whole `RunConfig`; `config`: a recipe file; `model`: the name of a model size; `settings`:
         single fields of `RunConfig`. `quiet`: prints nothing to the console; log.txt has the lines.
 
-        Raises the errors of `handgrad train`.
-        """
+        Raises the errors of `handgrad train`."""
         reward = settings.get("reward")
         function = reward if callable(reward) else None
         if function is not None:
@@ -230,8 +229,7 @@ class Training:
         `on_step` stops the run after a complete step (on a GPU the one in progress): nothing is lost, and `steps` continues
         from there. Ctrl-C finishes the step, saves the run and raises `KeyboardInterrupt`; a second Ctrl-C raises it at
         once, and the caller must then reopen the run, at its last checkpoint. SIGTERM and SIGHUP save and raise
-        `Preempted`. Raises `NumericsError` if updates keep being skipped.
-        """
+        `Preempted`. Raises `NumericsError` if updates keep being skipped."""
         run = self._standing()
         if count is not None and count < 1:
             raise UsageError(f"expected 1 or more steps, found {count}")

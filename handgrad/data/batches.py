@@ -52,8 +52,7 @@ def permute(index: int, size: int, key: int) -> int:
 
     A Feistel network on a grid of `rows` x `columns` >= `size` cells: a round adds a hash of one coordinate to the
     other, which is invertible for any hash. The grid exceeds `size` by less than one column of cells; an index that lands
-    in the excess is permuted again until it is below `size` (cycle walking, Black and Rogaway 2002): still a bijection.
-    """
+    in the excess is permuted again until it is below `size` (cycle walking, Black and Rogaway 2002): still a bijection."""
     assert 0 <= index < size
     rows = max(2, int(size**0.5))
     columns = -(-size // rows)
@@ -74,8 +73,7 @@ def rows_of_whole_documents(
 
     A row holds up to `sequence_length` + 1 tokens; the last is only a target. A longer document is split into rows of that
     size, `sequence_length` apart, so each of its tokens is predicted once; the next documents fill up its last row. If a
-    shard begins inside a document, the rest of that document counts as one.
-    """
+    shard begins inside a document, the rest of that document counts as one."""
     starts, lengths = documents_of(document_starts, token_count)
     parts = -(-lengths // sequence_length)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)

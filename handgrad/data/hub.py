@@ -56,8 +56,7 @@ def find_hub(spec: str, split: str = "train") -> list[SourceFile]:
     """The files of a dataset at its newest revision, to be downloaded below `default_cache()`.
 
     Takes the default configuration unless `spec` names one, and only the split `split` (a run's validation text is taken
-    out of train). Raises DataError: no such dataset, configuration or text; StorageError: no connection.
-    """
+    out of train). Raises DataError: no such dataset, configuration or text; StorageError: no connection."""
     cache = default_cache()
     if spec == "shakespeare":
         path = cache / "shakespeare" / "shakespeare.txt"
@@ -92,8 +91,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
     """The files among a dataset's `names` that hold the `split` of `config` ("": the default one).
 
     `configs` is the list of that name in the dataset's card, which is written by hand and may have any shape. Raises
-    DataError: there is no such configuration, or no text.
-    """
+    DataError: there is no such configuration, or no text."""
     texts = [name for name in names if name.lower().endswith(HUB_SUFFIXES) and not name.startswith((".", ABOUT))]
     known = {c["config_name"]: c for c in configs or [] if isinstance(c, dict) and isinstance(c.get("config_name"), str)}
     if config:
@@ -187,8 +185,7 @@ def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> N
 
     Retries a lost connection, a short body or a server error up to five times in a row without progress, and wrong
     content once, from its first byte. Raises DataError: no such file, no access, or content that stays wrong;
-    StorageError: the network or the disk.
-    """
+    StorageError: the network or the disk."""
     if path.is_file():
         return
     partial = path.with_name(path.name + ".partial")

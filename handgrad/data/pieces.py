@@ -145,8 +145,7 @@ def read_pieces(
     """Every piece of every document, in order, with the position after it.
 
     Fetches each file just before it reads it. The last part of a text file is validation, as a separate document; for
-    rows, `split_of` chooses.
-    """
+    rows, `split_of` chooses."""
     fraction = options.validation_fraction
     row_fraction = fraction or (HUB_ROW_FRACTION if any(file.download for file in files) else LOCAL_ROW_FRACTION)
     block, bytes_before, documents = block_length(row_fraction), 0, 0

@@ -64,8 +64,7 @@ def prefill(
     many rows of the prompt buffers; `append`: from `starts` on.
 
     A prefill computes no logits: the step that reads the next token does. Takes the longest first, so that sequences of
-    similar length are padded together.
-    """
+    similar length are padded together."""
     rows, longest = buf.prompt_tokens.shape[0], buf.keys.shape[3]
     everything = list(zip(sequences, slots, starts or [0] * len(slots), strict=True))
     for append in (False, True):

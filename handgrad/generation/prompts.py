@@ -47,8 +47,7 @@ def whole_lines(path: Path, identity: dict[str, Any]) -> Iterator[tuple[Written,
     Until then PATH.partial holds them in order of arrival, after a line with the `identity` of prompts, model and settings.
     If the block fails, PATH.partial stays unless it has no lines. Raises `UsageError` if `path` exists, `ConfigError` if
     the lines have another identity or another process writes them, `DataError` if they are damaged, `StorageError` if the
-    disk refuses.
-    """
+    disk refuses."""
     check_free(path)
     partial, doing = path.with_name(path.name + ".partial"), f"writing {path}"
     with storage_errors(doing):

@@ -122,8 +122,7 @@ def block_backward(
 
     The bias gradient of a GEMM that writes the residual stream is the column sum of the stream's gradient. The layer norm
     backward above it reads that gradient anyway and adds the sums: the call for the block above added this block's
-    `fcproj_bias`, and this call adds `dbias_below` (None in the lowest block) for the block below.
-    """
+    `fcproj_bias`, and this call adds `dbias_below` (None in the lowest block) for the block below."""
     s, ln1, ln2 = whole.scratch, (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
     if recompute == WHOLE_BLOCKS:
         block_forward(ops, w, act, x, s, rerun=True)

@@ -333,8 +333,7 @@ def smooth(values: np.ndarray, half_width: int, picked: np.ndarray, average: Cal
 
     The window is centred, so the curve does not lag. At the start of the series it shrinks on both sides equally, because
     a loss falls steeply there; at the end it stays wide and one-sided, because only noise is left to average.
-    An index whose own value is not finite stays NaN: a diverged stretch is a gap in the curve.
-    """
+    An index whose own value is not finite stays NaN: a diverged stretch is a gap in the curve."""
     smoothed = np.full(len(picked), np.nan)
     for i, index in enumerate(picked):
         if np.isfinite(values[index]):

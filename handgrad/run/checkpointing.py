@@ -57,8 +57,7 @@ def save_state(
     """Saves the state; returns the checkpoint's folder.
 
     Rank 0 writes; the others send it their shards, bucket by bucket. All wait until the checkpoint is complete. Raises
-    `StorageError` on all ranks if the disk refuses.
-    """
+    `StorageError` on all ranks if the disk refuses."""
     tensors = list(stored_tensors(state, ranks))
 
     def write() -> Path:

@@ -141,8 +141,7 @@ class Run:
 
         Calls `on_step` with each step's number and result as soon as they arrive; on a GPU the next step may already run.
         Raises an exception of `on_step` after a whole step. On a stop signal, finishes the current step, saves, and raises
-        `Preempted` (`keeps_process`: see `StopSignals`).
-        """
+        `Preempted` (`keeps_process`: see `StopSignals`)."""
         self.until, self.on_step, self.callback_error, self.stop_signal = until, on_step, None, None
         steps = range(self.completed, until)
         with StopSignals(keeps_process=keeps_process) as self.signals:
@@ -353,8 +352,7 @@ class StopSignals:
     within a second does not count: a launcher and its ranks may both receive the signal, and the launcher forwards it.
     SIGXCPU never ends the process, because the kernel repeats it every second. Installs no handler outside the main
     thread, where Python forbids it, nor for a signal of `STOPPING` that is ignored (`nohup`) or that the program
-    handles itself.
-    """
+    handles itself."""
 
     def __init__(self, *, keeps_process: bool):
         self.keeps_process = keeps_process

@@ -43,8 +43,7 @@ class SaveCheck:
 
     A non-finite norm reveals non-finite numbers. A norm that has grown a thousandfold since the last checkpoint, to large
     numbers, reveals a flipped bit: the highest exponent bit multiplies a weight by 2 ** 128. Copies on several ranks must
-    be bitwise equal.
-    """
+    be bitwise equal."""
 
     def __init__(self, state: TrainingState, ranks: Ranks):
         self.ranks, self.norms = ranks, tensor_norms(state, ranks)

@@ -53,8 +53,7 @@ def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResu
 
     Accepts a step that made an update, one without trained tokens, and a normal overflow as they are. Raises
     `HardwareError` if three attempts give three results. All ranks make the same attempts, because they decide by exchanged
-    numbers.
-    """
+    numbers."""
     if result.skipped in (None, NOTHING_TRAINED) or is_overflow(result):
         return result, ""
     stepper, last_begun = training.stepper, training.stepper.last_begun

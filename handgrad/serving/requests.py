@@ -155,8 +155,7 @@ class Writer:
         computed. So a request with a seed recomputes the whole prompt, and gives the same text every time.
 
         Raises `UsageError`; `DataError` if the template refuses the conversation or its cache does not fit in memory;
-        `NumericsError` if the logits are not finite.
-        """
+        `NumericsError` if the logits are not finite."""
         started, seed, reuse_cache = time.perf_counter(), request.seed, False
         if seed is None:
             seed, reuse_cache, self.seed = self.seed, request.kind == "chat", (self.seed + 1) % (1 << 32)

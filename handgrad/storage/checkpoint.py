@@ -116,8 +116,7 @@ def save(
     """Writes a folder like `checkpoints/step_00001000` and returns it; on a `StorageError` no folder of that name remains.
 
     `state`: the weights, then the optimizer's tensors, named STATE.WEIGHT; fetches them in this order. `manifest`: the rest
-    of the state (JSON).
-    """
+    of the state (JSON)."""
     final = folder_of(checkpoints, step)
     try:
         with storage_errors(f"saving {final}"):
@@ -217,8 +216,7 @@ def prune(
     `keep_every` (0: none). Removes the others and the remains of interrupted saves; returns their folders.
 
     Neither counts nor removes folders without a valid manifest. Passes `warn` a line for each folder that it cannot remove:
-    an old checkpoint must not stop a run.
-    """
+    an old checkpoint must not stop a run."""
     leftovers = [path for sign in (PARTIAL, REMOVED) for path in checkpoints.glob(f"step_*{sign}") if path.is_dir()]
     removed = [leftover for leftover in leftovers if _is_removed(leftover, shutil.rmtree, warn)]
     complete = [folder for folder in folders(checkpoints) if step_of(folder) <= newest_step and _is_complete(folder)]
@@ -312,8 +310,7 @@ def unknown_names(found: Checkpoint) -> list[str]:
 def find(path: str, *, strict: bool = False) -> Checkpoint:
     """The checkpoint at a user's `path`: a checkpoint's folder, a run folder (its newest valid one), or RUN/best.
 
-    Prints a line if it skips a newer, invalid one; `strict`: raises `DataError` instead.
-    """
+    Prints a line if it skips a newer, invalid one; `strict`: raises `DataError` instead."""
     folder = Path(path)
     if (folder / MANIFEST).exists() and parts_of(WEIGHTS_FILE, (file.name for file in folder.iterdir())):
         return open_checkpoint(folder)

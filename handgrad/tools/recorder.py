@@ -188,8 +188,7 @@ class Recorder:
 
     The interpreter reports the calls, as it does to Python's own profilers, so nothing in the backend is wrapped.
     `counted` has the work of each type, FLOPs or bytes, done while `counting`. `head`: weight of the loss head; all other
-    GEMMs belong to a block.
-    """
+    GEMMs belong to a block."""
 
     def __init__(self, design: Design, head: Tensor, span: Callable[[str], AbstractContextManager]):
         self.head, self.span = head.data_ptr(), span

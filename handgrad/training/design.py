@@ -60,8 +60,7 @@ class Schedule:
     linear    peak + (low - peak) r
     wsd       peak, and in the cooldown low + (1 - sqrt r') (peak - low)      (Haegele et al. 2024)
     trapezoid peak, and in the cooldown low + (1 - r') (peak - low)           (Zhai et al. 2022)
-    constant  peak
-    """
+    constant  peak"""
 
     shape: str
     peak: float

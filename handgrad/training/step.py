@@ -157,8 +157,7 @@ class SpikeWindow:
         """(value - mean) / deviation of the window *before* this value; None until the window is full.
 
         In a window that contains the value itself, its z-score could never exceed sqrt(127) = 11.3, and a spike would hide
-        the next one.
-        """
+        the next one."""
         if len(self.values) < WINDOW or not math.isfinite(value):
             return None
         mean, deviation = self.statistics()

@@ -133,8 +133,7 @@ def activation_buffers(
 ) -> Iterator[Buffer]:
     """The activations' buffers: `.rows` and `.columns` of each quantised tensor, in addition to its 16-bit form or instead.
 
-    Only the forward reads `rows`, unless the backward reruns that GEMM; the weight gradient reads `columns`.
-    """
+    Only the forward reads `rows`, unless the backward reruns that GEMM; the weight gradient reads `columns`."""
     for row in rows:
         tag = tag_of(row, forms)
         if tag is None:

@@ -66,8 +66,7 @@ def run_ranks(
     """Starts `size` processes of a command, waits for all and returns the worst exit code.
 
     `patience_seconds`: how long the others may take to end by themselves and say why, after a rank has failed. `received`:
-    a list that collects the forwarded signals.
-    """
+    a list that collects the forwarded signals."""
     processes: list[subprocess.Popen[bytes]] = []
     received = [] if received is None else received
     temporary = tempfile.TemporaryDirectory(prefix="handgrad-ranks-", ignore_cleanup_errors=True)
@@ -175,8 +174,7 @@ def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], 
     """Calls `start` until it returns 0 or a code in `FINAL`, or `restarts` are used up; returns the last code.
 
     `start` trains in other processes, forwards signals to them, and appends the signals to its argument. A signal prevents
-    restarts. `saved_step`: returns the step of the run's newest checkpoint, or -1.
-    """
+    restarts. `saved_step`: returns the step of the run's newest checkpoint, or -1."""
     received: list[int] = []
     idle = 0
     with noted_signals(received):

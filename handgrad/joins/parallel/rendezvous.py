@@ -176,8 +176,7 @@ def wait_for_all(
 
     torchrun's store survives a restart, with all that the last start's ranks wrote, and with c10d its agents do not agree
     on the restart count. So each rank writes a random word. Rank 0 publishes the list of words that it finds, and a rank
-    confirms a list that contains its own word. If all ranks confirm, all words belong to this start.
-    """
+    confirms a list that contains its own word. If all ranks confirm, all words belong to this start."""
     deadline, own, pause = clock() + join_seconds, uuid.uuid4().hex, min(FIRST_RETRY_SECONDS, RETRY_SECONDS)
     store.set(f"joined/{info.rank}", own)
     while True:
