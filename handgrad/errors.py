@@ -131,17 +131,9 @@ HINTS = {
 }
 
 # Modules of other packages that handgrad imports, and what `pip install` takes for them.
-PACKAGES = (
-    {
-        name: name
-        for name in (
-            *("torch", "numpy", "tiktoken", "tokenizers", "safetensors"),
-            *("huggingface_hub", "pyarrow", "rich", "jinja2", "matplotlib"),
-        )
-    }
-    | {"PIL": "pillow"}
-    | dict.fromkeys(("triton", "nvmath", "cudnn", "pynvml"), "'handgrad[gpu]'")
-)
+PACKAGES = {name: name for name in ("torch", "numpy", "tiktoken", "tokenizers", "safetensors")}
+PACKAGES |= {name: name for name in ("huggingface_hub", "pyarrow", "rich", "jinja2", "matplotlib")}
+PACKAGES |= {"PIL": "pillow", **dict.fromkeys(("triton", "nvmath", "cudnn", "pynvml"), "'handgrad[gpu]'")}
 
 
 def storage_error(error: OSError, doing: str) -> StorageError:

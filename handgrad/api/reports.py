@@ -113,7 +113,5 @@ def given(runs: Sequence[RunFolder]) -> list[Path]:
         raise UsageError("expected at least one run folder, as in handgrad.compare('runs/a', 'runs/b')")
     for run in runs:
         if not isinstance(run, str | os.PathLike):
-            raise UsageError(
-                f"expected each run folder as an argument of its own, found {run!r:.60}; write *runs for a list"
-            )
+            raise UsageError(f"expected each run folder as its own argument, found {run!r:.60}; write *runs for a list")
     return [Path(run) for run in runs]

@@ -292,16 +292,13 @@ class Training:
 
     def close(self) -> None:
         """Saves the run if needed and releases folder and memory. The same settings continue it."""
-        self._close(saves=True)
-
-    def _close(self, *, saves: bool) -> None:
         if self._stepping:
             raise UsageError("a run cannot be closed while it makes a step; raise an exception in on_step, then close it")
         run, self._run = self._run, None
         if run is None:
             return
         with self._opened:
-            if saves and not self._torn and run.completed > max(0, run.saves.last_saved):
+            if not self._torn and run.completed > max(0, run.saves.last_saved):
                 run.save()
                 run.saves.wait()
 
@@ -327,7 +324,7 @@ class Training:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Like `close`, but after an error on one of several ranks saves nothing, because a checkpoint needs all ranks."""
         if error is None or self._run is None or self._run.ranks.size == 1:
-            self._close(saves=True)
+            self.close()
             return
         self._run = None
         self._opened.__exit__(kind, error, trace)

@@ -297,7 +297,7 @@ class TasksPart:
 
 
 class Progress:
-    """Progress on stderr: a line that a terminal updates, one every 20 s elsewhere. `share`: the format of the done share."""
+    """Progress on stderr: a line that a terminal updates, one every 20 s elsewhere. `share`: the share's format."""
 
     def __init__(self, ranks: Ranks, share: str):
         self.ranks, self.share, self.begun = ranks, share, time.monotonic()

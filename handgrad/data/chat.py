@@ -132,9 +132,7 @@ def turns_of(row: Any, where: str) -> Any:
     for (asked, answered), about in PAIRS.items():
         if row.get(asked) is not None and row.get(answered) is not None:
             if row.get(HISTORY):
-                raise DataError(
-                    f"expected a question and its answer, found {HISTORY} beside them in {where}; write it as {FORM}"
-                )
+                raise DataError(f"expected a question and its answer, found also {HISTORY} in {where}; write it as {FORM}")
             return pair(row[asked], row.get(about) if about else None, row[answered], where)
     remedy = "leave --chat out to prepare text" if isinstance(row.get("text"), str) else f"write it as {FORM}"
     raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; {remedy}')

@@ -177,9 +177,7 @@ class _Jinja:
         """Renders a conversation, and cuts it at its special tokens and around the trained stretches."""
         for number, message in enumerate(messages, start=1):
             if found := _OURS.search(message["content"]):
-                raise DataError(
-                    f"expected text, found the noncharacter U+{ord(found[0]):04X} in message {number}; remove it"
-                )
+                raise DataError(f"expected text, found noncharacter U+{ord(found[0]):04X} in message {number}; remove it")
         shielded = self.shielded(messages)
         mark = self.marked_by_generation if self.has_generation else self.marked_by_difference
         try:
@@ -375,9 +373,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[int, bool, bool]]:
     if short is not None:
         raise DataError(f"expected special tokens of two characters or more, found {short!r}; handgrad has no such chat")
     if alone := next((token["content"] for token in special if token.get("single_word")), None):
-        raise DataError(
-            f"expected special tokens anywhere in a text, found {alone!r} of single_word; handgrad has no such chat"
-        )
+        raise DataError(f"expected special tokens anywhere, found {alone!r} of single_word; handgrad has no such chat")
     return {token["content"]: (token["id"], bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in special}
 
 

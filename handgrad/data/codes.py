@@ -120,9 +120,7 @@ def _encode(codes: Codes, text: str) -> np.ndarray:
     def plain(piece: str) -> None:
         if piece and not codes.captions:
             wanted = "classes and codes" if classes else "codes"
-            raise DataError(
-                f"expected {wanted} alone, found the text {piece[:40]!r}; the model was trained without captions"
-            )
+            raise DataError(f"expected {wanted} alone, found the text {piece[:40]!r}; it was trained without captions")
         parts.append(np.frombuffer(piece.encode(), np.uint8).astype(np.uint16) + np.uint16(first_byte))
 
     for special in SPECIAL.finditer(text):
@@ -136,9 +134,7 @@ def _encode(codes: Codes, text: str) -> np.ndarray:
             continue
         values = np.frombuffer(run.encode("utf-32-le"), "<u4") - FIRST_CODE
         if (largest := int(values.max())) >= len(codes.colours):
-            raise DataError(
-                f"expected codes below {len(codes.colours)}, found {largest}; the picture has another palette's codes"
-            )
+            raise DataError(f"expected codes below {len(codes.colours)}, found {largest}: the picture has another palette")
         parts.append(values.astype(np.uint16))
     plain(text[end:])
     return np.concatenate(parts)

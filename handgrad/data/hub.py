@@ -107,9 +107,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
             chosen = [name for name in chosen if split in name.lower()]
         if not chosen:
             found = ", ".join(known) or "none"
-            raise DataError(
-                f"expected a configuration {config!r} of {dataset}, found {found:.300}; name one as {dataset}:CONFIG"
-            )
+            raise DataError(f"expected a configuration {config!r} of {dataset}, found {found:.300}; give {dataset}:CONFIG")
     if not chosen:
         # The card names no splits: takes one format, and of it the files named after the split, if there are any.
         for endings in ((".parquet",), (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".txt", ".txt.gz")):
@@ -118,9 +116,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
         chosen = named or (chosen if split == "train" else [])
     if not chosen:
         what = "" if split == "train" else f" of its {split} split"
-        raise DataError(
-            f"expected {', '.join(HUB_SUFFIXES)} files{what} in {dataset}, found none; download it and convert it to one"
-        )
+        raise DataError(f"expected {', '.join(HUB_SUFFIXES)} files{what} in {dataset}, found none; download and convert it")
     return chosen
 
 

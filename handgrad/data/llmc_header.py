@@ -55,9 +55,7 @@ def parse_header(first: bytes, path: Path, magic: int, versions: tuple[int, ...]
         raise DataError(f"expected magic {magic} ({KINDS[magic]}) in {path}, found {kind}; give another file")
     if words[1] not in versions:
         wanted = " or ".join(map(str, versions))
-        raise DataError(
-            f"expected version {wanted} of {KINDS[magic]} in {path}, found {words[1]}; write it again with a newer llm.c"
-        )
+        raise DataError(f"expected version {wanted} of {KINDS[magic]} in {path}, found {words[1]}; use a newer llm.c")
     return words
 
 

@@ -148,9 +148,7 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
             f" model.resize_token_embeddings({least}) in transformers and save it"
         )
     if type(end_of_text) is not int or not 0 <= end_of_text < least:
-        raise DataError(
-            f"expected a token that ends texts as eos_token_id beside {where}, found {end_of_text!r:.80}; name it"
-        )
+        raise DataError(f"expected an eos_token_id, which ends texts, beside {where}, found {end_of_text!r:.80}; name it")
     try:
         bytes_of = piece_bytes if pieces else lambda token: bytes(map(BYTE_OF_CHARACTER.__getitem__, token))
         token_bytes = {number: bytes_of(token or "") for number, token in about["tokens"]}

@@ -174,9 +174,7 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     if not (out / MANIFEST_FILE).is_file():
         free = Path(out_for(Path(options.source)))
         like = f", as {shlex.quote(str(free))}" if Path(options.source).exists() and not free.exists() else ""
-        raise UsageError(
-            f"expected no folder or a prepared dataset at {out}, found something else; choose another folder{like}"
-        )
+        raise UsageError(f"expected no folder or a prepared dataset at {out}, found neither; choose another folder{like}")
     if options.overwrite:
         return False
     stored = read_manifest(out).get("recipe")
@@ -188,6 +186,4 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     if key is None:
         return True
     change = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
-    raise UsageError(
-        f"expected the dataset asked for at {out}, found one with {change}; choose another --out, or --overwrite"
-    )
+    raise UsageError(f"expected the dataset asked for at {out}, found one with {change}; use another --out, or --overwrite")

@@ -123,9 +123,7 @@ class Shard:
     def _verify_again(self, written_ns: int) -> None:
         """Accepts a write that did not change the content. Raises DataError: the file was cut, or holds other bytes."""
         if os.fstat(self.file.fileno()).st_size < HEADER_BYTES + self.tokens.nbytes:
-            raise DataError(
-                f"expected {self.token_count} tokens in {self.path}, but it was cut while it was read; restore it"
-            )
+            raise DataError(f"expected {self.token_count} tokens in {self.path}, cut while it was read; restore it")
         _check_hash(self.verified_sha256, self.path)
         vars(self)["written_ns"] = written_ns  # the cached property stores it there
 

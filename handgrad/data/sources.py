@@ -75,9 +75,7 @@ class SourceFile:
         for suffix, format in SUFFIXES.items():
             if self.name.lower().endswith(suffix):
                 return format
-        raise DataError(
-            f"expected a file named {', '.join(SUFFIXES)}, found {self.path}; convert it to one, or rename plain text"
-        )
+        raise DataError(f"expected a file named {', '.join(SUFFIXES)}, found {self.path}; convert it, or rename plain text")
 
 
 def find_local(spec: str) -> list[SourceFile]:

@@ -230,9 +230,7 @@ def parse_bpe(content: bytes, where: str) -> Tokenizer:
     # back, or split it differently from the splitter that `pieces` relies on.
     def expect(condition: bool, property: str) -> None:
         if not condition:
-            raise DataError(
-                f"expected {property} in {where}; use a tokenizer made by `handgrad prepare --tokenizer bpe:SIZE`"
-            )
+            raise DataError(f"expected {property} in {where}; use a tokenizer of `handgrad prepare --tokenizer bpe:SIZE`")
 
     tables: Any = None
     with contextlib.suppress(ValueError):

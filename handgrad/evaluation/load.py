@@ -29,15 +29,8 @@ SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model
 CHAT = "chat"  # in a manifest: true if the shards that a run trained on are conversations
 LONGEST_WINDOW = 4096  # tokens; the default limit for a model from elsewhere
 CONTEXT, MOST_CONTEXT = "context", 1 << 24  # in a manifest: context in tokens of the weights that a run started from
-SHAPE = (
-    *SIZES,
-    "architecture",
-    "techniques",
-    "llama",
-    "gemma3",
-    "olmo",
-    "vqvae",
-)  # all of a model's shape except the vocabulary
+# All of a model's shape except the vocabulary.
+SHAPE = (*SIZES, "architecture", "techniques", "llama", "gemma3", "olmo", "vqvae")
 
 
 @dataclass(frozen=True)

@@ -175,9 +175,7 @@ def export(
         except DataError as error:
             raise StorageError(f"the written files do not read back: {error}") from None
         if not same:
-            raise StorageError(
-                f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, try again"
-            )
+            raise StorageError(f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, retry")
     size = (folder / weights_file).stat().st_size
     return Exported(folder, size, len(before), float((before - logits(model)).abs().max()))
 

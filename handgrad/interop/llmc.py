@@ -169,9 +169,7 @@ def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
     model's tokenizer, as no file next to it could encode."""
     if tokenizer.kind in ("model", PALETTE):
         owner = "pictures'" if tokenizer.kind == PALETTE else "another model's"
-        raise UsageError(
-            f"expected the tokenizer gpt2, bytes or bpe for llm.c's files, found {owner}; `export --to hf` writes it"
-        )
+        raise UsageError(f"expected the tokenizer gpt2, bytes or bpe for llm.c, found {owner}; `export --to hf` writes it")
     longest = max(map(len, tokenizer.token_bytes))
     if longest > LONGEST_TOKEN_BYTES:
         raise UsageError(

@@ -143,9 +143,7 @@ class Run:
     last_line_cut: bool
     sets: dict[int, dict[str, float]] = field(default_factory=dict)  # step: nats per token of each of several data sets
     pairs: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: accuracy, mean margin of pairs
-    rewards: dict[int, tuple[float, float]] = field(
-        default_factory=dict
-    )  # step: reward of a validation, its standard error
+    rewards: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: reward of a validation, standard error
     rollouts: RolloutFigures = field(default_factory=lambda: RolloutFigures(*np.empty((4, 0))))
     is_log: bool = False  # a main.log in llm.c's format: curves only
 

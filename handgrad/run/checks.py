@@ -141,9 +141,7 @@ def check_shared_gradients(config: RunConfig, ranks: int) -> None:
 def check_offload(config: RunConfig, device: torch.device, ranks: int) -> None:
     """Refuses offload that moves nothing, and offload with ranks that would send state from the host."""
     if config.offload and device.type not in ("cuda", "meta"):
-        raise UsageError(
-            f"offload moves the optimizer's state out of a GPU's memory, found device {device.type}; leave it off"
-        )
+        raise UsageError(f"offload moves the optimizer's state off a GPU, found device {device.type}; leave it off")
     if config.offload and ranks > 1:
         raise UsageError(f"offload is for one GPU, found {ranks} ranks, which share the state already: --offload false")
 

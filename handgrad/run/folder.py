@@ -186,7 +186,5 @@ def resolve_lanes(config: RunConfig, ranks: int) -> int:
         raise ConfigError(f"expected a power of two of ranks, found {lanes}; start {1 << lanes.bit_length() - 1} processes")
     if lanes % ranks:
         widths = ", ".join(str(1 << power) for power in range(lanes.bit_length()))
-        raise ConfigError(
-            f"expected ranks that share the run's {lanes} lanes equally, found {ranks}; start {widths} processes"
-        )
+        raise ConfigError(f"expected ranks that share {lanes} lanes equally, found {ranks}; start {widths} processes")
     return lanes

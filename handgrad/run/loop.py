@@ -383,9 +383,7 @@ class StopSignals:
     def act(self, number: int) -> None:
         """Ends the process or, with `keeps_process`, does what the signal did before the block."""
         if number == signal.SIGINT and not self.keeps_process:
-            end_interrupted(
-                "interrupted before the step was saved; run the same command to resume from the last checkpoint"
-            )
+            end_interrupted("interrupted before the step was saved; the same command resumes from the last checkpoint")
         signal.signal(number, self.previous[number] if self.keeps_process else signal.SIG_DFL)
         signal.raise_signal(number)
 

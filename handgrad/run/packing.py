@@ -64,9 +64,7 @@ def resolve_objective(config: RunConfig, dataset: Dataset) -> str:
     """`config.objective`, with "auto" replaced by the one that suits the data, a teacher and a reward. Raises `DataError`
     if `dpo` finds no pairs, or another objective some."""
     if config.objective == DPO and not has_pairs(dataset):
-        raise DataError(
-            f"objective {DPO} needs pairs, found none in {dataset.folder}; make some: `handgrad prepare --preferences`"
-        )
+        raise DataError(f"objective {DPO} needs pairs, found none in {dataset.folder}; `prepare --preferences` makes some")
     if config.objective in (TOKENS, DISTILL) and has_pairs(dataset):
         raise DataError(
             f"objective {config.objective} would train the rejected answers too, found pairs in {dataset.folder}; try"

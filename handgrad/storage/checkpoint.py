@@ -341,9 +341,7 @@ def best(run: Path) -> Checkpoint:
     """The run's checkpoint of the lowest validation loss. `DataError`: none, or damaged, as the user asked for this one."""
     found = best_validated(run)
     if found is None:
-        raise DataError(
-            f"{run} holds no checkpoint of a validated step; give {run} for its newest, and train with --keep-best"
-        )
+        raise DataError(f"{run} holds no checkpoint of a validated step; give {run} for its newest; train with --keep-best")
     return open_checkpoint(folder_of(run / CHECKPOINTS, found[0]))
 
 

@@ -72,9 +72,7 @@ def place_of(name: str, run: Path, config: Mapping[str, Any], manifest: Mapping[
         places = list(dict.fromkeys(path if Path(one) == Path.cwd() / path else one for one in places))
         here = next((one for one in places if Path(one).exists()), "")
         if needed and not here:
-            raise DataError(
-                f"expected the data of {run}, found none at {' nor at '.join(places)}; name their folder by --data DIR"
-            )
+            raise DataError(f"expected the data of {run}, found none at {' nor at '.join(places)}; name them by --data DIR")
         return here or path
 
     if name != "data" or "=" not in text or Path(text).exists():
