@@ -284,10 +284,8 @@ def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
     """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
-    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens.
-
-    Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
-    it."""
+    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens. Right padding is harmless: attention is
+    causal, and a decode step writes a padded cache position before it reads it."""
     N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out, b.prompt_tokens[:N]

@@ -438,8 +438,7 @@ def decoding(
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """b.tokens (B) at b.positions -> b.logits (B, Vp) for the next tokens. Attends to the cached keys and values of the
-    earlier tokens. `ops`: generation's operations, one row per sequence."""
+    """As `models.gpt2.decode_step`."""
     s, act = b.scratch, b.blocks[1]
     x = act.residual_out if act.first is None else act.first
     rotated = norm_and_rotate(ops, act, shape, positions=b.positions)
@@ -473,11 +472,7 @@ def values_of_step(
 def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
-    """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
-    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens.
-
-    Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
-    it."""
+    """As `models.gpt2.prefill`."""
     N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out if act.first is None else act.first, b.prompt_tokens[:N].view(batch, length)
