@@ -134,8 +134,7 @@ def sampling_options(parsed: Namespace) -> SamplingOptions:
 
 
 def open_talking_model(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
-    """Loads a model for a conversation; prints a note if it was not trained on conversations. Raises the errors of
-    `open_weights` and `load_model`."""
+    """Loads a model to talk with; notes if it never learnt to. Raises the errors of `open_weights` and `load_model`."""
     device, _, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     talk = Talk(weights.tokenizer)

@@ -222,8 +222,7 @@ class _Jinja:
         return [{**message, "content": self.shield(message["content"])} for message in messages]
 
     def shield(self, content: str) -> str:
-        """`content` with a noncharacter inside each special token, and at each edge where adjacent text could complete
-        one."""
+        """`content` with a noncharacter inside each special token, and at each edge where other text could complete one."""
         content = self.inside.sub(SHIELD, content)
         inner = content.strip()
         before, after = SHIELD * inner.startswith(self.starts), SHIELD * inner.endswith(self.ends)
@@ -305,8 +304,7 @@ class _Jinja:
 
 
 def check_apart(tokenizer: Tokenizer) -> None:
-    """Raises DataError for a tokenizer that changes the beginning or the end of a text, for example with a prefix space:
-    a conversation is encoded in pieces."""
+    """Raises DataError for a tokenizer that changes a text's ends (a prefix space): conversations are encoded in pieces."""
     for text in ("a", " a\n"):
         if (found := tokenizer.decode(tokenizer.encode(text))) != text:
             raise DataError(

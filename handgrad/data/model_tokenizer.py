@@ -85,8 +85,7 @@ def vocabulary_rows(config: Mapping[str, Any]) -> Any:
 
 
 def check_added(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raises `DataError` for a token that another file adds but `tokenizer.json` does not: transformers would add it, we
-    would not."""
+    """Raises `DataError` for a token that another file adds, as transformers would, but `tokenizer.json` does not."""
     listed: dict[Any, Any] = {}
     if "added_tokens.json" in tokenizer.others:
         found = read_object(folder / "added_tokens.json")

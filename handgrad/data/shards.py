@@ -334,8 +334,7 @@ def _open_bare(folder: Path, model: str, *, chat: bool) -> Dataset:
 
 
 def check_not_bytes(path: Path) -> None:
-    """Raises DataError for a shard whose first tokens all fit the tokenizer `bytes` (bytes and end-of-text): a text in
-    GPT-2's tokens also has larger ones."""
+    """Raises DataError for a shard whose first tokens all fit the tokenizer `bytes`: GPT-2's tokens are larger as well."""
     with path.open("rb") as file:
         file.seek(HEADER_BYTES)
         first = np.frombuffer(file.read(2 * SAMPLED_TOKENS), "<u2")

@@ -91,8 +91,7 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
 def encode_conversations(
     tokenizer: Tokenizer, conversations: list[Conversation]
 ) -> Iterator[tuple[np.ndarray, np.ndarray] | DataError]:
-    """(tokens, trained stretches) of each conversation, or in its place an error with its location: the template refuses
-    it, or its row has a fault."""
+    """(tokens, trained stretches) of each conversation, or an error with its location: its template's, or its row's."""
     for seconds, group in itertools.groupby(conversations, lambda each: each.seconds):
         each = list(group)
         talks = [[{"role": r, "content": c} for r, c in one.messages] for one in each if not one.fault]

@@ -72,8 +72,7 @@ def check_window(tokens: int, context: int) -> None:
 
 
 def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
-    """The weights of a checkpoint of ours; `named`: the user's name for it. Raises `DataError` for an invalid configuration
-    or tokenizer."""
+    """The weights of a checkpoint of ours, by the user's name `named`. `DataError`: invalid configuration or tokenizer."""
     tokenizer, config = read_tokenizer(found.folder, found.manifest.get("tokenizer")), checkpoint_config(found)
     config = replace(config, data=data_of(found))
     digests = {path.name: found.manifest["files"][path.name]["sha256"] for path in found.parts(WEIGHTS_FILE)}

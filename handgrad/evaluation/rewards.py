@@ -110,8 +110,7 @@ def named(row: Mapping[str, Any], answer: str) -> str:
 
 
 class Rewards:
-    """The rewards of a setting. A function of the user's own runs in `WORKERS` processes, each with `seconds` an answer;
-    close it to end them."""
+    """The rewards of a setting. The user's own function runs in `WORKERS` processes, `seconds` an answer, until `close`."""
 
     def __init__(self, spec: str | Reward, seconds: float):
         """`spec`: a setting, or a function, which is called here without a limit."""

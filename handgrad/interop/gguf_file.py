@@ -247,8 +247,7 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, template: str = "") -> None
 
 
 def token_list(tokenizer: Tokenizer, tables: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """(tokens by id, their types). Added tokens are plain text, the others are in the byte-level alphabet or, of a
-    SentencePiece, as in `tables`."""
+    """(tokens by id, their types). Added ones are plain text, others byte-level or, of a SentencePiece, as in `tables`."""
     from gguf import TokenType
 
     added = {token["id"]: token for token in tables["added_tokens"]}

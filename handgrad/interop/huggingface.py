@@ -122,8 +122,7 @@ class HuggingFaceFolder:
     tensors: dict[str, tuple[Path, str]]  # name without prefix -> file, name in it
 
     def weight(self, row: ParameterRow) -> Tensor:
-        """A parameter in float32 with our shape (`row.stored_shape`). Raises `DataError` if the file is unreadable or
-        holds non-finite numbers."""
+        """A parameter in float32 with our shape. Raises `DataError` for an unreadable file or non-finite numbers."""
         parts = [self.part(theirs) for theirs in their_tensors(self.shape, row)]
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
         return values.t() if transposed(self.shape, row) else values

@@ -90,8 +90,7 @@ def read_numbers(path: Path, dtype: torch.dtype, offset_bytes: int, count: int) 
 
 
 def without_padding(values: Tensor, row: ParameterRow, where: str) -> Tensor:
-    """Cuts the padded rows off a parameter's flat numbers: -> `row.stored_shape`. Raises `DataError` if one is not
-    finite, or a padded row is not zero."""
+    """Cuts the padded rows off a parameter's flat numbers. Raises `DataError`: not finite, or padding that is not zero."""
     finite = torch.isfinite(values)
     if not finite.all():
         raise DataError(f"expected finite numbers in {where}, found {int((~finite).sum())} that are not; it diverged")
@@ -120,8 +119,7 @@ class LlmcModel:
         return tokenizer_beside(self.path, self.shape.vocab_size, self.named_tokenizer)
 
     def weight(self, row: ParameterRow) -> Tensor:
-        """A parameter in float32, (`row.stored_shape`), from the mapped file. `DataError`: non-finite, or padding that is
-        not zero."""
+        """A parameter in float32, (`row.stored_shape`), from the mapped file. `DataError`: non-finite, padding not zero."""
         span = self.spans[row.name]
         values = read_numbers(self.path, self.dtype, HEADER_BYTES + span.offset * self.dtype.itemsize, span.elements)
         return without_padding(values, row, f"{row.name} of {self.path}")

@@ -44,8 +44,7 @@ def plain_backend(name: str, device: torch.device, precision: str) -> ModuleType
 
 
 def invariant_backend(ops: ModuleType) -> ModuleType:
-    """The operations `ops`, with forwards that give a token the same bits for any number of tokens beside it if the backend
-    has them (`ops.cuda.invariant`)."""
+    """The operations `ops`; where `ops.cuda.invariant` has them, a token's bits do not depend on the tokens beside it."""
     return importlib.import_module(f"{ops.__name__}.invariant") if ops.__name__ == "handgrad.ops.cuda" else ops
 
 

@@ -29,8 +29,7 @@ chosen: dict[str, str] = {}  # the variables that this process set
 
 
 def choose() -> None:
-    """Sets the variables that the user has not set, unless torch is loaded and has read them. MKL reads its variable on
-    its first call."""
+    """Sets the variables that the user has not, unless torch has read them. MKL reads its variable on its first call."""
     intel = processor.is_intel()
     if intel:
         chosen.update({name: value for name, value in REPRODUCIBLE.items() if name not in os.environ})

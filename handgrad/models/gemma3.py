@@ -82,8 +82,7 @@ def attention(
 def norm_and_rotate(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, layer: int, **place: Any
 ) -> Launch:
-    """Normalises queries and keys and rotates them. `place`: the `length` of the samples, or the `positions` of one token
-    per sequence."""
+    """Norms and rotates queries and keys. `place`: `length` of the samples, or `positions` of one token per sequence."""
     tensors = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
     options = rotation(family_of(shape), layer) | norm_options(shape) | place
     return partial(ops.gained_qk_norm_rotary_forward, *tensors, **options)

@@ -96,8 +96,7 @@ def rotation(shape: ModelShape, layer: int) -> dict[str, Any]:
 def norm_and_rotate(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, layer: int, **place: Any
 ) -> Launch:
-    """Normalises queries and keys, if the model does, and rotates them. `place`: the `length` of the samples, or the
-    `positions` of one token per sequence."""
+    """Norms, if the model does, and rotates queries and keys. `place`: as in `models.gemma3`."""
     options = rotation(shape, layer) | place
     if act.heads is None:
         return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
@@ -317,8 +316,7 @@ class Gradients:
 def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
-    """The rows of a pass, as in `rows_of_pass`. Without a norm of queries and keys, their GEMM writes qkv and the rotation
-    works in place, so qkv is kept."""
+    """The rows of a pass, as in `rows_of_pass`. Without a norm, the rotation works in place, so qkv is kept."""
     clock = Clock(shape.num_layers, stages=2, training=training)
     for row in rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk):
         if has(shape, row.name):

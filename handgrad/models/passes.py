@@ -16,8 +16,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, res
 
 
 def no_launch() -> None:
-    """Launches nothing: stands in for an operation that a model lacks, or for the work of a stage that only marks the first
-    use of its bucket's weights."""
+    """Launches nothing: for an operation that a model lacks, or a stage that only marks the first use of its bucket."""
 
 
 @dataclass(frozen=True)

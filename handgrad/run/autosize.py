@@ -294,8 +294,7 @@ def usual_rate(config: RunConfig) -> float:
 
 
 def suited_rate(source: str, *, adapters: bool) -> float:
-    """The peak learning rate for finetuning. A handgrad run continues at half of its own rate; adapters use all of it, but
-    no less than for other weights."""
+    """The peak learning rate for finetuning: half of a handgrad run's own, all of it for adapters, or the usual one."""
     run = Path(source).parent if checkpoint.is_best_alias(Path(source)) else Path(source)
     config = checkpoint.peek_config(run) or {}
     if not config.get("data"):  # weights from elsewhere, imported or not

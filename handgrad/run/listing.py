@@ -135,8 +135,7 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def seconds_left(config: dict[str, Any], found: dict[str, dict[str, Any]]) -> float | None:
-    """Estimated seconds to the end of the run, at the pace since the last start, including validations and saves. None
-    until that start has completed a step."""
+    """Estimated seconds to the end of the run, at its pace since the last start, or None before that start's first step."""
     numbers: list[Any] = [end.get(name) for end in (found["run"], found.get("step", {})) for name in ("time", "step")]
     numbers += [config.get(name) for name in ("steps", "tokens_per_step")]
     if not all(isinstance(number, int | float) for number in numbers):

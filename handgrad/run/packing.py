@@ -80,8 +80,7 @@ def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
 
 
 def identity_of(config: RunConfig, dataset: Dataset, teacher: Weights | None = None) -> dict[str, Any]:
-    """The hashes of all that a run reads: tokens, tokenizer, document boundaries if packing needs them, the teacher's
-    weights; weights of sets."""
+    """The hashes of all that a run reads: tokens, tokenizer, documents if packing needs them, teacher; weights of sets."""
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
     references = {key: digest for key, digest in references_record(dataset).items() if key != "model"}
     hashes |= {"references": references} if references else {}

@@ -146,8 +146,7 @@ class Saves:
         extra_files: dict[str, bytes],
         seal: Callable[[Path, dict[str, Any]], None],
     ):
-        """`copy`: None makes training wait for each write. `extra_files`: the tokenizer's. `seal(folder, manifest)`: called
-        for each complete checkpoint."""
+        """`copy`: None makes training wait. `extra_files`: the tokenizer's. `seal(folder, manifest)`: by checkpoint."""
         self.config, self.folder, self.ranks, self.log, self.check = config, folder, ranks, log, check
         self.copy, self.extra_files, self.seal = copy, extra_files, seal
         self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # newest complete checkpoint
@@ -159,8 +158,7 @@ class Saves:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
     def save(self, training: Assembly, step: int, step_seconds: float, manifest: dict[str, Any]) -> None:
-        """Saves the state after `step`, or starts to; `wait` returns when the checkpoint is complete. `manifest`: its
-        content except the tensors."""
+        """Saves the state after `step`, or starts to, until `wait`. `manifest`: its content except the tensors."""
         if step == self.last_saved or (self.pending and step == self.pending.step):
             return
         if self.poisoned:

@@ -42,8 +42,7 @@ class Attempt:
 
 
 def is_overflow(result: StepResult) -> bool:
-    """True for a normal overflow of dynamic loss scaling, which finds the largest usable scale by overflowing. At the
-    smallest scale an overflow is a fault."""
+    """True for an overflow by which dynamic loss scaling finds its limit; at the smallest scale it is a fault."""
     overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
     return overflow and result.loss_scale > SMALLEST_LOSS_SCALE
 

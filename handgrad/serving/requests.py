@@ -142,8 +142,7 @@ class Written:
 
 
 class Writer:
-    """Generates texts with a model. `context`: the most tokens of a conversation; `seed`: of the first request without a
-    seed, each further one counts up."""
+    """Generates texts. `context`: most tokens of a conversation; `seed`: of the first request without one; counts up."""
 
     def __init__(self, writing: Writing, talk: Talk, *, context: int, seed: int):
         self.writing, self.talk, self.context, self.seed = writing, talk, context, seed

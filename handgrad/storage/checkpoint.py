@@ -79,8 +79,7 @@ class Checkpoint:
         return found
 
     def load(self, file: str, receivers: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], object]]]) -> None:
-        """Passes each of the file's tensors to its receiver, by name with the expected shape; raises `DataError` if names
-        or shapes differ."""
+        """Passes each of the file's tensors to its receiver, by name and shape; raises `DataError` if these differ."""
         paths = self.parts(file)
         names = {name for name, path in self.file_of_tensor.items() if path in paths}
         if names != set(receivers):

@@ -32,8 +32,7 @@ def part_of(file: str, number: int, parts: int) -> str:
 
 
 def parts_of(file: str, files: Iterable[str]) -> list[str]:
-    """The names in `files` that make up `WEIGHTS_FILE` or `OPTIMIZER_FILE`: itself, or its parts in order; empty unless all
-    are there."""
+    """The names in `files` that make up `WEIGHTS_FILE` or `OPTIMIZER_FILE`: itself or all its parts, in order."""
     files = set(files)
     if file in files:
         return [file]

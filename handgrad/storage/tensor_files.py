@@ -131,8 +131,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...], *, padded: bool = False) -> Tensor:
-    """A tensor of an open file; `padded`: the file may pad it to a tensor with more dimensions. Raises `DataError` if
-    it is missing or of another shape."""
+    """A tensor of an open file, which may be `padded` to more dimensions. Raises `DataError`: missing, or another shape."""
     try:
         tensor = stored.get_tensor(name)
     except safetensors.SafetensorError as error:

@@ -53,8 +53,7 @@ def candidates(
     design_of: Callable[[RunConfig], Design],
     seconds_of: Callable[[RunConfig, Design], float] | None,
 ) -> list[Candidate]:
-    """The run at each recompute level, without and, if it can, with offload. Fastest first; if no times are known, by
-    level, with offload last."""
+    """The run at each recompute level, without and, if it can, with offload; the fastest first, if times are known."""
     choices = []
     for offload in (False, True) if can_offload(config, device, ranks) else (False,):
         for level in RECOMPUTE_LEVELS:

@@ -106,8 +106,7 @@ ROWS = (
 
 
 def measured_speed(gpu: str, config: RunConfig, vocab_size: int, ranks: int) -> Measured | None:
-    """The measured speed of exactly this run, or None. Model, vocabulary, context, precision, micro-batch and the settings
-    that cost time must be equal."""
+    """The measured speed of exactly this run, down to every setting that costs time, or None."""
     usual = RunConfig()
     if (config.sequence_length, vocab_size) != (MEASURED_LENGTH, GPT2_VOCABULARY) or config.packed:
         return None

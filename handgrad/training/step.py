@@ -223,8 +223,7 @@ class TrainStep:
         self.accumulate_gradients(step)
 
     def relaunch(self, step: int) -> None:
-        """Launches the micro-batches of a skipped `step` again; its result must be the last one read. Overwrites the
-        gradients of the step after it."""
+        """Launches a skipped `step`, the last one read, again. Overwrites the gradients of the step after it."""
         for snapshot, tensor in zip(self.slot(step).snapshots, self.program.rolled_back, strict=True):
             tensor.copy_(snapshot)
         for remake in self.program.after_rollback:

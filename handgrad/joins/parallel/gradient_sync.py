@@ -158,8 +158,7 @@ class GradientSync:
         self.ops.squared_norms(sums, self.gradients[self.gradient_ranges[bucket.name]], block_elements=BLOCK_ELEMENTS)
 
     def overlaps_kernels(self, bucket: Bucket) -> bool:
-        """True if kernels run while this bucket travels. False for the first bucket in memory: the backward sends it last,
-        the next forward reads it first."""
+        """True if kernels run while this bucket travels: not the first, which is sent last and read first."""
         return bucket is not self.buckets[0]
 
     def clear_ring(self, sent: Bucket) -> None:

@@ -80,8 +80,7 @@ class Seen:
 
 
 class Heartbeat:
-    """Publishes this rank's status. Ends the process if another rank is lost or leaves with an error, or if all ranks wait
-    for each other for `stall_seconds`."""
+    """Publishes this rank's status. Ends the process if another rank is lost or fails, or if all wait too long."""
 
     def __init__(
         self,

@@ -133,8 +133,7 @@ def send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], patience_seconds: float) -> None:
-    """Forwards `received` signals and returns when all processes have ended. If one fails, sends the others SIGTERM, then
-    SIGKILL, if they take too long to end."""
+    """Forwards `received` signals until all processes end; after a failure, sends slow ones SIGTERM, then SIGKILL."""
     forwarded, failed = 0, None
     ending = [(patience_seconds + KILL_SECONDS, signal.SIGKILL), (patience_seconds, signal.SIGTERM)]
     while True:

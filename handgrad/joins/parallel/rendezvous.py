@@ -40,8 +40,7 @@ class Timeouts:
 
 
 def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
-    """Forms the group of all processes started together. Raises `LostRank` if some do not join within `join_seconds`,
-    `UsageError` if the port is taken."""
+    """Forms the group of all processes. `LostRank`: some do not join in `join_seconds`; `UsageError`: the port is taken."""
     if info.size == 1:
         return Ranks()
     if info.nodes == 1 and sys.platform == "linux":
@@ -220,8 +219,7 @@ def absent(store: dist.Store, keys: list[str]) -> list[int]:
 
 
 def check_loopback(info: RankInfo) -> None:
-    """Raises `UsageError` if processes of one machine cannot reach each other. For all of its own addresses the kernel uses
-    the loopback interface."""
+    """Raises `UsageError` if processes of one machine cannot reach each other, which takes its loopback interface."""
     if info.local_size == 1:
         return
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
