@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from handgrad.data.captions import captions_of
 from handgrad.data.codes import (
     MISSING,
     Codes,
@@ -22,6 +21,7 @@ from handgrad.data.codes import (
     parts_of,
     text_of,
 )
+from handgrad.data.pieces import captions_of
 from handgrad.data.sources import SourceFile
 from handgrad.errors import DataError, UsageError
 
