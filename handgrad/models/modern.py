@@ -262,8 +262,7 @@ def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradien
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the next block's first
 
-# A norm follows the embedding, so its scale only affects its effective learning rate. 0.5 is half the scale of the entries
-# of an orthogonal matrix.
+# A norm follows the embedding, so its scale only affects its learning rate. 0.5 is half an orthogonal matrix's scale.
 EMBEDDING, MATRIX = Init("normal", 0.02), Init("normal", 0.5, by_inputs=True)
 RESIDUAL = Init("normal", 0.5, by_inputs=True, residual=True)  # without `zero_init`
 INPUT_SHARE = Init("constant", value=0.1)  # s: weight of the first block's input in each block's

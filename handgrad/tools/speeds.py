@@ -131,8 +131,7 @@ def measured_speed(gpu: str, config: RunConfig, vocab_size: int, ranks: int) -> 
 # Fitted to steps of 124M and 1558M on an H200 at its power limit; the other sizes and GPUs are predictions.
 GEMM_SHARE = {"fp8": 0.57}  # of the peak, in a whole step
 USUAL_GEMM_SHARE = 0.62
-# Measured: the memory-bound kernels' share of the data sheet's bandwidth, attention's share of the bf16 peak, the factor on
-# attention's time if it also quantises.
+# Measured: memory-bound kernels' share of the bandwidth, attention's of the bf16 peak, its time's factor if it quantises.
 MEMORY_SHARE = 0.80
 ATTENTION_SHARE = 0.30
 QUANTISING = 1.17

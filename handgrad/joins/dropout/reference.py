@@ -90,8 +90,7 @@ def dropout_backward(dinp: Tensor, dout: Tensor, dropout: Dropout) -> None:
     dropout_forward(dinp, dout, dropout)
 
 
-# Dropout and residual in one: out = residual + M x / (1 - p). Backward: dresidual = dout, and dx is
-# `dropout_backward` of dout.
+# Dropout and residual in one: out = residual + M x / (1 - p). Backward: dresidual = dout, dx = `dropout_backward` of it.
 
 
 def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, dropout: Dropout) -> None:

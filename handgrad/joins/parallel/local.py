@@ -41,8 +41,7 @@ POLL_SECONDS = 0.05
 KILL_SECONDS = 30.0  # between SIGTERM and SIGKILL for a rank, after another one has failed
 PARENT_DEATH_SIGNAL = 1  # option of Linux's prctl
 
-# After a usage mistake, damaged input, another run's folder or too little memory, the next start would end the same way. A
-# machine that computes wrongly must stop.
+# The next start would end the same way; and a machine that computes wrongly must stop.
 MENDED_BY_NO_START = (UsageError, DataError, ConfigError, MemoryShort, HardwareError)
 FINAL = (0, INTERRUPTED, *(error.exit_code for error in MENDED_BY_NO_START))
 IDLE_STARTS = 2  # give up after this many starts without a new checkpoint
