@@ -161,7 +161,7 @@ def test_a_folder_that_is_prepared(
     assert "choose another folder, as 'shards/my book'\n" in refused(capsys, 64, "prepare", text.name)
     Path("shards/my book").mkdir()
     for source in (text.name, "stories"):
-        assert "found neither; choose another folder\n" in refused(capsys, 64, "prepare", source)
+        assert "found something else; choose another folder\n" in refused(capsys, 64, "prepare", source)
     assert not Path("out").exists()
 
 

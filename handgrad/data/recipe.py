@@ -174,7 +174,9 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     if not (out / MANIFEST_FILE).is_file():
         free = Path(out_for(Path(options.source)))
         like = f", as {shlex.quote(str(free))}" if Path(options.source).exists() and not free.exists() else ""
-        raise UsageError(f"expected no folder or a prepared dataset at {out}, found neither; choose another folder{like}")
+        raise UsageError(
+            f"expected no folder or a prepared dataset at {out}, found something else; choose another folder{like}"
+        )
     if options.overwrite:
         return False
     stored = read_manifest(out).get("recipe")
