@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# The modules of the public names, imported at first use. `import handgrad` itself loads nothing, above all no torch, so
-# commands that need no torch answer at once.
+# The modules of the public names, imported at first use: commands that need no torch answer at once.
 HOMES = {
     "HandgradError": "handgrad.errors",
     "Model": "handgrad.api.model",

@@ -74,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def note_other_checkout(command: str) -> None:
-    """Prints a note if the working directory is in a checkout of handgrad other than the one that runs: changes to that
-    checkout would not take effect."""
+    """Prints a note if the working directory is in another checkout, whose changes would not take effect."""
     ours = Path(handgrad.__file__).resolve().parents[1]
     with contextlib.suppress(OSError):  # a folder that cannot be read
         for folder in (Path.cwd(), *Path.cwd().parents):

@@ -131,17 +131,9 @@ HINTS = {
 }
 
 # Modules of other packages that handgrad imports, and what `pip install` takes for them.
-PACKAGES = (
-    {
-        name: name
-        for name in (
-            *("torch", "numpy", "tiktoken", "tokenizers", "safetensors"),
-            *("huggingface_hub", "pyarrow", "rich", "jinja2", "matplotlib"),
-        )
-    }
-    | {"PIL": "pillow"}
-    | dict.fromkeys(("triton", "nvmath", "cudnn", "pynvml"), "'handgrad[gpu]'")
-)
+PACKAGES = {name: name for name in ("torch", "numpy", "tiktoken", "tokenizers", "safetensors")}
+PACKAGES |= {name: name for name in ("huggingface_hub", "pyarrow", "rich", "jinja2", "matplotlib")}
+PACKAGES |= {"PIL": "pillow", **dict.fromkeys(("triton", "nvmath", "cudnn", "pynvml"), "'handgrad[gpu]'")}
 
 
 def storage_error(error: OSError, doing: str) -> StorageError:
@@ -150,8 +142,7 @@ def storage_error(error: OSError, doing: str) -> StorageError:
 
 
 def user_error(error: BaseException) -> HandgradError | None:
-    """The error to show to the user: a `HandgradError` itself, or one made from an `OSError`, an out-of-memory error or a
-    missing package. None for a bug."""
+    """The error to show: a `HandgradError`, or one made of an `OSError`, short memory, a missing package; None: a bug."""
     if isinstance(error, HandgradError):
         return error
     if isinstance(error, ImportError):
@@ -203,17 +194,14 @@ def print_message(message: object, *, ends: bool = True) -> None:
 
 
 def send_to_devnull(stream: TextIO) -> None:
-    """Redirects a stream whose reader is gone to /dev/null. Python flushes the stream's buffer at exit; a failure there
-    would change the exit code to 120."""
+    """Redirects a stream whose reader is gone to /dev/null: a failure to flush it at exit would change the code to 120."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def is_first_to_print(text: str, *, ends: bool = True, of_all: bool = False) -> bool:
     """True unless another process that the same torchrun or `--ranks` started on this machine has asked for this text
-    before. `of_all`: or for any text, because a launcher stops the others when one has failed.
-
-    `ends`: the text ends the process; every process also hands it to torchrun, whose own report ends with it.
-    """
+    before. `of_all`: or for any text, because a launcher stops the others when one has failed. `ends`: the text ends the
+    process; every process also hands it to torchrun, whose own report ends with it."""
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # attempt_0/RANK/error.json, in a folder of this launch
         try:
             if ends:
@@ -286,8 +274,7 @@ def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def interrupt_once(number: int, frame: FrameType | None) -> None:
-    """Handles SIGINT while there may be something to clean up: raises `KeyboardInterrupt`. A second one, or one during a
-    late import, ends the process at once."""
+    """Handles SIGINT: raises `KeyboardInterrupt`. A second one, or one during a late import, ends the process at once."""
     if is_repeat(number):  # the first has stopped a training run
         return
     signal.signal(signal.SIGINT, end_at_once)

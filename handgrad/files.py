@@ -89,9 +89,7 @@ def check_replaceable(path: Path, flag: str) -> None:
 @contextlib.contextmanager
 def whole(final: Path) -> Iterator[Path]:
     """A path next to `final` for a file or folder, renamed to `final` if the block succeeds, removed if it fails.
-
-    Raises `UsageError` if `final` exists, `StorageError` if the disk refuses.
-    """
+    Raises `UsageError` if `final` exists, `StorageError` if the disk refuses."""
     check_free(final)
     final = final.absolute()
     partial = final.with_name(final.name + ".partial")

@@ -51,10 +51,8 @@ def parse_value(text: str, place: int) -> tuple[Any, int]:
 
 
 def parse_array(blocks: Iterator[str], most: int) -> Iterator[Any]:
-    """Yields the entries of a JSON array, whose text comes in `blocks`; never holds all of a file of gigabytes.
-
-    Raises ValueError, with the text that it found, where it expected an entry of at most `most` characters.
-    """
+    """Yields the entries of a JSON array, whose text comes in `blocks`; never holds all of a file of gigabytes. Raises
+    ValueError, with the text that it found, where it expected an entry of at most `most` characters."""
     text, place = next(blocks, "").lstrip()[1:], 0
     while not text.startswith("]", place := blanks_end(text, place)):
         value, after = None, len(text)

@@ -50,8 +50,7 @@ def prepare(
     Unlike the command, it uses only this process unless `workers` asks for more (0: one per core): new processes import
     the script again, so a script then needs `if __name__ == "__main__":`; a notebook does not.
 
-    Raises the errors of the command.
-    """
+    Raises the errors of the command."""
     options = preparing.PrepareOptions(
         os.fspath(source),
         Path(out),
@@ -120,8 +119,7 @@ def evaluate(
     for an imported model at most 4096) start `eval_stride` tokens apart, and each scores its last ones (0: side by side;
     None: as in the model's run).
 
-    Raises `UsageError` or `DataError` if there are no such data, or if they are not in the model's tokens.
-    """
+    Raises `UsageError` or `DataError` if there are no such data, or if they are not in the model's tokens."""
     if min(eval_tokens, eval_stride or 0, context) < 0 or micro_batch < 1:
         raise UsageError("--eval-tokens, --context and --eval-stride must be 0 or more and --micro-batch 1 or more")
     if not isinstance(model, Model):

@@ -90,8 +90,7 @@ class Model:
         samples from their softmax over the last dimension.
 
         T is the longest row's length; shorter rows end in NaN. Raises `UsageError` for a row without a
-        token or longer than the model's context.
-        """
+        token or longer than the model's context."""
         rows = self._rows(tokens, least=1)
         longest = max(map(len, rows))
         if longest > self.shape.sequence_length:
@@ -123,8 +122,7 @@ class Model:
 
         Shorter rows end in NaN. A row longer than the context is cut into contexts that share one token, as training cuts
         the validation split, so each token but the first is predicted once. Raises `UsageError` for a
-        row of fewer than two tokens.
-        """
+        row of fewer than two tokens."""
         return self._losses(self._rows(tokens, least=2))
 
     def loss(self, tokens: Tokens) -> float:
@@ -178,8 +176,7 @@ class Model:
         """The buffers of a forward pass over `batch` rows of `length` tokens, reused while the arguments stay the same.
         `packed`: a row holds several documents.
 
-        Pad shorter rows on the right, where causal attention hides the padding.
-        """
+        Pad shorter rows on the right, where causal attention hides the padding."""
         devices.set_arithmetic(self.device, self.precision)  # another model may have changed it
         sizes = batch, length, packed
         if self._forward is None or self._forward[0] != sizes:
@@ -208,8 +205,7 @@ class Model:
         """Continues a prompt and returns a str; for a list of prompts, a list. Takes the options of `handgrad sample`.
         Prompt number i has the seed `seed` + i; the model generates `batch` texts at a time.
 
-        Raises `UsageError` for an invalid option, `NumericsError` when the logits are not finite.
-        """
+        Raises `UsageError` for an invalid option, `NumericsError` when the logits are not finite."""
         if batch < 1:
             raise UsageError(f"--batch must be 1 or more, found {batch}")
         given = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -257,8 +253,7 @@ class Model:
 
         Leaves out the oldest turns, with a warning, if the conversation and an answer of `max_tokens` (or of a quarter of
         the context) do not fit the model's context, or the part of it that fits in memory. Raises `UsageError` for
-        messages that it cannot answer.
-        """
+        messages that it cannot answer."""
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
         check_writing(max_tokens, seed, texts_of(stop))
         if self._talk is None:
@@ -324,8 +319,7 @@ def load(
     """Loads the model at `source`: a run (its newest checkpoint), RUN/best, a checkpoint, a transformers folder, a name on
     the Hub, a .bin of llm.c. Takes the options of `handgrad sample` and, for imported weights, of `handgrad import`.
 
-    Raises `DataError` or `UsageError` if the model does not exist, is damaged, or does not fit.
-    """
+    Raises `DataError` or `UsageError` if the model does not exist, is damaged, or does not fit."""
     choices = {"device": (device, DEVICES), "precision": (precision, (AUTO, *PRECISIONS)), "backend": (backend, BACKENDS)}
     for name, (value, known) in choices.items():
         check_choice(name, value, (choice for choice in known if choice != "fp8"))

@@ -13,20 +13,8 @@ from handgrad.storage.run_files import METRICS_FILE
 
 POLL_SECONDS = 0.2
 KINDS = (
-    "run",
-    "step",
-    "gpu",
-    "fp8",
-    "ranks",
-    "rollouts",
-    "validation",
-    "evaluation",
-    "sample",
-    "save",
-    "event",
-    "result",
-    "stop",
-    "end",
+    *("run", "step", "gpu", "fp8", "ranks", "rollouts", "validation", "evaluation", "sample", "save", "event"),
+    *("result", "stop", "end"),
 )
 
 
@@ -36,15 +24,12 @@ def metrics(run: str | os.PathLike[str], kind: str = "", *, follow: bool = False
     while it is stopped.
 
     A resumed run repeats the steps after its checkpoint, so a follower gets them again. Raises `UsageError` for an
-    unknown kind, `DataError` if the file does not exist or a line is not a record.
-    """
+    unknown kind, `DataError` if the file does not exist or a line is not a record."""
     if kind:
         check_choice("kind", kind, KINDS)
     path = Path(run) / METRICS_FILE
     if not path.is_file() and not follow:
-        raise DataError(
-            f"expected a run with {METRICS_FILE} at {run}, found none; give the folder of `handgrad train --out`"
-        )
+        raise DataError(f"expected a run with {METRICS_FILE} at {run}, found none; give the folder of `train --out`")
     return (record for record in read_records(path, follow=follow) if kind in ("", record["kind"]))
 
 

@@ -76,8 +76,7 @@ def report(*runs: RunFolder, out: RunFolder = "") -> Path:
     """`handgrad report`: writes the page about one or several run folders, or a folder of runs; returns its path. `out`: by
     default RUN/report.html of a single folder, report.html of several.
 
-    Raises `UsageError` if no runs are given, `DataError` for a folder that is not a run.
-    """
+    Raises `UsageError` if no runs are given, `DataError` for a folder that is not a run."""
     folders = given(runs)
     default = folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE)
     return write_report(folders, Path(out) if os.fspath(out) else default)
@@ -87,8 +86,7 @@ def plot(*runs: RunFolder, curve: str = "loss") -> Curves:
     """Draws one plot of the report, for run folders or a folder of runs. `curve`: its name, such as loss, gradient_norm,
     learning_rate, tokens_per_second, step_time.
 
-    Raises `UsageError` for a curve that these runs do not have, and the errors of `report`.
-    """
+    Raises `UsageError` for a curve that these runs do not have, and the errors of `report`."""
     read = read_runs(given(runs))
     plots = {plot.name: plot for plot in choose_plots(read)}
     check_choice("curve", curve, plots)
@@ -99,8 +97,7 @@ def compare(*runs: RunFolder) -> Comparison:
     """Compares run folders, or all runs in a folder: a row per run, with its results, then the settings that differ. Losses
     are in nats per token, the training loss is a mean over the last steps, speeds are medians; NaN if a run has none.
 
-    Raises the errors of `report`.
-    """
+    Raises the errors of `report`."""
     read = read_runs(given(runs))
     keys = comparing.differing_settings(read)
     return Comparison(
@@ -116,7 +113,5 @@ def given(runs: Sequence[RunFolder]) -> list[Path]:
         raise UsageError("expected at least one run folder, as in handgrad.compare('runs/a', 'runs/b')")
     for run in runs:
         if not isinstance(run, str | os.PathLike):
-            raise UsageError(
-                f"expected each run folder as an argument of its own, found {run!r:.60}; write *runs for a list"
-            )
+            raise UsageError(f"expected each run folder as its own argument, found {run!r:.60}; write *runs for a list")
     return [Path(run) for run in runs]

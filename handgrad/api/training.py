@@ -162,8 +162,7 @@ def preset(name: str, **settings: Unpack[Settings]) -> RunConfig:
 
 
 def configuration(start: str | RunConfig, settings: Settings, recipe_file: str = "", model: str = "") -> RunConfig:
-    """The configuration for the arguments of `Training`: the command's, or a whole `RunConfig` with single fields
-    replaced."""
+    """The configuration for the arguments of `Training`: the command's, or a `RunConfig` with fields replaced."""
     given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
     if isinstance(start, RunConfig):
         given, start = to_dict(start) | given, ""
@@ -196,8 +195,7 @@ class Training:
         """`preset`: a name or a whole `RunConfig`; `config`: a recipe file; `model`: the name of a model size; `settings`:
         single fields of `RunConfig`. `quiet`: prints nothing to the console; log.txt has the lines.
 
-        Raises the errors of `handgrad train`.
-        """
+        Raises the errors of `handgrad train`."""
         reward = settings.get("reward")
         function = reward if callable(reward) else None
         if function is not None:
@@ -232,8 +230,7 @@ class Training:
         `on_step` stops the run after a complete step (on a GPU the one in progress): nothing is lost, and `steps` continues
         from there. Ctrl-C finishes the step, saves the run and raises `KeyboardInterrupt`; a second Ctrl-C raises it at
         once, and the caller must then reopen the run, at its last checkpoint. SIGTERM and SIGHUP save and raise
-        `Preempted`. Raises `NumericsError` if updates keep being skipped.
-        """
+        `Preempted`. Raises `NumericsError` if updates keep being skipped."""
         run = self._standing()
         if count is not None and count < 1:
             raise UsageError(f"expected 1 or more steps, found {count}")
@@ -266,8 +263,7 @@ class Training:
         return made
 
     def model(self) -> Model:
-        """A copy of the current weights, to evaluate or to sample; later steps do not change it. For an fp8 run it computes
-        in bf16."""
+        """A copy of the current weights, to evaluate or to sample, which later steps do not change; bf16 for an fp8 run."""
         run = self._open()
         run.training.await_weights()
         design, parameters = run.design, run.training.state.parameters
@@ -296,18 +292,14 @@ class Training:
         return checkpoint.folder_of(run.folder.checkpoints, run.saves.last_saved)
 
     def close(self) -> None:
-        """Saves the run if needed and releases folder and memory. `Training` or `handgrad train` with the same settings
-        continues it."""
-        self._close(saves=True)
-
-    def _close(self, *, saves: bool) -> None:
+        """Saves the run if needed and releases folder and memory. The same settings continue it."""
         if self._stepping:
             raise UsageError("a run cannot be closed while it makes a step; raise an exception in on_step, then close it")
         run, self._run = self._run, None
         if run is None:
             return
         with self._opened:
-            if saves and not self._torn and run.completed > max(0, run.saves.last_saved):
+            if not self._torn and run.completed > max(0, run.saves.last_saved):
                 run.save()
                 run.saves.wait()
 
@@ -333,7 +325,7 @@ class Training:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Like `close`, but after an error on one of several ranks saves nothing, because a checkpoint needs all ranks."""
         if error is None or self._run is None or self._run.ranks.size == 1:
-            self._close(saves=True)
+            self.close()
             return
         self._run = None
         self._opened.__exit__(kind, error, trace)

@@ -134,8 +134,7 @@ def sampling_options(parsed: Namespace) -> SamplingOptions:
 
 
 def open_talking_model(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
-    """Loads a model for a conversation; prints a note if it was not trained on conversations. Raises the errors of
-    `open_weights` and `load_model`."""
+    """Loads a model to talk with; notes if it never learnt to. Raises the errors of `open_weights` and `load_model`."""
     device, _, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     talk = Talk(weights.tokenizer)
@@ -150,8 +149,7 @@ def open_talking_model(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
 
 
 def context_of(writing: Writing, asked: int | None) -> tuple[int, str]:
-    """(tokens of the longest conversation, the same in words): the context that is `asked` for, or else the model's, cut to
-    the part that fits in memory."""
+    """(tokens of the longest conversation, in words): the context `asked` for, or the model's, if it fits in memory."""
     own = writing.model.shape.sequence_length
     wanted = min(asked, own) if asked else own
     context = writing.fitting(wanted)

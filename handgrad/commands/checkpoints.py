@@ -95,11 +95,9 @@ def verify(folder: Path) -> str:
 
 
 def prune(run: Path, keep: int) -> list[str]:
-    """Removes all checkpoints but the `keep` newest valid ones, the best one and the major ones, and moves newer, damaged
-    ones aside, as training does. Returns a line for each.
-
-    Raises `ConfigError` while a trainer holds the run, and `DataError`, before it removes any, if no checkpoint is valid.
-    """
+    """Removes all checkpoints but the `keep` newest valid ones, the best one and the major ones, and moves newer,
+    damaged ones aside, as training does. Returns a line for each. Raises `ConfigError` while a trainer holds the run,
+    and `DataError`, before it removes any, if no checkpoint is valid."""
     with locked(run, "; prune when it has ended"):
         newest, lines = checkpoint.newest(run / CHECKPOINTS, moves=True)
         if newest is None:

@@ -163,8 +163,7 @@ class LossPart:
             self.plan, self.beside = make_plan(rows), []
 
     def lines(self, model: LoadedModel, views: dict[str, Any]) -> list[str]:
-        """The loss in nats, as perplexity and in bits per byte. `views`: the views of `plan`. Raises `NumericsError` for a
-        loss that is not finite."""
+        """The loss in nats, as perplexity and in bits per byte. Raises `NumericsError` for one that is not finite."""
         parsed, config, dataset = self.parsed, self.source.config, self.dataset
         if self.fp8 is not None:
             model, views = self.fp8.quantized(model, views)
@@ -172,35 +171,24 @@ class LossPart:
         act = named_activations(model.shape, views)
         context = act.tokens.shape[1]
         progress = Progress(self.ranks, "loss: {:.0%}") if self.ranks.is_rank_0 else None
+        forward = model.shape, model.ops, model.weights, act
+        told: dict[str, Any] = {"ranks": self.ranks, "progress": progress}
         if has_pairs(dataset):
             about = Preference(config.dpo_beta, config.dpo_smoothing)
             batches = pair_batches(dataset, "validation", context, 0, shuffle=False)
-            sizes = {"most_tokens": parsed.eval_tokens, "ranks": self.ranks, "progress": progress}
-            pairs = held_out_pairs(model.shape, model.ops, model.weights, act, batches, about, **sizes)
+            pairs = held_out_pairs(*forward, batches, about, most_tokens=parsed.eval_tokens, **told)
             return [
                 f"validation pairs  {pairs.pairs} in {parsed.data or config.data}",
                 f"loss              {pairs.loss:.4f} nats per pair",
                 f"accuracy          {pairs.accuracy:.1%}",
                 f"margin            {pairs.margin:+.4f}",
             ]
+        told |= {"packing": self.packing, "eval_tokens": parsed.eval_tokens}
         if dataset.codes and len(apart(dataset)) == 1:
-            sizes = {"packing": self.packing, "eval_tokens": parsed.eval_tokens, "ranks": self.ranks, "progress": progress}
-            about = model.shape, model.ops, model.weights, act, dataset
             if model.shape.network.pictures:
-                return self.lines_of_codes(held_out_codes(*about, **sizes))
-            return self.lines_of_pictures(held_out_pictures(*about, **sizes))
-        found = held_out_loss(
-            model.shape,
-            model.ops,
-            model.weights,
-            act,
-            dataset,
-            eval_tokens=parsed.eval_tokens,
-            eval_stride=stride,
-            packing=self.packing,
-            ranks=self.ranks,
-            progress=progress,
-        )
+                return self.lines_of_codes(held_out_codes(*forward, dataset, **told))
+            return self.lines_of_pictures(held_out_pictures(*forward, dataset, **told))
+        found = held_out_loss(*forward, dataset, eval_stride=stride, **told)
         if not math.isfinite(found.loss):
             raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
         windows = f", windows of {context}" if stride or context < model.shape.sequence_length else ""
@@ -298,8 +286,7 @@ class TasksPart:
 
 
 class Progress:
-    """Progress on stderr: a line that updates on a terminal, one every 20 s elsewhere. `share`: the format of the fraction
-    that is done."""
+    """Progress on stderr: a line that a terminal updates, one every 20 s elsewhere. `share`: the share's format."""
 
     def __init__(self, ranks: Ranks, share: str):
         self.ranks, self.share, self.begun = ranks, share, time.monotonic()

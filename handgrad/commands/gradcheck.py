@@ -40,8 +40,7 @@ def mistake(checked: Checked) -> str:
 
 
 def wiring(checked: Checked) -> str:
-    """Names the part of a network with wrong gradients that is nearest to the loss: a mistake spoils all gradients that the
-    backward computes after it."""
+    """Names the wrong part of a network nearest to the loss: it spoils the gradients that the backward makes after it."""
     last = checked.wrong[-1]
     part = last.of.rpartition(".")[0]
     names = [found.of for found in checked.wrong if found.of.rpartition(".")[0] == part]

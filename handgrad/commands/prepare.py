@@ -70,8 +70,7 @@ def check_reference(parsed: Namespace) -> None:
 
 
 def next_command(dataset: Dataset, tokenizer: str) -> str:
-    """The command of a first training run on the data, in an unused folder. If `tokenizer` names a folder with weights, the
-    run starts from them."""
+    """The command of a first run on the data, in an unused folder; from the weights of `tokenizer`, if it names any."""
     weights = ["--init-from", tokenizer] if holds_weights(Path(tokenizer)) else []
     free = (out for letter in string.ascii_lowercase if not Path(out := f"runs/{letter}").exists())
     return shlex.join(["handgrad", "train", *weights, "--data", str(dataset.folder), "--out", next(free, "runs/another")])

@@ -107,8 +107,7 @@ def picture_row(row: dict[str, Any], weights: Weights, parsed: Namespace) -> dic
 def load_decoder(
     weights: Weights, on: Machine, options: SamplingOptions, batch: int, longest: int
 ) -> tuple[LoadedModel, Decoder]:
-    """The model, and a decoder for `batch` texts at a time of up to `longest` tokens. Raises `DataError` if they do not fit
-    in memory."""
+    """The model, and a decoder for `batch` texts at a time of up to `longest` tokens, or `DataError`: too little memory."""
     buffers = decode_buffers(with_cache(weights.shape, longest), batch, on.dtype, on.ops)
     model = load_model(weights, on.device, on.dtype, on.ops, buffers)
     buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text

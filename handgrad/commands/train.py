@@ -79,9 +79,7 @@ def checked_ranks(parsed: Namespace) -> int:
     if parsed.gpus and parsed.ranks:
         raise UsageError("--gpus and --ranks mean the same; give one of them")
     if (ranks > 1 or parsed.restarts) and not is_launched() and (info := find_rank_info(os.environ)).size > 1:
-        raise UsageError(
-            f"{info.launcher} has started this process as one of {info.size}; leave --gpus, --ranks and --restarts out"
-        )
+        raise UsageError(f"{info.launcher} has started {info.size} processes; leave --gpus, --ranks and --restarts out")
     if parsed.gpus and config.device not in ("auto", "cuda"):
         raise UsageError(f"--gpus is for GPUs, found --device {config.device}; use --ranks {ranks}")
     if parsed.gpus or (ranks > 1 and config.device in ("auto", "cuda") and devices.gpu_count()):

@@ -60,8 +60,7 @@ def permute(index: int, size: int, key: int) -> int:
 
     A Feistel network on a grid of `rows` x `columns` >= `size` cells: a round adds a hash of one coordinate to the
     other, which is invertible for any hash. The grid exceeds `size` by less than one column of cells; an index that lands
-    in the excess is permuted again until it is below `size` (cycle walking, Black and Rogaway 2002): still a bijection.
-    """
+    in the excess is permuted again until it is below `size` (cycle walking, Black and Rogaway 2002): still a bijection."""
     assert 0 <= index < size
     rows = max(2, int(size**0.5))
     columns, keys = (
@@ -85,8 +84,7 @@ def rows_of_whole_documents(
 
     A row holds up to `sequence_length` + 1 tokens; the last is only a target. A longer document is split into rows of that
     size, `sequence_length` apart, so each of its tokens is predicted once; the next documents fill up its last row. If a
-    shard begins inside a document, the rest of that document counts as one.
-    """
+    shard begins inside a document, the rest of that document counts as one."""
     starts, lengths = documents_of(document_starts, token_count)
     parts = -(-lengths // sequence_length)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
@@ -149,11 +147,8 @@ def documents_of(document_starts: np.ndarray, token_count: int) -> tuple[np.ndar
 
 class Batches:
     """Samples of `sequence_length` tokens from `shards`; without `shuffle`, in order from the first token on, one every
-    `stride` tokens (0: `sequence_length`).
-
-    Raises DataError: no shard holds a window, or `packing` needs document boundaries that the shards lack; UsageError: a
-    `stride` with overlap for rows of whole documents.
-    """
+    `stride` tokens (0: `sequence_length`). Raises DataError: no shard holds a window, or `packing` needs document
+    boundaries that the shards lack; UsageError: a `stride` with overlap for rows of whole documents."""
 
     def __init__(
         self,
@@ -200,9 +195,7 @@ class Batches:
     def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int, document_starts: "Tensor | None" = None) -> None:
         """Writes samples `first_sample`, `first_sample` + 1, ... into `inputs` and `targets`, int64 CPU tensors (B, T).
         Writes into `document_starts`, int32 (B, T), for each position the start of its document, a position in its row.
-
-        Raises DataError: a shard that is read for the first time is damaged.
-        """
+        Raises DataError: a shard that is read for the first time is damaged."""
         assert first_sample >= 0 and inputs.shape == targets.shape and inputs.shape[1] == self.sequence_length
         inputs_array, targets_array = inputs.numpy(), targets.numpy()  # share the memory, also of pinned tensors
         for row in range(len(inputs_array)):

@@ -67,10 +67,8 @@ def check_files(files: list[SourceFile], *, pairs: bool = False) -> None:
 
 def read_conversations(file: SourceFile, skips: bool) -> Iterator[tuple[int, Conversation]]:
     """(position after it, conversation) for each row; skips blank lines. With `skips`, a row that is not a conversation
-    yields one whose `fault` is the reason.
-
-    Raises DataError, with the row's number: it is not a conversation; StorageError: the file is unreadable.
-    """
+    yields one whose `fault` is the reason. Raises DataError, with the row's number: it is not a conversation;
+    StorageError: the file is unreadable."""
     with reading(file.path):
         rows = _parquet_rows(file) if file.format == "parquet" else read_objects(file.path)
         for position, where, row in rows:
@@ -134,9 +132,7 @@ def turns_of(row: Any, where: str) -> Any:
     for (asked, answered), about in PAIRS.items():
         if row.get(asked) is not None and row.get(answered) is not None:
             if row.get(HISTORY):
-                raise DataError(
-                    f"expected a question and its answer, found {HISTORY} beside them in {where}; write it as {FORM}"
-                )
+                raise DataError(f"expected a question and its answer, found also {HISTORY} in {where}; write it as {FORM}")
             return pair(row[asked], row.get(about) if about else None, row[answered], where)
     remedy = "leave --chat out to prepare text" if isinstance(row.get("text"), str) else f"write it as {FORM}"
     raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; {remedy}')

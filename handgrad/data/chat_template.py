@@ -46,10 +46,8 @@ class Segment(NamedTuple):
 
 
 class ChatTemplate:
-    """The template of `tokenizer`, or the plain one. `now` is the time that the template sees (default: the current time).
-
-    Raises DataError: the tokenizer's template is not valid Jinja.
-    """
+    """The template of `tokenizer`, or the plain one. `now` is the time that the template sees (default: the current
+    time). Raises DataError: the tokenizer's template is not valid Jinja."""
 
     def __init__(self, tokenizer: Tokenizer, now: datetime | None = None):
         self.tokenizer = tokenizer
@@ -60,10 +58,8 @@ class ChatTemplate:
         self._segments = plain if self._jinja is None else self._jinja.segments
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
-        """The tokens of a conversation; with `add_generation_prompt`, up to where the assistant's answer begins.
-
-        Raises DataError: the template refuses the conversation, or does not show where the assistant speaks.
-        """
+        """The tokens of a conversation; with `add_generation_prompt`, up to where the assistant's answer begins. Raises
+        DataError: the template refuses the conversation, or does not show where the assistant speaks."""
         return [int(token) for each in self._encode(self._segments(messages, add_generation_prompt)) for token in each]
 
     def conversation(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
@@ -130,8 +126,7 @@ def template_text(tokenizer: Tokenizer) -> str | None:
 
 
 def plain_segments(end_of_text: int, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
-    """The plain template. Encodes each role and each content separately, so a content has the same tokens wherever it
-    stands."""
+    """The plain template. Roles and contents are encoded apart: a content has the same tokens wherever it stands."""
     segments, said = [], False
     for message in messages:
         segments += [Segment(end_of_text, said), Segment(message["role"] + "\n", False)]
@@ -182,9 +177,7 @@ class _Jinja:
         """Renders a conversation, and cuts it at its special tokens and around the trained stretches."""
         for number, message in enumerate(messages, start=1):
             if found := _OURS.search(message["content"]):
-                raise DataError(
-                    f"expected text, found the noncharacter U+{ord(found[0]):04X} in message {number}; remove it"
-                )
+                raise DataError(f"expected text, found noncharacter U+{ord(found[0]):04X} in message {number}; remove it")
         shielded = self.shielded(messages)
         mark = self.marked_by_generation if self.has_generation else self.marked_by_difference
         try:
@@ -229,8 +222,7 @@ class _Jinja:
         return [{**message, "content": self.shield(message["content"])} for message in messages]
 
     def shield(self, content: str) -> str:
-        """`content` with a noncharacter inside each special token, and at each edge where adjacent text could complete
-        one."""
+        """`content` with a noncharacter inside each special token, and at each edge where other text could complete one."""
         content = self.inside.sub(SHIELD, content)
         inner = content.strip()
         before, after = SHIELD * inner.startswith(self.starts), SHIELD * inner.endswith(self.ends)
@@ -312,8 +304,7 @@ class _Jinja:
 
 
 def check_apart(tokenizer: Tokenizer) -> None:
-    """Raises DataError for a tokenizer that changes the beginning or the end of a text, for example with a prefix space:
-    a conversation is encoded in pieces."""
+    """Raises DataError for a tokenizer that changes a text's ends (a prefix space): conversations are encoded in pieces."""
     for text in ("a", " a\n"):
         if (found := tokenizer.decode(tokenizer.encode(text))) != text:
             raise DataError(
@@ -380,9 +371,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[int, bool, bool]]:
     if short is not None:
         raise DataError(f"expected special tokens of two characters or more, found {short!r}; handgrad has no such chat")
     if alone := next((token["content"] for token in special if token.get("single_word")), None):
-        raise DataError(
-            f"expected special tokens anywhere in a text, found {alone!r} of single_word; handgrad has no such chat"
-        )
+        raise DataError(f"expected special tokens anywhere, found {alone!r} of single_word; handgrad has no such chat")
     return {token["content"]: (token["id"], bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in special}
 
 

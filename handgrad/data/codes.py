@@ -85,8 +85,7 @@ def text_of(codes: np.ndarray) -> str:
 
 
 def parts_of(text: str, codes: Codes) -> Iterator[str | np.ndarray]:
-    """The strings and the pictures (rows, columns), int64, of a text, in order. A picture that ends early is filled with
-    `MISSING`."""
+    """The strings and the pictures (rows, columns), int64, of a text, in order; unfinished ones end in `MISSING`."""
     for part in CODES.split(text):
         if not CODES.match(part):
             if part:
@@ -121,9 +120,7 @@ def _encode(codes: Codes, text: str) -> np.ndarray:
     def plain(piece: str) -> None:
         if piece and not codes.captions:
             wanted = "classes and codes" if classes else "codes"
-            raise DataError(
-                f"expected {wanted} alone, found the text {piece[:40]!r}; the model was trained without captions"
-            )
+            raise DataError(f"expected {wanted} alone, found the text {piece[:40]!r}; it was trained without captions")
         parts.append(np.frombuffer(piece.encode(), np.uint8).astype(np.uint16) + np.uint16(first_byte))
 
     for special in SPECIAL.finditer(text):
@@ -137,9 +134,7 @@ def _encode(codes: Codes, text: str) -> np.ndarray:
             continue
         values = np.frombuffer(run.encode("utf-32-le"), "<u4") - FIRST_CODE
         if (largest := int(values.max())) >= len(codes.colours):
-            raise DataError(
-                f"expected codes below {len(codes.colours)}, found {largest}; the picture has another palette's codes"
-            )
+            raise DataError(f"expected codes below {len(codes.colours)}, found {largest}: the picture has another palette")
         parts.append(values.astype(np.uint16))
     plain(text[end:])
     return np.concatenate(parts)

@@ -53,11 +53,9 @@ def default_cache() -> Path:
 
 
 def find_hub(spec: str, split: str = "train") -> list[SourceFile]:
-    """The files of a dataset at its newest revision, to be downloaded below `default_cache()`.
-
-    Takes the default configuration unless `spec` names one, and only the split `split` (a run's validation text is taken
-    out of train). Raises DataError: no such dataset, configuration or text; StorageError: no connection.
-    """
+    """The files of a dataset at its newest revision, to be downloaded below `default_cache()`. Takes the default
+    configuration unless `spec` names one, and only the split `split` (a run's validation text is taken out of train).
+    Raises DataError: no such dataset, configuration or text; StorageError: no connection."""
     cache = default_cache()
     if spec == "shakespeare":
         path = cache / "shakespeare" / "shakespeare.txt"
@@ -89,11 +87,9 @@ def find_hub(spec: str, split: str = "train") -> list[SourceFile]:
 
 
 def choose_files(names: list[str], configs: Any, config: str, dataset: str, split: str = "train") -> list[str]:
-    """The files among a dataset's `names` that hold the `split` of `config` ("": the default one).
-
-    `configs` is the list of that name in the dataset's card, which is written by hand and may have any shape. Raises
-    DataError: there is no such configuration, or no text.
-    """
+    """The files among a dataset's `names` that hold the `split` of `config` ("": the default one). `configs` is the list
+    of that name in the dataset's card, which is written by hand and may have any shape. Raises DataError: there is no
+    such configuration, or no text."""
     texts = [name for name in names if name.lower().endswith(HUB_SUFFIXES) and not name.startswith((".", ABOUT))]
     known = {c["config_name"]: c for c in configs or [] if isinstance(c, dict) and isinstance(c.get("config_name"), str)}
     if config:
@@ -109,9 +105,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
             chosen = [name for name in chosen if split in name.lower()]
         if not chosen:
             found = ", ".join(known) or "none"
-            raise DataError(
-                f"expected a configuration {config!r} of {dataset}, found {found:.300}; name one as {dataset}:CONFIG"
-            )
+            raise DataError(f"expected a configuration {config!r} of {dataset}, found {found:.300}; give {dataset}:CONFIG")
     if not chosen:
         # The card names no splits: takes one format, and of it the files named after the split, if there are any.
         for endings in ((".parquet",), (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".txt", ".txt.gz")):
@@ -120,9 +114,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
         chosen = named or (chosen if split == "train" else [])
     if not chosen:
         what = "" if split == "train" else f" of its {split} split"
-        raise DataError(
-            f"expected {', '.join(HUB_SUFFIXES)} files{what} in {dataset}, found none; download it and convert it to one"
-        )
+        raise DataError(f"expected {', '.join(HUB_SUFFIXES)} files{what} in {dataset}, found none; download and convert it")
     return chosen
 
 
@@ -187,8 +179,7 @@ def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> N
 
     Retries a lost connection, a short body or a server error up to five times in a row without progress, and wrong
     content once, from its first byte. Raises DataError: no such file, no access, or content that stays wrong;
-    StorageError: the network or the disk.
-    """
+    StorageError: the network or the disk."""
     if path.is_file():
         return
     partial = path.with_name(path.name + ".partial")

@@ -35,10 +35,8 @@ def make_header(words: dict[int, int]) -> bytes:
 
 
 def read_header(path: Path, magic: int, versions: tuple[int, ...]) -> tuple[list[int], int]:
-    """(the 256 numbers of the header of a file of kind `magic`, size of the file in bytes).
-
-    Raises `DataError`: no such file, too short, of another kind or version; `StorageError`: it cannot be read.
-    """
+    """(the 256 numbers of the header of a file of kind `magic`, size of the file in bytes). Raises `DataError`: no such
+    file, too short, of another kind or version; `StorageError`: it cannot be read."""
     with storage_errors(f"reading {path}"):
         if not path.is_file():
             raise DataError(f"expected {KINDS[magic]} of llm.c at {path}, found no such file")
@@ -57,9 +55,7 @@ def parse_header(first: bytes, path: Path, magic: int, versions: tuple[int, ...]
         raise DataError(f"expected magic {magic} ({KINDS[magic]}) in {path}, found {kind}; give another file")
     if words[1] not in versions:
         wanted = " or ".join(map(str, versions))
-        raise DataError(
-            f"expected version {wanted} of {KINDS[magic]} in {path}, found {words[1]}; write it again with a newer llm.c"
-        )
+        raise DataError(f"expected version {wanted} of {KINDS[magic]} in {path}, found {words[1]}; use a newer llm.c")
     return words
 
 

@@ -85,8 +85,7 @@ def vocabulary_rows(config: Mapping[str, Any]) -> Any:
 
 
 def check_added(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raises `DataError` for a token that another file adds but `tokenizer.json` does not: transformers would add it, we
-    would not."""
+    """Raises `DataError` for a token that another file adds, as transformers would, but `tokenizer.json` does not."""
     listed: dict[Any, Any] = {}
     if "added_tokens.json" in tokenizer.others:
         found = read_object(folder / "added_tokens.json")
@@ -148,9 +147,7 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
             f" model.resize_token_embeddings({least}) in transformers and save it"
         )
     if type(end_of_text) is not int or not 0 <= end_of_text < least:
-        raise DataError(
-            f"expected a token that ends texts as eos_token_id beside {where}, found {end_of_text!r:.80}; name it"
-        )
+        raise DataError(f"expected an eos_token_id, which ends texts, beside {where}, found {end_of_text!r:.80}; name it")
     try:
         bytes_of = piece_bytes if pieces else lambda token: bytes(map(BYTE_OF_CHARACTER.__getitem__, token))
         token_bytes = {number: bytes_of(token or "") for number, token in about["tokens"]}
@@ -192,8 +189,7 @@ def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:
 
 
 def of_transformers(folder: Path, vocab_size: Any) -> Tokenizer:
-    """The tokenizer of a transformers folder: GPT-2's, bytes, a BPE with GPT-2's splitter, or else the model's own.
-    `vocab_size`: the model's."""
+    """The tokenizer of a transformers folder: GPT-2's, bytes, a BPE with its splitter, or the model's own."""
     return read_vocabulary(folder) if is_ours(folder / TOKENIZER_FILE, vocab_size) else read_model_tokenizer(folder)
 
 
@@ -225,10 +221,8 @@ def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
 
 @functools.cache
 def gpt2_merges() -> tuple[tuple[str, str], ...]:
-    """GPT-2's merges in order, derived from the ranks of its tokens.
-
-    The merges of lower rank reduce the bytes of a token of rank r to two pieces; the merge of rank r joins these.
-    """
+    """GPT-2's merges in order, derived from the ranks of its tokens. The merges of lower rank reduce the bytes of a
+    token of rank r to two pieces; the merge of rank r joins these."""
     tokenizer = gpt2_tokenizer()
     tokens = tokenizer.token_bytes[: tokenizer.end_of_text]
     ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -289,10 +283,7 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
 
 def read_vocabulary(folder: Path) -> Tokenizer:
     """The tokenizer of a transformers folder: GPT-2's, bytes, a palette, or another byte-level BPE with GPT-2's
-    splitter.
-
-    Raises `DataError` if there is none, or it has other rules.
-    """
+    splitter. Raises `DataError` if there is none, or it has other rules."""
     if (path := folder / PALETTE_FILE).is_file():
         return codes_tokenizer(parse_codes(read_small(path), str(path)))
     path = folder / TOKENIZER_FILE

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from handgrad.data.batches import mix
-from handgrad.data.captions import captions_of
 from handgrad.data.chat import Conversation, read_conversations
 from handgrad.data.codes import View
-from handgrad.data.pictures import picture_count
+from handgrad.data.pictures import name_of, picture_count
 from handgrad.data.preferences import read_pairs
 from handgrad.data.recipe import PrepareOptions
 from handgrad.data.sources import BLOCK_BYTES, SourceFile, check_expansion, open_plain, read_rows, read_text, reading
+from handgrad.errors import DataError, storage_errors
+from handgrad.parsing import numbered_lines, parse_record
 
 TRAIN, VALIDATION = 0, 1  # indices into shards.SPLITS
 UNIT_CHARACTERS = 1 << 20
@@ -139,14 +140,45 @@ def picture_units(options: PrepareOptions, files: list[SourceFile]) -> Iterator[
         yield Position(int(bytes_before), number), unit
 
 
+def captions_of(path: str, files: list[SourceFile], counts: list[int]) -> list[str]:
+    """The caption of each picture, in the order of `files`, which hold `counts` pictures each. Raises DataError: a bad
+    row, a picture without a caption, a caption without a picture; StorageError: unreadable."""
+    captions = read_captions(Path(path))
+    names = [name_of(file, n, count) for file, count in zip(files, counts, strict=True) for n in range(count)]
+    if lacking := [name for name in names if name not in captions]:
+        raise DataError(
+            f"expected a caption in {path} for each picture, found none for {lacking[0]} and {len(lacking) - 1} more; add"
+            " them, or move these pictures away"
+        )
+    if lost := sorted(captions.keys() - names):
+        raise DataError(
+            f"expected a picture for each caption in {path}, found none for {lost[0]} and {len(lost) - 1} more; an image is"
+            " a path within the source, like cats/1.png"
+        )
+    return [captions[name] for name in names]
+
+
+def read_captions(path: Path) -> dict[str, str]:
+    """The caption of each image in a file. Raises `DataError` naming a bad line, `StorageError` for an unreadable file."""
+    with storage_errors(f"reading {path}"):
+        content = path.read_bytes()
+    captions = dict[str, str]()
+    for line, where in numbered_lines(content, path):
+        row = parse_record(line, where)
+        image, caption = row.text("image"), row.text("caption").strip()
+        if image in captions:
+            raise DataError(f"expected one caption for each image, found a second for {image} in {where}; leave one out")
+        if not caption or "\n" in caption:
+            raise DataError(f"expected a caption of one line, found {caption[:40]!r} in {where}; write it in one")
+        captions[image] = caption
+    return captions
+
+
 def read_pieces(
     options: PrepareOptions, files: list[SourceFile], fetch: Fetch
 ) -> Iterator[tuple[Position, Piece | Conversation]]:
-    """Every piece of every document, in order, with the position after it.
-
-    Fetches each file just before it reads it. The last part of a text file is validation, as a separate document; for
-    rows, `split_of` chooses.
-    """
+    """Every piece of every document, in order, with the position after it. Fetches each file just before it reads it.
+    The last part of a text file is validation, as a separate document; for rows, `split_of` chooses."""
     fraction = options.validation_fraction
     row_fraction = fraction or (HUB_ROW_FRACTION if any(file.download for file in files) else LOCAL_ROW_FRACTION)
     block, bytes_before, documents = block_length(row_fraction), 0, 0
@@ -214,10 +246,8 @@ def slices(text: str) -> Iterator[str]:
 
 
 def text_parts(path: Path, fraction: float) -> tuple[int, int]:
-    """(byte where the validation part of a text file begins, size in bytes), both uncompressed.
-
-    Raises DataError: a damaged .gz; StorageError: the file cannot be read.
-    """
+    """(byte where the validation part of a text file begins, size in bytes), both uncompressed. Raises DataError: a
+    damaged .gz; StorageError: the file cannot be read."""
     with reading(path), open_plain(path) as file:
         if path.suffix.lower() == ".gz":  # a .gz states its size only in its last four bytes, modulo 4 GiB
             size_bytes = 0

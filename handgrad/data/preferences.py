@@ -81,8 +81,7 @@ def references_path(shard: Shard) -> Path:
 
 
 def record_references(dataset: Dataset, sums: Mapping[str, np.ndarray], model: dict[str, Any]) -> None:
-    """Writes the sums (documents) of each split as float32, and their hashes and the `model` that gave them into the
-    manifest."""
+    """Writes each split's sums (documents) as float32, and into the manifest their hashes and the `model` they are from."""
     record: dict[str, Any] = {"model": model}
     with storage_errors(f"writing {dataset.folder}"):
         for split, values in sums.items():

@@ -71,10 +71,8 @@ class Prepared(NamedTuple):
 
 def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None = None) -> Prepared:
     """Writes the shards that `options` describe, finishes an interrupted attempt, or returns the finished dataset.
-
     Raises UsageError: options that make no sense, or another dataset at `out`; DataError: the source is missing,
-    damaged, or too small for two splits; StorageError: disk, network, or a killed worker.
-    """
+    damaged, or too small for two splits; StorageError: disk, network, or a killed worker."""
     check_options(options)
     out, source = options.out, options.source
     there = options.is_generated or bool(options.codes) or Path(source).expanduser().exists()

@@ -58,18 +58,15 @@ class PromptShard:
         return max(map(len, self.prompts))
 
     def of_group(self, group: int, seed: int) -> int:
-        """The prompt of a 0-based group of rollouts: an epoch after the other, each in an order that (seed, epoch)
-        chooses."""
+        """The prompt of a 0-based group of rollouts: epoch after epoch, each in an order of its own from the seed."""
         epoch, place = divmod(group, len(self.prompts))
         return permute(place, len(self.prompts), mix(seed, WINDOW_ORDER, epoch))
 
 
 def open_prompts(data: str, model: str) -> Dataset:
-    """The prompts in `data`, .jsonl or .json files or "questions[:KIND+KIND...]", in the tokens and the chat template of
-    `model`.
-
-    Raises DataError: a row without a prompt, an empty one, or no row for one of the splits; UsageError: another kind of
-    file or an unknown kind of question; and the errors of `load_tokenizer`."""
+    """The prompts in `data`, .jsonl or .json files or "questions[:KIND+KIND...]", in the tokens and the chat template
+    of `model`. Raises DataError: a row without a prompt, an empty one, or no row for one of the splits; UsageError:
+    another kind of file or an unknown kind of question; and the errors of `load_tokenizer`."""
     tokenizer, name = load_tokenizer(model), data.partition(":")[0]
     if name == QUESTIONS and not Path(data).exists():
         path, seconds, found = Path(data), 0.0, asked_questions(data)

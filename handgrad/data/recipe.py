@@ -188,6 +188,4 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     if key is None:
         return True
     change = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
-    raise UsageError(
-        f"expected the dataset asked for at {out}, found one with {change}; choose another --out, or --overwrite"
-    )
+    raise UsageError(f"expected the dataset asked for at {out}, found one with {change}; use another --out, or --overwrite")

@@ -72,10 +72,8 @@ class Shard:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """All tokens, uint16 or uint32, (token_count,): a read-only memory map, verified on first use.
-
-        Raises DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read.
-        """
+        """All tokens, uint16 or uint32, (token_count,): a read-only memory map, verified on first use. Raises
+        DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read."""
         _ = self.written_ns  # read before hashing the content
         content, form = _memory_map(self.path), token_form(self.vocab_size)
         found = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
@@ -95,11 +93,9 @@ class Shard:
         return tokens
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from `start` on, read from the verified file with pread: if the disk fails or the file is cut, a
-        memory map would kill the process with SIGBUS and no message. Verifies a file again that was written to since.
-
-        Raises the errors of `tokens`.
-        """
+        """`count` tokens from `start` on, read from the verified file with pread: if the disk fails or the file is cut,
+        a memory map would kill the process with SIGBUS and no message. Verifies a file again that was written to since.
+        Raises the errors of `tokens`."""
         dtype = self.tokens.dtype
         size_bytes, offset = count * dtype.itemsize, HEADER_BYTES + start * dtype.itemsize
         try:
@@ -127,9 +123,7 @@ class Shard:
     def _verify_again(self, written_ns: int) -> None:
         """Accepts a write that did not change the content. Raises DataError: the file was cut, or holds other bytes."""
         if os.fstat(self.file.fileno()).st_size < HEADER_BYTES + self.tokens.nbytes:
-            raise DataError(
-                f"expected {self.token_count} tokens in {self.path}, but it was cut while it was read; restore it"
-            )
+            raise DataError(f"expected {self.token_count} tokens in {self.path}, cut while it was read; restore it")
         _check_hash(self.verified_sha256, self.path)
         vars(self)["written_ns"] = written_ns  # the cached property stores it there
 
@@ -156,10 +150,8 @@ class Shard:
 
     @functools.cached_property
     def trained(self) -> np.ndarray | None:
-        """(first, end) of each trained stretch of tokens, uint32, (stretches, 2), ascending; None: all tokens are trained.
-
-        Raises DataError: an invalid file.
-        """
+        """(first, end) of each trained stretch of tokens, uint32, (stretches, 2), ascending; None: all tokens are
+        trained. Raises DataError: an invalid file."""
         if self.trained_sha256 is None:
             return None
         path = self.path.with_suffix(".trained")
@@ -185,11 +177,9 @@ class Dataset:
 
     @functools.cached_property
     def identity(self) -> str:
-        """SHA-256, as hex, over the tokenizer and the shards of each split in order.
-
-        Without a manifest, a shard is identified by its length and 64 samples of 4 KiB, since hashing hundreds of
-        gigabytes at every start would take minutes.
-        """
+        """SHA-256, as hex, over the tokenizer and the shards of each split in order. Without a manifest, a shard is
+        identified by its length and 64 samples of 4 KiB, since hashing hundreds of gigabytes at every start would take
+        minutes."""
         shards = {
             name: [
                 [s.token_count, s.sha256 or _sampled_sha256(s.path), *filter(None, [s.trained_sha256])]
@@ -222,10 +212,8 @@ class Dataset:
 
 def open_dataset(folder: str | Path, model: str = "", *, chat: bool = False) -> Dataset:
     """Opens a prepared folder, or a bare folder of llm.c token files. `model`: the command in an error message uses its
-    tokenizer; `chat`: the model was trained on conversations.
-
-    Raises DataError: there is no such folder, or it is damaged; StorageError: it cannot be read.
-    """
+    tokenizer; `chat`: the model was trained on conversations. Raises DataError: there is no such folder, or it is
+    damaged; StorageError: it cannot be read."""
     folder = Path(folder)
     if folder.is_file():
         remedy = "give a folder that `handgrad prepare` has made"
@@ -345,8 +333,7 @@ def _open_bare(folder: Path, model: str, *, chat: bool) -> Dataset:
 
 
 def check_not_bytes(path: Path) -> None:
-    """Raises DataError for a shard whose first tokens all fit the tokenizer `bytes` (bytes and end-of-text): a text in
-    GPT-2's tokens also has larger ones."""
+    """Raises DataError for a shard whose first tokens all fit the tokenizer `bytes`: GPT-2's tokens are larger as well."""
     with path.open("rb") as file:
         file.seek(HEADER_BYTES)
         first = np.frombuffer(file.read(2 * SAMPLED_TOKENS), "<u2")

@@ -75,16 +75,12 @@ class SourceFile:
         for suffix, format in SUFFIXES.items():
             if self.name.lower().endswith(suffix):
                 return format
-        raise DataError(
-            f"expected a file named {', '.join(SUFFIXES)}, found {self.path}; convert it to one, or rename plain text"
-        )
+        raise DataError(f"expected a file named {', '.join(SUFFIXES)}, found {self.path}; convert it, or rename plain text")
 
 
 def find_local(spec: str) -> list[SourceFile]:
-    """The files of a path: a file, the files below a folder, or the matches of a glob; sorted by name.
-
-    Raises DataError: there is none, or a single file has an unknown type.
-    """
+    """The files of a path: a file, the files below a folder, or the matches of a glob; sorted by name. Raises
+    DataError: there is none, or a single file has an unknown type."""
     path = Path(spec).expanduser()
     if path.is_file():
         found, root = [path], path.parent
@@ -133,9 +129,8 @@ def passed_over(spec: str) -> dict[str, int]:
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
     """The text in bytes [start, stop) of a file, in blocks, without the byte-order mark that Windows puts before it.
-
-    Raises DataError: bytes that are not UTF-8, with their offset, or a damaged .gz; StorageError: the file cannot be read.
-    """
+    Raises DataError: bytes that are not UTF-8, with their offset, or a damaged .gz; StorageError: the file cannot be
+    read."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with reading(path), open_plain(path) as file:
         file.seek(start)
@@ -153,11 +148,8 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
 
 
 def read_rows(file: SourceFile, text_field: str) -> Iterator[tuple[int, str]]:
-    """(position, text) of every row that has text; skips empty and null texts.
-
-    Raises DataError: damaged, not UTF-8, no column or key `text_field`, or a row above 64 MiB; StorageError:
-    unreadable.
-    """
+    """(position, text) of every row that has text; skips empty and null texts. Raises DataError: damaged, not UTF-8, no
+    column or key `text_field`, or a row above 64 MiB; StorageError: unreadable."""
     rows, characters = _read_jsonl if file.format == "jsonl" else _read_parquet, 0
     with reading(file.path):
         for position, text in rows(file.path, text_field):
@@ -180,11 +172,8 @@ def check_expansion(size: int, path: Path, packed_bytes: int | None = None, free
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """(position after it, its location in words, its content) of every non-blank line of JSON, or of every entry of a file
-    that is one array.
-
-    Raises DataError: a line or an entry that is not JSON, not UTF-8 or above 64 MiB.
-    """
+    """(position after it, its location in words, its content) of every non-blank line of JSON, or of every entry of a
+    file that is one array. Raises DataError: a line or an entry that is not JSON, not UTF-8 or above 64 MiB."""
     with path.open("rb") as raw, open_plain(path, raw) as file:
         begin = cast(Any, file).peek(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
         rows = _array_entries(file, path) if begin == b"[" else _json_lines(file, path)
@@ -283,10 +272,9 @@ def check_text(text: str, where: str) -> None:
 
 @contextlib.contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile` that keeps a small column of texts as a dictionary, so a repeated text is held once.
-
-    Raises DataError: it is damaged, also when the `with` block reads it; a column expands to far more than its bytes.
-    """
+    """A `pyarrow.parquet.ParquetFile` that keeps a small column of texts as a dictionary, so a repeated text is held
+    once. Raises DataError: it is damaged, also when the `with` block reads it; a column expands to far more than its
+    bytes."""
     import pyarrow  # imported here: workers and other sources do not need it
     import pyarrow.parquet
 

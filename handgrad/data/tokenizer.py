@@ -160,10 +160,8 @@ def _without_long_blanks(text: str) -> Iterator[str]:
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE of at most `vocab_size` tokens (fewer if `texts` has fewer pairs that repeat).
-
-    Deterministic in the sequence of texts. The ids: 256 bytes, the merges in their order, end-of-text last.
-    Raises UsageError: `vocab_size` outside 257..65536.
-    """
+    Deterministic in the sequence of texts. The ids: 256 bytes, the merges in their order, end-of-text last. Raises
+    UsageError: `vocab_size` outside 257..65536."""
     if not 257 <= vocab_size <= MAX_VOCAB_SIZE:
         raise UsageError(f"expected a vocabulary of 257 to {MAX_VOCAB_SIZE} tokens, found {vocab_size}; try bpe:4096")
     model, alphabet = byte_level(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -231,9 +229,7 @@ def parse_bpe(content: bytes, where: str) -> Tokenizer:
     # back, or split it differently from the splitter that `pieces` relies on.
     def expect(condition: bool, property: str) -> None:
         if not condition:
-            raise DataError(
-                f"expected {property} in {where}; use a tokenizer made by `handgrad prepare --tokenizer bpe:SIZE`"
-            )
+            raise DataError(f"expected {property} in {where}; use a tokenizer of `handgrad prepare --tokenizer bpe:SIZE`")
 
     tables: Any = None
     with contextlib.suppress(ValueError):

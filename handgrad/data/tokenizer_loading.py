@@ -15,11 +15,8 @@ from handgrad.storage.run_files import BEST, CHECKPOINTS, named_run
 
 def load_tokenizer(spec: str) -> Tokenizer:
     """Loads the tokenizer "gpt2" or "bytes", or from path `spec`: a run, a checkpoint, a transformers folder, or a
-    `tokenizer.json` or its folder.
-
-    Raises UsageError: no such tokenizer; DataError: a `tokenizer.json` that is not a byte-level BPE with GPT-2's splitter,
-    or a folder whose tokenizer handgrad lacks.
-    """
+    `tokenizer.json` or its folder. Raises UsageError: no such tokenizer; DataError: a `tokenizer.json` that is not a
+    byte-level BPE with GPT-2's splitter, or a folder whose tokenizer handgrad lacks."""
     if spec == "gpt2":
         return gpt2_tokenizer()
     if spec == "bytes":
@@ -65,9 +62,7 @@ def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
     """The tokenizer that `record`, a manifest's entry, names; DataError if it is not the one that made the shards."""
     kind = record.get("kind") if isinstance(record, dict) else None
     if kind not in ("gpt2", "bytes", "bpe", "model", PALETTE):
-        raise DataError(
-            f"expected a tokenizer gpt2, bytes, bpe or palette in {folder}, found {kind!r:.100}; prepare the data again"
-        )
+        raise DataError(f"expected a tokenizer gpt2, bytes, bpe or palette in {folder}, found {kind!r:.100}; prepare again")
     if kind in ("bpe", "model", PALETTE) and not (folder / TOKENIZER_FILE).is_file():
         raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; restore it or prepare the data again")
     if kind == "model":

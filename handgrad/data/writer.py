@@ -91,8 +91,7 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
 def encode_conversations(
     tokenizer: Tokenizer, conversations: list[Conversation]
 ) -> Iterator[tuple[np.ndarray, np.ndarray] | DataError]:
-    """(tokens, trained stretches) of each conversation, or in its place an error with its location: the template refuses
-    it, or its row has a fault."""
+    """(tokens, trained stretches) of each conversation, or an error with its location: its template's, or its row's."""
     for seconds, group in itertools.groupby(conversations, lambda each: each.seconds):
         each = list(group)
         talks = [[{"role": r, "content": c} for r, c in one.messages] for one in each if not one.fault]
@@ -108,10 +107,8 @@ def encode_conversations(
 def tokenize_in_order(
     tokenizer: Tokenizer, spec: str, units: Iterable[tuple[Position, Unit]], workers: int
 ) -> Generator[tuple[Position, tuple[Encoded, Encoded]], None, None]:
-    """`tokenize` of every unit, in order, by `workers` processes (1: this one), which load the tokenizer `spec`.
-
-    At most two units per worker are in flight. Raises StorageError: a worker was killed.
-    """
+    """`tokenize` of every unit, in order, by `workers` processes (1: this one), which load the tokenizer `spec`. At most
+    two units per worker are in flight. Raises StorageError: a worker was killed."""
     if workers == 1:
         for position, unit in units:
             yield position, tokenize(tokenizer, unit)

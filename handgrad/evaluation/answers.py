@@ -48,15 +48,8 @@ class Answers:
         """The mean reward with its standard error, and how many tokens the answers have."""
         asked = [pair for shard in self.shards for pair in zip(shard.rows, shard.prompts, strict=True)]
         own, tokenizer = asked[self.ranks.rank :: self.ranks.size], self.source.tokenizer
-        decoder = Decoder(
-            model.shape,
-            model.ops,
-            model.weights,
-            decode_tensors(model.shape, views),
-            SamplingOptions(temperature=0),
-            end_of_text=None,
-            ends=Talk(tokenizer).ends,
-        )
+        about = model.shape, model.ops, model.weights, decode_tensors(model.shape, views), SamplingOptions(temperature=0)
+        decoder = Decoder(*about, end_of_text=None, ends=Talk(tokenizer).ends)
         texts = [Continuation(prompt, self.most_tokens, 0) for _, prompt in own]
         stop = StopText(tokenizer, self.source.config.answer_stop)
         for text in decoder.generate(texts):

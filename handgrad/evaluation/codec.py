@@ -74,8 +74,7 @@ def open_codec(weights: Weights, device: str = "cpu") -> Codec:
 
 
 def with_codec(options: PrepareOptions, weights: Weights) -> PrepareOptions:
-    """The options to prepare pictures as an autoencoder's codes. Raises `UsageError` for weights of another network, and
-    for another size than its own."""
+    """The options to prepare pictures as an autoencoder's codes. `UsageError`: another network's weights, another size."""
     codec = open_codec(weights, "auto")
     size = "x".join(map(str, codec.size))
     if options.size != PrepareOptions.size and sides(options.size) != codec.size:
@@ -90,7 +89,7 @@ def with_codec(options: PrepareOptions, weights: Weights) -> PrepareOptions:
 
 @functools.lru_cache(4)
 def view_of(codes: Codes) -> View:
-    """How a vocabulary's codes are made and drawn. Raises `DataError` for damaged weights of an autoencoder."""
+    """The view of a vocabulary's codes. Raises `DataError` for damaged weights of an autoencoder."""
     if codes.decoder in ("", RGB):
         return plain_view(codes)
     codec = open_codec(restored(codes.decoder))

@@ -29,15 +29,8 @@ SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model
 CHAT = "chat"  # in a manifest: true if the shards that a run trained on are conversations
 LONGEST_WINDOW = 4096  # tokens; the default limit for a model from elsewhere
 CONTEXT, MOST_CONTEXT = "context", 1 << 24  # in a manifest: context in tokens of the weights that a run started from
-SHAPE = (
-    *SIZES,
-    "architecture",
-    "techniques",
-    "llama",
-    "gemma3",
-    "olmo",
-    "vqvae",
-)  # all of a model's shape except the vocabulary
+# All of a model's shape except the vocabulary.
+SHAPE = (*SIZES, "architecture", "techniques", "llama", "gemma3", "olmo", "vqvae")
 
 
 @dataclass(frozen=True)
@@ -79,8 +72,7 @@ def check_window(tokens: int, context: int) -> None:
 
 
 def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
-    """The weights of a checkpoint of ours; `named`: the user's name for it. Raises `DataError` for an invalid configuration
-    or tokenizer."""
+    """The weights of a checkpoint of ours, by the user's name `named`. `DataError`: invalid configuration or tokenizer."""
     tokenizer, config = read_tokenizer(found.folder, found.manifest.get("tokenizer")), checkpoint_config(found)
     config = replace(config, data=data_of(found))
     digests = {path.name: found.manifest["files"][path.name]["sha256"] for path in found.parts(WEIGHTS_FILE)}
@@ -104,8 +96,7 @@ def with_context(shape: ModelShape, init: Any) -> ModelShape:
 
 
 def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
-    """The configuration of the run that saved the checkpoint, with defaults for settings newer than it. Raises `DataError`
-    if it is invalid."""
+    """The configuration of a checkpoint's run, with defaults for newer settings. Raises `DataError` if it is invalid."""
     try:
         stored: dict[str, Any] = of_stored(checkpoint.manifest["config"])
         return check(RunConfig(**{name: convert(name, stored[name]) for name in FIELDS if name in stored}))
@@ -119,8 +110,7 @@ def data_of(found: Checkpoint, *, needed: bool = False) -> str:
 
 
 def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
-    """The configuration for imported weights: the model's sizes, nothing of training. Raises `DataError` for invalid
-    sizes."""
+    """The configuration for imported weights: the model's sizes. Raises `DataError` for invalid ones."""
     sizes = {name: getattr(shape, name) for name in SHAPE}
     step = {"steps": 1, "tokens_per_step": shape.sequence_length, "micro_batch": 1, "lanes": 1, "packing": STREAM}
     try:

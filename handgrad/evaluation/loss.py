@@ -37,11 +37,9 @@ def mean_loss(
     ranks: Ranks | None = None,
     progress: OnTokens | None = None,
 ) -> float:
-    """Mean cross-entropy in nats over the tokens that the first `samples` samples (at most one epoch) score.
-
-    Each rank adds the sums of all micro-batches in the order of the samples, as a single rank does. `progress`
-    is called as by `token_losses`.
-    """
+    """Mean cross-entropy in nats over the tokens that the first `samples` samples (at most one epoch) score. Each rank
+    adds the sums of all micro-batches in the order of the samples, as a single rank does. `progress` is called as by
+    `token_losses`."""
     ranks = Ranks() if ranks is None else ranks
     samples, sums = min(samples, batches.samples_per_epoch), list[float]()
     for first, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):
@@ -96,8 +94,7 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, dataset: Dataset, packing: str = STREAM) -> float | None:
-    """The validation split's loss in nats per token as bits per byte of its text; None if its size is unknown, or the loss
-    does not cover all tokens."""
+    """A validation loss per token as bits per byte of its text; None if its size is unknown or tokens are left out."""
     manifest = dataset.manifest if scores_all(dataset, packing) else None
     text_bytes = manifest["splits"]["validation"]["text_bytes"] if manifest else 0
     return loss / math.log(2) * dataset.tokens("validation") / text_bytes if text_bytes else None
@@ -137,8 +134,7 @@ class HeldOut:
 
 
 def open_held_out(folder: str, tokenizer: Tokenizer, model: str, *, chat: bool) -> Dataset:
-    """Opens prepared data; raises `DataError` unless it has a validation split in the tokens of `model`. `chat`: the model
-    was trained on conversations."""
+    """Opens data; `DataError`: no validation split in the tokens of `model`. `chat`: it was trained on conversations."""
     dataset = open_data(folder, model, chat=chat)
     if dataset.tokenizer.sha256 != tokenizer.sha256:
         option, first = tokenizer_of(model)

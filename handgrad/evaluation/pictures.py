@@ -66,8 +66,7 @@ def held_out_pictures(
     ranks: Ranks,
     progress: OnTokens | None = None,
 ) -> PicturesHeldOut:
-    """The losses on the first `eval_tokens` tokens (0: all) of the validation split. The sums are equal on any number of
-    ranks."""
+    """The losses on the first `eval_tokens` tokens (0: all) of the validation split, equal on any number of ranks."""
     assert dataset.codes is not None
     first_other, length = len(dataset.codes.colours), act.tokens.shape[1]
     batches = Batches(dataset.splits["validation"], length, 0, shuffle=False, packing=packing)

@@ -90,8 +90,7 @@ def trusted(spec: str) -> str:
 
 
 def identity(spec: str) -> str:
-    """A built-in reward's name, or the SHA-256 of the user's file and the function's name; of a function from Python the
-    name alone."""
+    """A built-in reward's or Python function's name, or the SHA-256 of the user's file with the function's name."""
     if spec in BUILT_IN or spec.startswith(PYTHON):
         return spec
     file, _, name = spec.rpartition(":")
@@ -111,8 +110,7 @@ def named(row: Mapping[str, Any], answer: str) -> str:
 
 
 class Rewards:
-    """The rewards of a setting. A function of the user's own runs in `WORKERS` processes, each with `seconds` an answer;
-    close it to end them."""
+    """The rewards of a setting. The user's own function runs in `WORKERS` processes, `seconds` an answer, until `close`."""
 
     def __init__(self, spec: str | Reward, seconds: float):
         """`spec`: a setting, or a function, which is called here without a limit."""
@@ -122,8 +120,7 @@ class Rewards:
         self.workers: list[Worker] = []
 
     def of(self, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[float]:
-        """The reward of each answer. Raises UsageError, with its row and text: a reward that is no finite number, raises or
-        takes too long."""
+        """The reward of each answer. UsageError, with row and text: no finite number, an exception, or too slow."""
         if not self.inside:
             return self.in_processes(list(zip(rows, answers, strict=True)))
         rewards = []

@@ -66,11 +66,9 @@ class Encoder:
         self.ids = functools.cache(tokenizer.encode)
 
     def together(self, context: str, continuation: str) -> tuple[np.ndarray, int]:
-        """(ids, number of the last ones that belong to the continuation), as lm-eval splits them.
-
-        Blanks at the context's end belong to the continuation. Encodes both as one text; the continuation begins after as
-        many tokens as the context alone has. An empty context becomes the start of a prompt.
-        """
+        """(ids, number of the last ones that belong to the continuation), as lm-eval splits them. Blanks at the
+        context's end belong to the continuation. Encodes both as one text; the continuation begins after as many tokens
+        as the context alone has. An empty context becomes the start of a prompt."""
         if not context:
             ids = self.ids(continuation)
             return np.concatenate([np.array(self.tokenizer.prompt_start, ids.dtype), ids]), len(ids)
@@ -91,11 +89,9 @@ class Encoder:
 
 
 def make_requests(tasks: Sequence[TaskData], tokenizer: Tokenizer, longest: int) -> list[Request]:
-    """The requests of all tasks in order: for each example its continuations, then its continuations for llm.c.
-
-    Raises `DataError` with file and line if there is nothing to score, nothing before it, or more than the model's context
-    of `longest` tokens.
-    """
+    """The requests of all tasks in order: for each example its continuations, then its continuations for llm.c. Raises
+    `DataError` with file and line if there is nothing to score, nothing before it, or more than the model's context of
+    `longest` tokens."""
     encoder, requests = Encoder(tokenizer), []
     for task in tasks:
         for example in task.examples:
@@ -188,11 +184,9 @@ def task_record(task: TaskData, result: TaskResult, precision: str, by: str) -> 
 
 
 def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> str:
-    """Appends the records to the metrics of the run around a checkpoint. Returns a line about it, "" without such a run.
-    Writes nothing while a trainer holds the run: its lines and ours could mix.
-
-    Raises `StorageError` if the disk refuses; the file is then unchanged, or has only whole lines added.
-    """
+    """Appends the records to the metrics of the run around a checkpoint. Returns a line about it, "" without such a
+    run. Writes nothing while a trainer holds the run: its lines and ours could mix. Raises `StorageError` if the disk
+    refuses; the file is then unchanged, or has only whole lines added."""
     run = checkpoint.folder.resolve().parent.parent
     path, lock = run / METRICS_FILE, run / LOCK_FILE
     if not path.is_file() or not lock.is_file():

@@ -26,8 +26,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 
 
 def read_rows(path: Path) -> Iterator[Record]:
-    """The rows of a file, in order. Raises `UsageError`: no such file, or an unknown ending; `DataError`: a damaged file or
-    line; `StorageError`: an unreadable one."""
+    """The rows of a file. `UsageError`: none, or an unknown ending; `DataError`: damaged; `StorageError`: unreadable."""
     if not path.is_file():
         raise UsageError(f"expected a task's file at {path}, found none; give NAME=FILE, or a known NAME for the Hub's")
     name = path.name.lower()
@@ -107,8 +106,7 @@ def with_blanks(choices: Sequence[str]) -> tuple[str, ...]:
 
 
 def cleaned(text: str) -> str:
-    """Removes [title], [header] and [step], which HellaSwag's WikiHow half carries, and one of every two blanks, as
-    lm-eval's preprocess does."""
+    """Removes [title], [header] and [step] of HellaSwag's WikiHow half, and one of two blanks, as lm-eval does."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
@@ -237,11 +235,8 @@ def task_rows(name: str, file: str) -> tuple[list[Path], list[Record]]:
 
 
 def load_tasks(spec: str, limit: int = 0) -> list[TaskData]:
-    """The first `limit` questions (0: all) of each task in `spec`.
-
-    Raises `UsageError` for an unknown task, `DataError` with file and line for a broken example, and the errors of a
-    download.
-    """
+    """The first `limit` questions (0: all) of each task in `spec`. Raises `UsageError` for an unknown task, `DataError`
+    with file and line for a broken example, and the errors of a download."""
     files = parse_tasks(spec)
     shot_paths, shots = task_rows(SHOTS, files.pop(SHOTS)) if SHOTS in files else ([], [])
     loaded = []

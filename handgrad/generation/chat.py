@@ -32,11 +32,9 @@ class Talk:
             self.ends |= self.template.end_tokens
 
     def prompt(self, messages: Sequence[Message], context: int, max_tokens: int) -> Prompt:
-        """The prompt of the most recent messages that leave room in the context for an answer of `max_tokens`
-        or a quarter of it. Always keeps a leading system message.
-
-        Raises `UsageError` for messages that it cannot answer, `DataError` for messages that the template refuses.
-        """
+        """The prompt of the most recent messages that leave room in the context for an answer of `max_tokens` or a
+        quarter of it. Always keeps a leading system message. Raises `UsageError` for messages that it cannot answer,
+        `DataError` for messages that the template refuses."""
         check_messages(messages)
         asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
         most = max(1, context - min(max_tokens, context // 4))

@@ -31,9 +31,7 @@ def decode_buffers(
     """The rows of the architecture's `Decoding` for `batch` sequences. One prefill takes at most `prefill_tokens` tokens,
     or one whole context if that is longer. Raises `UsageError` for a network of pictures."""
     if shape.network.pictures:
-        raise UsageError(
-            f"{shape.architecture} writes no text; `encode` and `decode` of its model turn pictures into codes"
-        )
+        raise UsageError(f"{shape.architecture} writes no text; its `encode` and `decode` turn pictures into codes")
     tokens = max(shape.sequence_length, min(prefill_tokens, batch * shape.sequence_length))
     rows = architecture(shape).decoding(shape, batch, tokens, dtype, ops)
     return [Buffer(f"{KIND}.{row.name}", row.shape, row.dtype, KIND, row.ticks) for row in rows]
@@ -64,8 +62,7 @@ def prefill(
     many rows of the prompt buffers; `append`: from `starts` on.
 
     A prefill computes no logits: the step that reads the next token does. Takes the longest first, so that sequences of
-    similar length are padded together.
-    """
+    similar length are padded together."""
     rows, longest = buf.prompt_tokens.shape[0], buf.keys.shape[3]
     everything = list(zip(sequences, slots, starts or [0] * len(slots), strict=True))
     for append in (False, True):

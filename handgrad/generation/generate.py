@@ -93,11 +93,9 @@ class DecodeInFlight:
 
 
 class Decoder:
-    """Generates texts, as many at a time as `buf` has slots.
-
-    A step computes and chooses one token per text; on a GPU it is captured once as a CUDA graph and replayed. The host
-    reads a token while the device computes the next, and drops the token of a text that has ended meanwhile.
-    """
+    """Generates texts, as many at a time as `buf` has slots. A step computes and chooses one token per text; on a GPU it
+    is captured once as a CUDA graph and replayed. The host reads a token while the device computes the next, and drops
+    the token of a text that has ended meanwhile."""
 
     def __init__(
         self,
@@ -156,8 +154,7 @@ class Decoder:
         When a context is full, drops its older half and prefills the rest at its new positions. With `reuse_cache`, a
         prompt that begins with the tokens of the last text in its slot reuses their keys and values, even from an earlier
         call; the rounding of its logits then depends on the earlier texts. Raises `NumericsError` if the model's logits are
-        not finite.
-        """
+        not finite."""
         self.reuse_cache = reuse_cache
         waiting = iter(texts)
         in_flight: DecodeInFlight | None = None
@@ -284,11 +281,8 @@ def cropped(texts: Sequence[Continuation], context: int) -> str:
 
 
 class TextStream:
-    """Streams the text of one continuation.
-
-    Ends it before the first stop string to be complete, even across tokens; if several end together, before the longest.
-    Holds back a possible start of a stop string until later text decides.
-    """
+    """Streams the text of one continuation. Ends it before the first stop string to be complete, even across tokens; if
+    several end together, before the longest. Holds back a possible start of a stop string until later text decides."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
         assert all(stops)

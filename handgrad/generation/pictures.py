@@ -14,9 +14,7 @@ def form_of(tokenizer: Tokenizer) -> Codes:
     """The form of a model's pictures. Raises `UsageError` for a model of text."""
     codes = codes_of(tokenizer)
     if codes is None:
-        raise UsageError(
-            "expected a model of pictures, found one of text; --image-out, --image-in and --class are for pictures"
-        )
+        raise UsageError("expected a model of pictures, found one of text; --image-out, --image-in, --class need pictures")
     return codes
 
 

@@ -16,10 +16,8 @@ ADDED = ("text", "stopped", "tokens")  # keys that an output line adds to its pr
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file, each with a "prompt" and optionally "max_tokens". Skips blank lines.
-
-    Raises `DataError` naming the bad line, `StorageError` if the file cannot be read.
-    """
+    """The objects of a .jsonl file, each with a "prompt" and optionally "max_tokens". Skips blank lines. Raises
+    `DataError` naming the bad line, `StorageError` if the file cannot be read."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -49,8 +47,7 @@ def whole_lines(path: Path, identity: dict[str, Any]) -> Iterator[tuple[Written,
     Until then PATH.partial holds them in order of arrival, after a line with the `identity` of prompts, model and settings.
     If the block fails, PATH.partial stays unless it has no lines. Raises `UsageError` if `path` exists, `ConfigError` if
     the lines have another identity or another process writes them, `DataError` if they are damaged, `StorageError` if the
-    disk refuses.
-    """
+    disk refuses."""
     check_free(path)
     partial, doing = path.with_name(path.name + ".partial"), f"writing {path}"
     with storage_errors(doing):
@@ -83,8 +80,7 @@ def whole_lines(path: Path, identity: dict[str, Any]) -> Iterator[tuple[Written,
 
 
 def read_partial(partial: Path, identity: dict[str, Any]) -> Written:
-    """The lines of an interrupted call. Cuts off a line that a kill left incomplete. Raises OSError and the errors of
-    `whole_lines`."""
+    """The lines of an interrupted call, without one that a kill cut. Raises OSError and the errors of `whole_lines`."""
     content = partial.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:

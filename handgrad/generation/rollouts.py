@@ -71,8 +71,7 @@ class ExactSampler:
         self.forward = [stage.run for stage in forward]
 
     def answer(self, micro_batches: Sequence[Sequence[Rollout]], most_tokens: int) -> int:
-        """Completes all rollouts, in the micro-batches of the training; returns the most passes of the training forward
-        that a micro-batch took."""
+        """Completes all rollouts, in the training's micro-batches; returns the most passes of its forward that one took."""
         passes, waiting = 0, list(micro_batches)
         while waiting:
             passes += 1

@@ -185,9 +185,7 @@ def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> in
         write_file(partial / PEFT_CONFIG, [(json.dumps(config, indent=2) + "\n").encode()])
         back = dict(their_tensors(shape, *read_adapters(partial, shape)))
         if back.keys() != tensors.keys() or any(not back[name].equal(tensors[name].float()) for name in tensors):
-            raise StorageError(
-                f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, try again"
-            )
+            raise StorageError(f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, retry")
     return (folder / PEFT_WEIGHTS).stat().st_size
 
 

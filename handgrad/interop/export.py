@@ -92,8 +92,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
 
 
 def added_template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
-    """The plain template in Jinja, if the checkpoint was trained on conversations and its tokenizer has no template; else
-    empty."""
+    """The plain template in Jinja, if a run on conversations has a tokenizer without a template; else empty."""
     if template_text(tokenizer) is not None or not trained_on_chats(checkpoint):
         return ""
     return plain_template(tokenizer.token_bytes[tokenizer.end_of_text].decode(errors="replace"))
@@ -132,8 +131,7 @@ def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
 
 
 def export_llmc(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> Exported:
-    """`handgrad export --to llmc`. Raises the errors of `export`, and `UsageError`: the network is no GPT-2, or a token is
-    too long for llm.c."""
+    """`handgrad export --to llmc`. Raises the errors of `export`; `UsageError`: no GPT-2, or a token too long for llm.c."""
     if (found := checkpoint_config(checkpoint).architecture) != "gpt2":
         raise UsageError(
             f"llm.c has no network like {checkpoint.folder}'s ({found}), only GPT-2's; `export --to hf` writes it"
@@ -157,11 +155,9 @@ def export(
     write: Callable[[Path, LoadedModel], None],
     read: Callable[[Path], huggingface.HuggingFaceFolder | LlmcModel],
 ) -> Exported:
-    """Writes `folder` with the weights rounded to `dtype` and reads it back, or leaves nothing there.
-
-    Raises `UsageError`: `folder` exists; `DataError`: the checkpoint is damaged; `StorageError`: the disk refuses, or
-    returns other numbers than were written.
-    """
+    """Writes `folder` with the weights rounded to `dtype` and reads it back, or leaves nothing there. Raises
+    `UsageError`: `folder` exists; `DataError`: the checkpoint is damaged; `StorageError`: the disk refuses, or returns
+    other numbers than were written."""
     check_free(folder)
     model = load_to_check(weights_of(checkpoint))
     flat, table = model.views["parameters"], parameter_table(model.shape)
@@ -178,9 +174,7 @@ def export(
         except DataError as error:
             raise StorageError(f"the written files do not read back: {error}") from None
         if not same:
-            raise StorageError(
-                f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, try again"
-            )
+            raise StorageError(f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, retry")
     size = (folder / weights_file).stat().st_size
     return Exported(folder, size, len(before), float((before - logits(model)).abs().max()))
 

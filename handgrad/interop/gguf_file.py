@@ -83,11 +83,9 @@ def in_halves(values: Tensor, heads: int) -> Tensor:
 
 
 def export_gguf(checkpoint: Checkpoint, file: Path, kind: str = "f16") -> Exported:
-    """`handgrad export --to gguf`: one file with weights of a `kind` in `GGUF_TYPES`, read back and compared.
-
-    Raises `UsageError`: `file` exists, the package is missing, or llama.cpp has no such network or tokenizer; `DataError`:
-    the checkpoint is damaged; `StorageError`: the disk refuses, or returns other numbers than were written.
-    """
+    """`handgrad export --to gguf`: one file with weights of a `kind` in `GGUF_TYPES`, read back and compared. Raises
+    `UsageError`: `file` exists, the package is missing, or llama.cpp has no such network or tokenizer; `DataError`: the
+    checkpoint is damaged; `StorageError`: the disk refuses, or returns other numbers than were written."""
     try:
         import gguf
     except ImportError:
@@ -249,8 +247,7 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, template: str = "") -> None
 
 
 def token_list(tokenizer: Tokenizer, tables: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """(tokens by id, their types). Added tokens are plain text, the others are in the byte-level alphabet or, of a
-    SentencePiece, as in `tables`."""
+    """(tokens by id, their types). Added ones are plain text, others byte-level or, of a SentencePiece, as in `tables`."""
     from gguf import TokenType
 
     added = {token["id"]: token for token in tables["added_tokens"]}

@@ -122,10 +122,7 @@ class HuggingFaceFolder:
     tensors: dict[str, tuple[Path, str]]  # name without prefix -> file, name in it
 
     def weight(self, row: ParameterRow) -> Tensor:
-        """A parameter in float32 with our shape (`row.stored_shape`).
-
-        Raises `DataError` if the file is unreadable or holds non-finite numbers.
-        """
+        """A parameter in float32 with our shape. Raises `DataError` for an unreadable file or non-finite numbers."""
         parts = [self.part(theirs) for theirs in their_tensors(self.shape, row)]
         values = parts[0] if len(parts) == 1 else torch.cat(parts)
         return values.t() if transposed(self.shape, row) else values
@@ -139,10 +136,8 @@ class HuggingFaceFolder:
 
 
 def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
-    """Opens a transformers folder; `tokenizer` (gpt2, bytes or a file) replaces the folder's own.
-
-    Raises `DataError` if a file is missing or damaged, or if handgrad has no such model. Reads the weights on request.
-    """
+    """Opens a transformers folder; `tokenizer` (gpt2, bytes or a file) replaces the folder's own. Raises `DataError` if
+    a file is missing or damaged, or if handgrad has no such model. Reads the weights on request."""
     shape, words = read_shape_and_words(folder, tokenizer)
     return HuggingFaceFolder(shape, words, find_tensors(folder, shape))
 
@@ -160,8 +155,7 @@ def read_shape_and_words(folder: Path, tokenizer: str) -> tuple[ModelShape, Toke
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Reads the model's sizes from config.json. Raises `DataError` if it asks for anything that handgrad does not
-    compute."""
+    """Reads the model's sizes from config.json. Raises `DataError` for one that handgrad does not compute."""
     content = read_object(path)
     kind = content.get("model_type")
     for name, network in NETWORKS.items():
@@ -187,11 +181,8 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]:
-    """Name without prefix -> (file, name in it) for each tensor of a folder, except the masks of old versions.
-
-    Raises `DataError` for a tensor that is missing, unknown, duplicate, or of another shape or type, and for an untied
-    head.
-    """
+    """Name without prefix -> (file, name in it) for each tensor of a folder, except the masks of old versions. Raises
+    `DataError` for a tensor that is missing, unknown, duplicate, or of another shape or type, and for an untied head."""
     wanted: dict[str, tuple[int, ...]] = {}
     prefix, embedding = shape.network.prefix, ""
     for row in parameter_table(shape):
@@ -269,9 +260,7 @@ def on_hub(source: str) -> bool:
 
 def fetch(source: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
     """Downloads these `files` of a Hub model to its cache, safely with concurrent processes; returns their folder.
-
-    Raises `DataError`: no such model, or no connection; the message says which.
-    """
+    Raises `DataError`: no such model, or no connection; the message says which."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -309,8 +298,7 @@ class Config:
                 raise self.refused(key, json.dumps(ours[0]), value)
 
     def table(self, key: str, whole: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The object at `key` of the content, or of `whole`, a part of it; empty if it is null or missing. Raises
-        `DataError`."""
+        """The object at `key` of the content, or of `whole`, a part of it; empty if null or missing. Raises `DataError`."""
         value = (self.content if whole is None else whole).get(key)
         if not isinstance(value, dict | None):
             raise self.refused(key, "as an object", value)

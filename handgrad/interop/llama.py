@@ -138,9 +138,8 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
         raise config.refused("layer_types", f"of {wanted}", other)
     V, T, L, H, C = (config.whole(key) for key in SIZES)
     width = 128 if kind == "qwen3" and "head_dim" not in content else C // H  # their defaults
-    keys = (
-        {"qwen2": 32, "qwen3": 32, "smollm3": 4, "mistral": 8}.get(kind, H) if "num_key_value_heads" not in content else H
-    )
+    theirs = {"qwen2": 32, "qwen3": 32, "smollm3": 4, "mistral": 8}
+    keys = H if "num_key_value_heads" in content else theirs.get(kind, H)
     tied = content.get("tie_word_embeddings", kind == "smollm3")
     if type(tied) is not bool:
         raise config.refused("tie_word_embeddings", "true or false", tied)
@@ -205,9 +204,7 @@ def check_betas(family: Any) -> None:
     """Raises `UsageError` for a yarn of other bounds than llama.cpp's: it ignores the file's."""
     if family.rope == "yarn" and (family.rope_fast, family.rope_slow) != YARN_BETAS:
         found = f"rope_fast {family.rope_fast} and rope_slow {family.rope_slow}"
-        raise UsageError(
-            f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1 alone, found {found}; use --to hf"
-        )
+        raise UsageError(f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1, found {found}; use --to hf")
 
 
 def gguf_name(shape: ModelShape) -> str:

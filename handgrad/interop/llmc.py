@@ -90,10 +90,7 @@ def read_numbers(path: Path, dtype: torch.dtype, offset_bytes: int, count: int) 
 
 
 def without_padding(values: Tensor, row: ParameterRow, where: str) -> Tensor:
-    """Cuts the padded rows off a parameter's flat numbers: -> `row.stored_shape`.
-
-    Raises `DataError` if one is not finite, or a padded row is not zero.
-    """
+    """Cuts the padded rows off a parameter's flat numbers. Raises `DataError`: not finite, or padding that is not zero."""
     finite = torch.isfinite(values)
     if not finite.all():
         raise DataError(f"expected finite numbers in {where}, found {int((~finite).sum())} that are not; it diverged")
@@ -122,18 +119,15 @@ class LlmcModel:
         return tokenizer_beside(self.path, self.shape.vocab_size, self.named_tokenizer)
 
     def weight(self, row: ParameterRow) -> Tensor:
-        """A parameter in float32, (`row.stored_shape`), from the mapped file. `DataError`: non-finite, or padding that is
-        not zero."""
+        """A parameter in float32, (`row.stored_shape`), from the mapped file. `DataError`: non-finite, padding not zero."""
         span = self.spans[row.name]
         values = read_numbers(self.path, self.dtype, HEADER_BYTES + span.offset * self.dtype.itemsize, span.elements)
         return without_padding(values, row, f"{row.name} of {self.path}")
 
 
 def read_model(path: Path, tokenizer: str = "") -> LlmcModel:
-    """Opens a model file; `tokenizer` (gpt2, bytes or a file) replaces the one next to it.
-
-    Raises `DataError` if it is not a model file, or is cut. Reads weights and tokenizer on request.
-    """
+    """Opens a model file; `tokenizer` (gpt2, bytes or a file) replaces the one next to it. Raises `DataError` if it is
+    not a model file, or is cut. Reads weights and tokenizer on request."""
     words, size = read_header(path, MODEL, tuple(VERSIONS))
     length, vocab_size, layers, heads, channels, padded = words[2:8]
     shape = ModelShape(vocab_size, length, layers, heads, channels)
@@ -173,9 +167,7 @@ def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
     model's tokenizer, as no file next to it could encode."""
     if tokenizer.kind in ("model", PALETTE):
         owner = "pictures'" if tokenizer.kind == PALETTE else "another model's"
-        raise UsageError(
-            f"expected the tokenizer gpt2, bytes or bpe for llm.c's files, found {owner}; `export --to hf` writes it"
-        )
+        raise UsageError(f"expected the tokenizer gpt2, bytes or bpe for llm.c, found {owner}; `export --to hf` writes it")
     longest = max(map(len, tokenizer.token_bytes))
     if longest > LONGEST_TOKEN_BYTES:
         raise UsageError(
@@ -209,10 +201,8 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, ...], int]:
 
 def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
     """The tokenizer of the model file at `path`: the one `named`; else a `tokenizer.json` next to it; else GPT-2's or
-    bytes, by the size of the vocabulary. A `*tokenizer.bin` next to the model must hold its tokens.
-
-    Raises `DataError` if there is none, or if another model's is there.
-    """
+    bytes, by the size of the vocabulary. A `*tokenizer.bin` next to the model must hold its tokens. Raises `DataError`
+    if there is none, or if another model's is there."""
     if named:
         found = load_tokenizer(named)
     elif (path.parent / TOKENIZER_FILE).is_file():

@@ -118,8 +118,7 @@ def training_lines(checkpoint: Checkpoint) -> list[str]:
 def model_card(
     checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype, config: dict[str, Any], *, talks: bool
 ) -> str:
-    """The card as Markdown under the Hub's YAML header. `config`: the content of config.json; `talks`: the folder has a
-    chat template."""
+    """The card in Markdown, below a YAML header. `config`: of config.json; `talks`: the folder has a chat template."""
     shape, kind = model.shape, str(dtype).removeprefix("torch.")
     network, article = shape.network, "An" if shape.network.title[0] in "AEIO" else "A"
     trust = ", trust_remote_code=True" if network.brings_code else ""  # to run the network's code, which is in the folder

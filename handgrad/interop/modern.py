@@ -41,8 +41,7 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
 
 
 def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
-    """The model of a config.json; `DataError` if it asks for anything that our network does not compute. An older file has
-    `without` instead of `techniques`."""
+    """The model of a config.json; `DataError`: one we do not compute. Old files have `without` instead of `techniques`."""
     config = Config(content, path)
     config.expect(KNOWN)
     V, T, L, H, C = (config.whole(key) for key in SIZES)

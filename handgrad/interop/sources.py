@@ -47,12 +47,10 @@ from handgrad.storage.run_files import CHECKPOINTS, named_run
 def open_weights(
     source: str, tokenizer: str = "", *, strict: bool = False, base: str = "", above: tuple[Path, ...] = ()
 ) -> Weights:
-    """The weights at a user's `source` (see above). `tokenizer` (gpt2, bytes or a file) replaces the source's own, except
-    a checkpoint's. `strict`: a run's newest checkpoint, or an error. `base`: the weights under adapters of PEFT,
-    instead of the ones that they name. `above`: the adapters on top of these weights.
-
-    Raises `DataError` if there are none, if they are damaged, or if handgrad lacks their network.
-    """
+    """The weights at a user's `source` (see above). `tokenizer` (gpt2, bytes or a file) replaces the source's own,
+    except a checkpoint's. `strict`: a run's newest checkpoint, or an error. `base`: the weights under adapters of PEFT,
+    instead of the ones that they name. `above`: the adapters on top of these weights. Raises `DataError` if there are
+    none, if they are damaged, or if handgrad lacks their network."""
     path = Path(source)
     above = with_base(above, path)
     if base and not adapters.is_peft(path):
@@ -158,12 +156,9 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
 
 
 def import_model(source: str, out: Path, tokenizer: str = "", base: str = "") -> Weights:
-    """`handgrad import`: weights into a folder `out` that `evaluate`, `sample`, `export` and `train --init-from` treat as a
-    run's: a checkpoint of step 0 without moments, in float32, which holds float16 and bf16 exactly.
-
-    Raises the errors of `open_weights`; `UsageError`: `out` exists; `StorageError`: the disk refuses. Then `out` does not
-    exist.
-    """
+    """`handgrad import`: weights into a folder `out` that `evaluate`, `sample`, `export` and `train --init-from` treat
+    as a run's: a checkpoint of step 0 without moments, in float32, which holds float16 and bf16 exactly. Raises the
+    errors of `open_weights`; `UsageError`: `out` exists; `StorageError`: the disk refuses. Then `out` does not exist."""
     check_free(out)
     found = open_weights(source, tokenizer, base=base)
     manifest: dict[str, Any] = {

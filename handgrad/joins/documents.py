@@ -60,7 +60,6 @@ class WithMasked(Overlay):
 
 
 def operations(ops: Any, act: Any, *, masked: bool = False) -> Any:
-    """The operations for passes over `act`, with or without several documents per row. `masked`: some tokens are not
-    trained."""
+    """The operations for passes over `act`, whose rows may hold several documents. `masked`: some tokens not trained."""
     ops = WithMasked(ops) if masked else ops
     return ops if act.document_starts is None else WithDocuments(ops, act)

@@ -53,8 +53,7 @@ def buffers(samples: int, length: int, dtype: torch.dtype) -> list[Buffer]:
 
 
 def weigh(weights: Tensor, losses: Tensor, advantages: Tensor, sampled: Tensor, scale: Tensor, clip_ratio: float) -> None:
-    """weights (N) = dL/d(-log p) * scale from the losses -log p (N) of now and of sampling; `scale` (1) of fp16's
-    gradients."""
+    """weights (N) = dL/d(-log p) * scale from the losses -log p (N) now and at sampling; `scale` (1): of fp16."""
     ratio = torch.exp(sampled - losses)
     clipped = torch.where(advantages > 0, ratio > 1 + clip_ratio, ratio < 1 - clip_ratio)
     weights.copy_((ratio * advantages).masked_fill(clipped, 0) * scale)

@@ -16,11 +16,10 @@ OLDEST_CAPABILITY = (7, 5)  # Turing: the oldest GPU that Triton compiles for
 
 
 def choose_backend(name: str, device: torch.device, precision: str = "") -> ModuleType:
-    """The module of operations for a backend, `kernels` or `reference`, and a precision (fp8, tf32 or any other). "auto"
-    takes the kernels on a CUDA GPU, the CPU operations on a CPU (the reference for fp8) and the reference elsewhere.
-
-    Raises `UsageError` with the reason and the alternative when the kernels cannot run: a run never turns slow silently.
-    """
+    """The module of operations for a backend, `kernels` or `reference`, and a precision (fp8, tf32 or any other).
+    "auto" takes the kernels on a CUDA GPU, the CPU operations on a CPU (the reference for fp8) and the reference
+    elsewhere. Raises `UsageError` with the reason and the alternative when the kernels cannot run: a run never turns
+    slow silently."""
     if name == "auto" and device.type == "cpu" and precision not in REFERENCE:
         return importlib.import_module("handgrad.ops.cpu")
     if name == "auto":
@@ -45,8 +44,7 @@ def plain_backend(name: str, device: torch.device, precision: str) -> ModuleType
 
 
 def invariant_backend(ops: ModuleType) -> ModuleType:
-    """The operations `ops`, with forwards that give a token the same bits for any number of tokens beside it if the backend
-    has them (`ops.cuda.invariant`)."""
+    """The operations `ops`; where `ops.cuda.invariant` has them, a token's bits do not depend on the tokens beside it."""
     return importlib.import_module(f"{ops.__name__}.invariant") if ops.__name__ == "handgrad.ops.cuda" else ops
 
 

@@ -53,8 +53,7 @@ def capture(launches: Sequence[Callable[[], object]], stream: torch.cuda.Stream)
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Keeps the garbage collector from running. It may free another graph, its events and its pinned memory, and those
-    driver calls would invalidate a capture."""
+    """Keeps the garbage collector from freeing graphs, events and pinned memory, which would invalidate a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -29,8 +29,7 @@ chosen: dict[str, str] = {}  # the variables that this process set
 
 
 def choose() -> None:
-    """Sets the variables that the user has not set, unless torch is loaded and has read them. MKL reads its variable on
-    its first call."""
+    """Sets the variables that the user has not, unless torch has read them. MKL reads its variable on its first call."""
     intel = processor.is_intel()
     if intel:
         chosen.update({name: value for name, value in REPRODUCIBLE.items() if name not in os.environ})
@@ -66,11 +65,9 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def quota(root: Path = Path("/")) -> float | None:
-    """CPU quota of this process's control groups in CPUs, the smallest of all levels; None without a limit.
-
-    Files: https://docs.kernel.org/admin-guide/cgroup-v2.html (`cpu.max`: quota and period) and
-    https://docs.kernel.org/scheduler/sched-bwc.html (version 1: one file each).
-    """
+    """CPU quota of this process's control groups in CPUs, the smallest of all levels; None without a limit. Files:
+    https://docs.kernel.org/admin-guide/cgroup-v2.html (`cpu.max`: quota and period) and
+    https://docs.kernel.org/scheduler/sched-bwc.html (version 1: one file each)."""
     limits = []
     for folder, version in processor.group_folders("cpu", root):
         files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")

@@ -59,8 +59,7 @@ class Plan:
         return self.lay_over(storage)
 
     def lay_over(self, storage: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the views over existing memory: uint8, at least `size_bytes` of each kind. So two plans that never run at
-        the same time can share one allocation."""
+        """The views over existing memory: uint8, at least `size_bytes` of each kind. Plans that take turns can share it."""
         views = {}
         for buffer in self.buffers:
             start = self.offsets[buffer.name]

@@ -170,8 +170,7 @@ class NormPart(Part):
 
 
 def norm_parts(buckets: Buckets, lanes: int, rank: int, ranks: int) -> list[NormPart]:
-    """The rank's parts, each with its own blocks, ordered by lane, then bucket. So concatenating all ranks' sums gives the
-    sums of a single rank."""
+    """The rank's parts, with blocks of their own, by lane, then bucket: all ranks' sums in turn are a single rank's."""
     parts, most = [], norm_blocks_per_lane(buckets, lanes)
     for place, part in enumerate(range(rank * lanes // ranks, (rank + 1) * lanes // ranks)):
         partial = place * most

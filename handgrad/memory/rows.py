@@ -198,11 +198,8 @@ def count_parameters(table: Iterable[ParameterRow]) -> int:
 
 def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], object]) -> None:
     """Draws the initial weights and passes the stored part of each parameter, float32 on the CPU, to `put` from several
-    threads. Skips parameters that start at zero.
-
-    Each tensor has its own generator, keyed by (seed, index in the table), so every device, precision and number of ranks
-    starts from the same values.
-    """
+    threads. Skips parameters that start at zero. Each tensor has its own generator, keyed by (seed, index in the table),
+    so every device, precision and number of ranks starts from the same values."""
 
     def draw(index: int) -> None:
         row = table[index]
@@ -224,8 +221,7 @@ def freeze(table: Table, patterns: str) -> Table:
 
     Commas separate patterns. A pattern is a row (`wte`, `blocks.3.qkv_weight`), a prefix of rows (`blocks.3`), a glob
     (`blocks.*.ln1_*`), or one of these for a range of layers (`blocks.0-5`, `blocks.0-5.fc_*`). Raises `UsageError` for a
-    pattern that matches no row, a layer that does not exist, or if no parameter is left to train.
-    """
+    pattern that matches no row, a layer that does not exist, or if no parameter is left to train."""
     frozen: set[str] = set()
     for given in filter(None, (part.strip() for part in patterns.split(","))):
         for pattern in by_layer(given):

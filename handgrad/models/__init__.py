@@ -79,8 +79,7 @@ def forward_rows(
 
 
 def compute_losses(ops: Any, weights: Any, act: Any, shape: ModelShape) -> None:
-    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats, or of pictures the squared
-    error of each byte."""
+    """act.tokens, act.targets (B, T) -> act.losses (N): cross-entropies in nats, or of pictures squared errors."""
     model = architecture(shape)
     run(model.forward(ops, weights, act, shape))
     losses = model.squared_errors if shape.network.pictures else head_losses

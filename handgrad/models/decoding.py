@@ -74,8 +74,7 @@ def step_attention(ops: ModuleType, block: Any, sequences: Sequences, layer: int
 
 
 def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, append: bool) -> None:
-    """Stores the keys and values of `batch` prompts in the layer's cache, from position 0 on or, with `append`, at
-    `prompt_positions`."""
+    """Stores the keys and values of `batch` prompts in the layer's cache, from 0 or, to `append`, `prompt_positions` on."""
     cache, slots = (sequences.keys[layer], sequences.values[layer]), sequences.prompt_slots[:batch]
     if append:
         positions = sequences.prompt_positions[: block.qkv.shape[0]]

@@ -82,8 +82,7 @@ def attention(
 def norm_and_rotate(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, layer: int, **place: Any
 ) -> Launch:
-    """Normalises queries and keys and rotates them. `place`: the `length` of the samples, or the `positions` of one token
-    per sequence."""
+    """Norms and rotates queries and keys. `place`: `length` of the samples, or `positions` of one token per sequence."""
     tensors = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
     options = rotation(family_of(shape), layer) | norm_options(shape) | place
     return partial(ops.gained_qk_norm_rotary_forward, *tensors, **options)
@@ -285,8 +284,7 @@ def decoding(
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """b.tokens (B) at b.positions -> b.logits (B, Vp) for the next tokens. Attends to the cached keys and values of the
-    earlier tokens. `ops`: generation's operations, one row per sequence."""
+    """As `models.gpt2.decode_step`."""
     s, act, x, norm = b.scratch, b.blocks[1], b.blocks[1].residual_out, norm_options(shape)
     embed(ops.token_embedding_decode, x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
@@ -300,9 +298,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
 def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
-    """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
-    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens. Right padding is harmless: attention is
-    causal, and a decode step writes a padded cache position before it reads it."""
+    """As `models.gpt2.prefill`."""
     N, s, norm = batch * length, b.scratch, norm_options(shape)
     act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)

@@ -122,8 +122,7 @@ def block_backward(
 
     The bias gradient of a GEMM that writes the residual stream is the column sum of the stream's gradient. The layer norm
     backward above it reads that gradient anyway and adds the sums: the call for the block above added this block's
-    `fcproj_bias`, and this call adds `dbias_below` (None in the lowest block) for the block below.
-    """
+    `fcproj_bias`, and this call adds `dbias_below` (None in the lowest block) for the block below."""
     s, ln1, ln2 = whole.scratch, (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
     if recompute == WHOLE_BLOCKS:
         block_forward(ops, w, act, x, s, rerun=True)
@@ -285,10 +284,8 @@ def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
     """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
-    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens.
-
-    Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
-    it."""
+    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens. Right padding is harmless: attention is
+    causal, and a decode step writes a padded cache position before it reads it."""
     N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out, b.prompt_tokens[:N]

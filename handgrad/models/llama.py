@@ -96,8 +96,7 @@ def rotation(shape: ModelShape, layer: int) -> dict[str, Any]:
 def norm_and_rotate(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, layer: int, **place: Any
 ) -> Launch:
-    """Normalises queries and keys, if the model does, and rotates them. `place`: the `length` of the samples, or the
-    `positions` of one token per sequence."""
+    """Norms, if the model does, and rotates queries and keys. `place`: as in `models.gemma3`."""
     options = rotation(shape, layer) | place
     if act.heads is None:
         return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
@@ -317,8 +316,7 @@ class Gradients:
 def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
-    """The rows of a pass, as in `rows_of_pass`. Without a norm of queries and keys, their GEMM writes qkv and the rotation
-    works in place, so qkv is kept."""
+    """The rows of a pass, as in `rows_of_pass`. Without a norm, the rotation works in place, so qkv is kept."""
     clock = Clock(shape.num_layers, stages=2, training=training)
     for row in rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk):
         if has(shape, row.name):
@@ -343,8 +341,7 @@ def decoding(
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """b.tokens (B) at b.positions -> b.logits (B, Vp) for the next tokens. Attends to the cached keys and values of the
-    earlier tokens. `ops`: generation's operations, one row per sequence."""
+    """As `models.gpt2.decode_step`."""
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     epsilon = shape.family.norm_epsilon
     ops.token_embedding_decode(x, b.tokens, w.wte)
@@ -359,11 +356,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
 def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
-    """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
-    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens.
-
-    Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
-    it."""
+    """As `models.gpt2.prefill`."""
     N, s, epsilon = batch * length, b.scratch, shape.family.norm_epsilon
     act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)

@@ -262,8 +262,7 @@ def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradien
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the next block's first
 
-# A norm follows the embedding, so its scale only affects its effective learning rate. 0.5 is half the scale of the entries
-# of an orthogonal matrix.
+# A norm follows the embedding, so its scale only affects its learning rate. 0.5 is half an orthogonal matrix's scale.
 EMBEDDING, MATRIX = Init("normal", 0.02), Init("normal", 0.5, by_inputs=True)
 RESIDUAL = Init("normal", 0.5, by_inputs=True, residual=True)  # without `zero_init`
 INPUT_SHARE = Init("constant", value=0.1)  # s: weight of the first block's input in each block's
@@ -438,8 +437,7 @@ def decoding(
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """b.tokens (B) at b.positions -> b.logits (B, Vp) for the next tokens. Attends to the cached keys and values of the
-    earlier tokens. `ops`: generation's operations, one row per sequence."""
+    """As `models.gpt2.decode_step`."""
     s, act = b.scratch, b.blocks[1]
     x = act.residual_out if act.first is None else act.first
     rotated = norm_and_rotate(ops, act, shape, positions=b.positions)
@@ -473,11 +471,7 @@ def values_of_step(
 def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
-    """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
-    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens.
-
-    Right padding is harmless: attention is causal, and a decode step writes a padded cache position before it reads
-    it."""
+    """As `models.gpt2.prefill`."""
     N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out if act.first is None else act.first, b.prompt_tokens[:N].view(batch, length)

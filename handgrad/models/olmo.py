@@ -291,8 +291,7 @@ def decoding(
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
-    """b.tokens (B) at b.positions -> b.logits (B, Vp) for the next tokens. Attends to the cached keys and values of the
-    earlier tokens. `ops`: generation's operations, one row per sequence."""
+    """As `models.gpt2.decode_step`."""
     s, act, x, epsilon = b.scratch, b.blocks[1], b.blocks[1].residual_out, family_of(shape).norm_epsilon
     ops.token_embedding_decode(x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
@@ -306,9 +305,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
 def prefill(
     ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, append: bool = False
 ) -> None:
-    """b.prompt_tokens (`batch`, `length`) -> their keys and values in the caches of b.prompt_slots, from position 0 on or,
-    with `append`, at b.prompt_positions (N), after the prompts' earlier tokens. Right padding is harmless: attention is
-    causal, and a decode step writes a padded cache position before it reads it."""
+    """As `models.gpt2.prefill`."""
     N, s, epsilon = batch * length, b.scratch, family_of(shape).norm_epsilon
     act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)

@@ -16,14 +16,12 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, res
 
 
 def no_launch() -> None:
-    """Launches nothing: stands in for an operation that a model lacks, or for the work of a stage that only marks the first
-    use of its bucket's weights."""
+    """Launches nothing: for an operation that a model lacks, or a stage that only marks the first use of its bucket."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A section of a pass. It is the first to read the weights of `bucket` or, with `done`, the one that completes the
-    bucket's gradients."""
+    """A section of a pass: the first to read the weights of `bucket` or, with `done`, the last to add to its gradients."""
 
     bucket: str
     run: Launch

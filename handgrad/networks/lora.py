@@ -49,8 +49,7 @@ def parse_lora(text: str) -> LoraShape:
 
 
 def check_lora(text: str, shape: ModelShape, init_from: str, refused: Iterable[tuple[str, object, object]]) -> None:
-    """Raises `UsageError` for adapters that the model or the settings do not support. `refused`: (setting, its value, the
-    value that adapters need)."""
+    """Raises `UsageError` for adapters that model or settings lack. `refused`: (setting, its value, the one needed)."""
     lora = parse_lora(text)
     if not shape.network.adapters:
         able = (name for name, network in NETWORKS.items() if network.adapters)

@@ -71,8 +71,7 @@ def check_techniques(techniques: str) -> None:
 
 
 def changed(techniques: str, without: str = "", added: str = "") -> str:
-    """Removes the names in `without` from the list and adds the names in `added`. Raises `UsageError` for an unknown name,
-    or one that changes nothing."""
+    """Removes the names in `without`, adds those in `added`. `UsageError`: an unknown one, or one without effect."""
     check_techniques(techniques)
     names = set(names_of(techniques)) - {NONE}
     for option, text, has, state in (

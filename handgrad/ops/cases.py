@@ -291,8 +291,7 @@ class Pair(NamedTuple):
     inputs: dict[str, str]  # forward input: the backward argument that receives its gradient
 
 
-# forward output:backward argument that is its gradient <- forward input:backward argument that receives its gradient,
-# for each output and input that has one.
+# forward output:backward argument that is its gradient <- forward input:backward argument that receives its gradient
 GRADIENTS = {
     "embedding_backward": "out:dout <- wte:dwte_acc wpe:dwpe_acc",
     "token_embedding_backward": "out:dout <- wte:dwte_acc",

@@ -28,8 +28,7 @@ def roundings(name: str, arguments: Arguments, dtype: torch.dtype) -> float:
 
     A sum over tokens has one per term; a mean has two (sum, quotient) and 1 / rms four (mean, variance, root, reciprocal),
     squared here; any other result has one, of its dtype. In float32 the steps before it count as well: a norm's output has
-    the errors of its 1 / rms and two products, the gradient through a QK norm has eight, of products and sums.
-    """
+    the errors of its 1 / rms and two products, the gradient through a QK norm has eight, of products and sums."""
     dout = next((arguments[key] for key in ("dout", "dqkv_inout", "dqkv") if arguments.get(key) is not None), None)
     if name in ("dgate_weight_acc", "dnorm_inout"):  # from gates' gradients, each a sum over a head's channels
         width = arguments["norm"].shape[1] // arguments["gate"].shape[1]

@@ -194,8 +194,7 @@ def rows_of(kernel: str, tile: AttentionTile) -> int:
 
 
 def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, **_sizes: object) -> int:
-    """Bytes of scratch for the Triton backward, at any head width: pairs (lse log2(e), delta) for (B, H, T), in
-    float32."""
+    """Bytes of scratch for the Triton backward, at any head width: pairs (lse log2(e), delta), float32, for (B, H, T)."""
     return 8 * batch * num_heads * length
 
 

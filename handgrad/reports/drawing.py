@@ -119,8 +119,7 @@ def png(plot: Plot, runs: Sequence[Run]) -> bytes:
 
 
 def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tuple[str, str]:
-    """(`plot` as an <svg> element of an HTML page, in the page's colours and font; its values as JSON for the page's
-    script)."""
+    """(`plot` as an <svg> element in the page's colours and font; its values as JSON for the page's script)."""
     drawn, content = render(plot, runs, size, "svg")
     svg = content.decode("utf-8")
     svg = svg[svg.index("<svg") :]

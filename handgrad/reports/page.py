@@ -33,11 +33,9 @@ class Live(NamedTuple):
 
 
 def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradError], object] | None = None) -> Path:
-    """Writes the page `out` (.html) about the run folders `runs`, and `<stem>_<plot>.png` next to it; returns `out`.
-
-    The same run folders give the same bytes. The error of a folder without a readable run goes to `leave_out` (see
-    `read_runs`), or is raised.
-    """
+    """Writes the page `out` (.html) about the run folders `runs`, and `<stem>_<plot>.png` next to it; returns `out`. The
+    same run folders give the same bytes. The error of a folder without a readable run goes to `leave_out` (see
+    `read_runs`), or is raised."""
     if not runs:
         raise UsageError("a report needs at least one run folder: `handgrad report RUN...`")
     if out.suffix.lower() not in (".html", ".htm"):
@@ -58,9 +56,7 @@ def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradE
 
 def page(runs: Sequence[Run], plots: Sequence[Plot], live: Live | None = None, notes: Sequence[str] = ()) -> str:
     """The whole page. It loads nothing: style, script and plots are inline, and its security policy forbids the rest.
-
-    With `live` it updates itself from the server that it came from. `notes`: lines at the top.
-    """
+    With `live` it updates itself from the server that it came from. `notes`: lines at the top."""
     several = len(runs) > 1
     title = " · ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs compared"
 
@@ -146,8 +142,7 @@ def style_sheet() -> str:
 
 @functools.cache
 def script(*, live: bool) -> str:
-    """page.js (hover values, the choice of the x axis, sortable tables), followed by live.js for a live page, without
-    indentation and blank lines."""
+    """page.js (hover values, choice of the x axis, sortable tables), in a live page live.js, without indentation."""
     lines = "\n".join(map(source, ("page.js", "live.js") if live else ("page.js",))).splitlines()
     return "\n".join(line.strip() for line in lines if line.strip())
 

@@ -172,10 +172,8 @@ def run_mark(index: int) -> Style:
 def draw_curve(
     axes: Axes, x: np.ndarray, y: np.ndarray, index: int, runs: Sequence[Run], average: Callable = np.median, name: str = ""
 ) -> None:
-    """Draws the raw curve thin and pale, and its running `average` on top: by default the median, which smears no spikes.
-
-    The page shows the average's values under the pointer, labelled `name` or, without one, by the run's name.
-    """
+    """Draws the raw curve thin and pale, and its running `average` on top: by default the median, which smears no
+    spikes. The page shows the average's values under the pointer, labelled `name` or, without one, by the run's name."""
     bins = max(60, RAW_BINS // len(runs))  # so the file does not grow with the number of runs
     style: Style = {**run_style(index), **run_mark(index), "label": label(name or runs[index].name)}
     axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6, **run_mark(index))
@@ -316,8 +314,7 @@ def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu", "rollouts"], quantity: str) -> None:
-    """Draws a column from zero, so that a wobble looks as small as it is, and cuts above 99 % of the values. Runs without
-    values get no line."""
+    """Draws a column from zero, so that a wobble looks as small as it is, and cuts above 99 % of the values."""
     tops = [0.0]
     for index, run in enumerate(runs):
         steps, values = getattr(run, of).step, getattr(getattr(run, of), quantity)

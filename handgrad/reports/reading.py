@@ -22,10 +22,8 @@ LOG_LINE = re.compile(rf"s:(\d{{1,15}}) (?:tel:{NUMBER}|eval:{NUMBER}|trl:{NUMBE
 
 
 def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], object] | None = None) -> list[Run]:
-    """Reads the runs in `folders` (see `runs_in`), in that order; a folder named twice counts once.
-
-    Raises the error of an unreadable folder, or passes it to `leave_out`, and then raises only if no run is left.
-    """
+    """Reads the runs in `folders` (see `runs_in`), in that order; a folder named twice counts once. Raises the error of
+    an unreadable folder, or passes it to `leave_out`, and then raises only if no run is left."""
     runs, errors = read_readable(runs_in(folders))
     if errors and (leave_out is None or not runs):
         raise errors[0]
@@ -275,14 +273,8 @@ def read_main_log(path: Path, name: str) -> Run:
         starts=[unknown(Start, steps=max(steps), data=unknown(DataSource))],
         first_steps=[min(steps)],
         steps=Steps(*np.array(rows, dtype=float).T),
-        skipped={},
         validations=sorted(validations.items()),
         tasks={("hellaswag", "acc_norm_llmc"): sorted(accuracies.items())} if accuracies else {},
-        samples=[],
-        events=[],
-        gpu=GpuReadings(*np.empty((3, 0))),
-        paces=[],
-        fp8=[],
         last_line_cut=cut,
         is_log=True,
     )

@@ -122,7 +122,7 @@ class TaskFigure:
     examples: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The content of one run folder."""
 
@@ -132,14 +132,14 @@ class Run:
     starts: list[Start]
     first_steps: list[int | None]  # the first step after each launch, None if it never finished one
     steps: Steps
-    skipped: dict[int, str]  # step: the reason for skipping its update
+    skipped: dict[int, str] = field(default_factory=dict)  # step: the reason for skipping its update
     validations: list[tuple[int, float]]  # step, nats per token
     tasks: dict[tuple[str, str], list[tuple[int, TaskFigure]]]  # (task, metric): its figures by step
-    samples: list[tuple[int, str]]
-    events: list[tuple[int, str]]
-    gpu: GpuReadings
-    paces: list[Pace]  # of a run on several ranks
-    fp8: list[tuple[int, dict[str, Quantized]]]  # step, classes of tensors by name
+    samples: list[tuple[int, str]] = field(default_factory=list)
+    events: list[tuple[int, str]] = field(default_factory=list)
+    gpu: GpuReadings = field(default_factory=lambda: GpuReadings(*np.empty((3, 0))))
+    paces: list[Pace] = field(default_factory=list)  # of a run on several ranks
+    fp8: list[tuple[int, dict[str, Quantized]]] = field(default_factory=list)  # step, classes of tensors by name
     last_line_cut: bool
     sets: dict[int, dict[str, float]] = field(default_factory=dict)  # step: nats per token of each of several data sets
     pairs: dict[int, tuple[float, float]] = field(default_factory=dict)  # step: accuracy, mean margin of pairs
@@ -332,8 +332,7 @@ def smooth(values: np.ndarray, half_width: int, picked: np.ndarray, average: Cal
 
     The window is centred, so the curve does not lag. At the start of the series it shrinks on both sides equally, because
     a loss falls steeply there; at the end it stays wide and one-sided, because only noise is left to average.
-    An index whose own value is not finite stays NaN: a diverged stretch is a gap in the curve.
-    """
+    An index whose own value is not finite stays NaN: a diverged stretch is a gap in the curve."""
     smoothed = np.full(len(picked), np.nan)
     for i, index in enumerate(picked):
         if np.isfinite(values[index]):

@@ -30,8 +30,7 @@ class Watched:
     """The runs to watch, and the page about them. Safe to call from several threads."""
 
     def __init__(self, named: Sequence[Path]):
-        """`named`: run folders, folders of runs, main.logs. Raises `DataError` if none of them exists; missing ones
-        may appear later."""
+        """`named`: run folders, folders of runs, main.logs, which may appear later. Raises `DataError` if none exists."""
         self.named, self.lock = named, threading.Lock()
         self.version, self.html, self.rested = "", "", 0.0
         if not any(path.exists() for path in named):

@@ -78,8 +78,7 @@ class Audit:
         return last, {key: value for key, value in begun.items() if key in FACTS}
 
     def add(self, training: Assembly, completed: int, result: StepResult, rollouts: Line) -> None:
-        """Adds a link for the step whose result was just read, if one is due. `rollouts`: hashes of what it trained on,
-        if it was sampled."""
+        """Adds a link for the step whose result was just read, if one is due. `rollouts`: hashes of sampled answers."""
         if not self.due(completed):
             return
         digest, batch = training.digest, training.design.batch

@@ -85,8 +85,7 @@ GPU_SIZES = (
 
 
 def suited_settings(dataset: Dataset, device: torch.device, steps: int = 0) -> dict[str, Any]:
-    """Settings for a run on `dataset`: the largest model that its tokens can teach and the device can hold. `steps`: as in
-    `paced`."""
+    """Settings for a run on `dataset`: the largest model that its tokens teach and the device holds. `steps`: `paced`'s."""
     if dataset.codes and dataset.codes.decoder == RGB:
         return codec_settings(dataset, device, steps)
     training = dataset.tokens("train")
@@ -162,8 +161,7 @@ def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.d
 def paced(
     config: RunConfig, dataset: Dataset, device: torch.device, epochs: float, warmup_share: float, steps: float = 0
 ) -> dict[str, Any]:
-    """Chooses the number of steps, unless given, the warm-up, and the intervals of validations, samples, saves and log
-    lines."""
+    """Chooses the steps, unless given, the warm-up, and the intervals of validations, samples, saves and log lines."""
     training, validation = dataset.tokens("train"), dataset.tokens("validation")
     if not steps:
         steps = epochs * training / config.tokens_per_step
@@ -203,9 +201,7 @@ CHOSEN = (
 
 def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """`suited_settings` for the data and device in `settings`. A run that has already begun in `out` keeps its own.
-
-    Raises the errors of `open_data` and `resolve_device`.
-    """
+    Raises the errors of `open_data` and `resolve_device`."""
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None:
         return {name: begun[name] for name in CHOSEN if name in begun}
@@ -214,11 +210,9 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
-    """Chooses the settings not given, for weights of these `sizes`. A run that has `begun` in `out` from the same weights
-    keeps its own. Without data, for `plan`, the weights alone decide.
-
-    Raises the errors of `open_data` and `resolve_device`.
-    """
+    """Chooses the settings not given, for weights of these `sizes`. A run that has `begun` in `out` from the same
+    weights keeps its own. Without data, for `plan`, the weights alone decide. Raises the errors of `open_data` and
+    `resolve_device`."""
     source, device = settings["init_from"], devices.resolve_device(settings.get("device", RunConfig.device))
     if begun is not None:
         return {name: begun[name] for name in (*CHOSEN, "sample_tokens") if name in begun}
@@ -291,8 +285,7 @@ def fitted_to_weights(
 
 
 def usual_rate(config: RunConfig) -> float:
-    """A peak learning rate that suits the model of a run, to replace one that does not. GPT-2's falls with the width, as in
-    the GPT-3 paper."""
+    """A peak learning rate that suits the run's model, in place of its own. GPT-2's falls with the width, as GPT-3's."""
     if config.init_from:
         return suited_rate(config.init_from, adapters=bool(config.lora))
     if config.optimizer == "muon":
@@ -301,8 +294,7 @@ def usual_rate(config: RunConfig) -> float:
 
 
 def suited_rate(source: str, *, adapters: bool) -> float:
-    """The peak learning rate for finetuning. A handgrad run continues at half of its own rate; adapters use all of it, but
-    no less than for other weights."""
+    """The peak learning rate for finetuning: half of a handgrad run's own, all of it for adapters, or the usual one."""
     run = Path(source).parent if checkpoint.is_best_alias(Path(source)) else Path(source)
     config = checkpoint.peek_config(run) or {}
     if not config.get("data"):  # weights from elsewhere, imported or not

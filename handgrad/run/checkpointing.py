@@ -54,11 +54,8 @@ def save_state(
     manifest: dict[str, Any],
     extra_files: dict[str, bytes],
 ) -> Path:
-    """Saves the state; returns the checkpoint's folder.
-
-    Rank 0 writes; the others send it their shards, bucket by bucket. All wait until the checkpoint is complete. Raises
-    `StorageError` on all ranks if the disk refuses.
-    """
+    """Saves the state; returns the checkpoint's folder. Rank 0 writes; the others send it their shards, bucket by
+    bucket. All wait until the checkpoint is complete. Raises `StorageError` on all ranks if the disk refuses."""
     tensors = list(stored_tensors(state, ranks))
 
     def write() -> Path:
@@ -162,8 +159,7 @@ def begin_state(
 
 
 def load_weights(weights: Weights, table: Table, load: Callable[[ParameterRow, Tensor], object]) -> None:
-    """Loads the rows of `table` from weights that another run or model supplies. A run with fewer positions takes the first
-    ones."""
+    """Loads the rows of `table` from another run's or model's weights; with fewer positions, the first ones."""
     for theirs, row in zip(parameter_table(weights.shape), table, strict=True):
         assert theirs.name == row.name
         load(row, weights.weight(theirs)[: row.stored_rows])
@@ -196,8 +192,7 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
 
 
 def with_parts_left(config: RunConfig, manifest: dict[str, Any]) -> RunConfig:
-    """Keeps parts in bf16 that the checkpoint's run moved there. Earlier versions did so when a tensor saturated, and saved
-    no scales for them."""
+    """Keeps parts in bf16 that an earlier version moved there when a tensor saturated: it saved no scales for them."""
     left = manifest.get("left_fp8", {}).get("left", [])
     if not left:
         return config

@@ -52,8 +52,7 @@ def check_pictures(config: RunConfig, dataset: Dataset) -> None:
 
 
 def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:
-    """Refuses pictures of another size, a step larger than an epoch, and a plan that does not fit in memory together with
-    `more_bytes`."""
+    """Refuses pictures of another size, a step beyond an epoch, and a plan that does not fit beside `more_bytes`."""
     if design.shape.network.pictures:
         check_pictures(config, dataset)
     samples = training_batches(config, dataset).samples_per_epoch
@@ -109,8 +108,7 @@ def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool)
 
 
 def tokenizer_flag(record: dict[str, Any], model: str) -> str:
-    """The option of `handgrad prepare` for the tokenizer of a manifest's `record`: its own name, or its model's, which the
-    user may have to import first."""
+    """The option of `handgrad prepare` for the tokenizer of `record`: its name, or its model's, perhaps imported first."""
     kind = record.get("kind")
     if kind in ("gpt2", "bytes"):
         return f"--tokenizer {kind}"
@@ -141,9 +139,7 @@ def check_shared_gradients(config: RunConfig, ranks: int) -> None:
 def check_offload(config: RunConfig, device: torch.device, ranks: int) -> None:
     """Refuses offload that moves nothing, and offload with ranks that would send state from the host."""
     if config.offload and device.type not in ("cuda", "meta"):
-        raise UsageError(
-            f"offload moves the optimizer's state out of a GPU's memory, found device {device.type}; leave it off"
-        )
+        raise UsageError(f"offload moves the optimizer's state off a GPU, found device {device.type}; leave it off")
     if config.offload and ranks > 1:
         raise UsageError(f"offload is for one GPU, found {ranks} ranks, which share the state already: --offload false")
 

@@ -68,8 +68,7 @@ class Display:
             self.print(line(self.console.width if self.live else None))
 
     def print(self, text: str) -> None:
-        """Prints a line. If the reader is gone (`| head`, a lost connection), the run continues; the log still has every
-        line."""
+        """Prints a line. If the reader is gone (`| head`, a lost connection), the run continues, and the log has it."""
         if self.closed:
             return
         if self.redraws or self.console.is_terminal:
@@ -221,8 +220,7 @@ class Pace:
 
 
 class Cadence:
-    """Chooses the steps that print a plain line: the first of a process, every n-th, and so many round ones between that a
-    slow run never looks hung."""
+    """The steps that print a plain line: a process's first, every n-th, and enough round ones that no run looks hung."""
 
     def __init__(self, every: int, clock: Callable[[], float] = time.monotonic):
         """`clock`: returns seconds."""

@@ -33,8 +33,7 @@ from handgrad.training.state import TrainingState
 
 
 class TaskEvaluation:
-    """The tasks of one run. Their activations reuse the training's activation memory, which is idle meanwhile, or their own
-    if it is too small."""
+    """The tasks of one run. Their activations reuse the training's idle memory, or have their own if it is too small."""
 
     def __init__(self, config: RunConfig, design: Design, ranks: Ranks, tasks: list[TaskData], requests: list[Request]):
         """A forward pass takes as many positions as a micro-batch has, for any number of ranks."""
@@ -78,10 +77,7 @@ class TaskEvaluation:
 
 
 def make_task_evaluation(config: RunConfig, design: Design, tokenizer: Tokenizer, ranks: Ranks) -> TaskEvaluation | None:
-    """The tasks of `config.eval_tasks`; rank 0 reads them for all ranks. None if there are none.
-
-    Raises the errors of `load_tasks` and `make_requests`.
-    """
+    """The tasks of `config.eval_tasks`, or None; rank 0 reads them. Raises as `load_tasks` and `make_requests` do."""
     if not parse_tasks(config.eval_tasks):
         return None
 
@@ -115,8 +111,7 @@ class Evaluations:
         self.rollouts: Rollouts | None = None  # of a run on rewards
 
     def validate(self, step: int, is_best: Callable[[float], bool]) -> bool:
-        """Validates after `step`, unless the record has it. `is_best(loss)` saves the state if the loss is the lowest so
-        far; returns its result."""
+        """Validates after `step`, unless recorded. Returns `is_best(loss)`, which saves a state of the lowest loss."""
         if not self.dataset.splits["validation"] or ("validation", step) in self.log.recorded:
             return False
         self.training.await_weights()

@@ -23,10 +23,9 @@ class RunFolder:
     """A run folder opened for training. Locks it, finds its newest valid checkpoint, and writes the configuration."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, allow_changes: bool, strict: bool = False):
-        """Opens the folder on rank 0, which tells the other ranks the checkpoint it found.
-
-        Raises `ConfigError` if another trainer holds the folder or another configuration made it, `UsageError` if it is
-        no run folder, `StorageError` if it cannot be written."""
+        """Opens the folder on rank 0, which tells the other ranks the checkpoint it found. Raises `ConfigError` if
+        another trainer holds the folder or another configuration made it, `UsageError` if it is no run folder,
+        `StorageError` if it cannot be written."""
         self.config = config
         self.path = Path(config.out)
         self.checkpoints = self.path / CHECKPOINTS
@@ -100,8 +99,7 @@ class RunFolder:
             self.resumed, self.passed_over = older, [*self.passed_over, f"passed over {failing.folder.name}: {why}", *lines]
 
     def claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
-        """Claims the folder for this run: rank 0 writes the configuration. Raises `ConfigError` if the checkpoint has seen
-        other data."""
+        """Claims the folder: rank 0 writes the configuration. `ConfigError`: the checkpoint has seen other data."""
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = {DOCUMENTS: identity.get(DOCUMENTS), **old} if isinstance(old, dict) else {}
         trained_on, here = self.resumed.manifest["config"].get("data") if self.resumed else None, self.config.data
@@ -166,8 +164,7 @@ def check_place(path: Path) -> None:
 
 
 def model_of(config: RunConfig) -> str:
-    """The model whose tokenizer the run's data must use: the run itself if it has begun, else its initial weights, else
-    none."""
+    """The model whose tokenizer the run's data must use: the run itself once it has begun, or its initial weights."""
     return config.out if checkpoint.peek(Path(config.out)) else config.init_from
 
 
@@ -182,16 +179,12 @@ def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def resolve_lanes(config: RunConfig, ranks: int) -> int:
-    """The run's lanes: from the configuration, else from the run in `config.out`, else one per rank.
-
-    Raises `ConfigError` when the ranks cannot share them equally.
-    """
+    """The run's lanes: from the configuration, else from the run in `config.out`, else one per rank. Raises
+    `ConfigError` when the ranks cannot share them equally."""
     lanes = config.lanes or inherited_settings(config).get("lanes") or ranks
     if lanes & (lanes - 1):
         raise ConfigError(f"expected a power of two of ranks, found {lanes}; start {1 << lanes.bit_length() - 1} processes")
     if lanes % ranks:
         widths = ", ".join(str(1 << power) for power in range(lanes.bit_length()))
-        raise ConfigError(
-            f"expected ranks that share the run's {lanes} lanes equally, found {ranks}; start {widths} processes"
-        )
+        raise ConfigError(f"expected ranks that share {lanes} lanes equally, found {ranks}; start {widths} processes")
     return lanes

@@ -112,8 +112,7 @@ def extent(folder: Path) -> tuple[int, float]:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """The fields of a summary, from a run's configuration and record. Raises `DataError` or `StorageError` if it cannot
-    read these."""
+    """The fields of a summary, from a run's configuration and record; `DataError` or `StorageError`: unreadable."""
     config, found = read_config(folder), last_records(folder)
     if "run" not in found:
         raise DataError(f"{folder / METRICS_FILE} has no 'run' line; `handgrad train` did not get to its first step")
@@ -136,8 +135,7 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def seconds_left(config: dict[str, Any], found: dict[str, dict[str, Any]]) -> float | None:
-    """Estimated seconds to the end of the run, at the pace since the last start, including validations and saves. None
-    until that start has completed a step."""
+    """Estimated seconds to the end of the run, at its pace since the last start, or None before that start's first step."""
     numbers: list[Any] = [end.get(name) for end in (found["run"], found.get("step", {})) for name in ("time", "step")]
     numbers += [config.get(name) for name in ("steps", "tokens_per_step")]
     if not all(isinstance(number, int | float) for number in numbers):

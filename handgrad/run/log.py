@@ -86,8 +86,7 @@ class RunLog:
                 raise error
 
     def misplaced(self) -> StorageError | None:
-        """On rank 0, the error if someone moved or removed the run folder. It explains other errors; the open files would
-        accept lines forever."""
+        """On rank 0, the error if someone moved or removed the run folder: its open files would accept lines forever."""
         path = self.folder / METRICS_FILE
         try:
             if os.path.samestat(path.stat(), os.fstat(self.files[METRICS_FILE].fileno())):
@@ -304,11 +303,9 @@ def set_aside(path: Path, content: bytes) -> Path:
 
 
 def keep_lines(path: Path, completed: int, read: Callable[[bytes], Line | None]) -> tuple[list[Line], str]:
-    """Truncates a file to the lines of the first `completed` steps; returns these, and a message about damaged ones or "".
-
-    Moves damaged lines to FILE.damaged. A last line without a newline comes from a kill, and the run repeats its step.
-    Raises OSError.
-    """
+    """Truncates a file to the lines of the first `completed` steps; returns these, and a message about damaged ones or
+    "". Moves damaged lines to FILE.damaged. A last line without a newline comes from a kill, and the run repeats its
+    step. Raises OSError."""
     if not path.exists():
         return [], ""
     content = path.read_bytes()

@@ -141,8 +141,7 @@ class Run:
 
         Calls `on_step` with each step's number and result as soon as they arrive; on a GPU the next step may already run.
         Raises an exception of `on_step` after a whole step. On a stop signal, finishes the current step, saves, and raises
-        `Preempted` (`keeps_process`: see `StopSignals`).
-        """
+        `Preempted` (`keeps_process`: see `StopSignals`)."""
         self.until, self.on_step, self.callback_error, self.stop_signal = until, on_step, None, None
         steps = range(self.completed, until)
         with StopSignals(keeps_process=keeps_process) as self.signals:
@@ -185,8 +184,7 @@ class Run:
         return outcome_of(self.config, *read_curves(self.folder.path), *known, best)
 
     def pauses_after(self, step: int) -> bool:
-        """True if the run pauses after `step`: because something is due, a signal has come, or the device is a CPU, which
-        does not run ahead."""
+        """True if something is due after `step`, if a signal has come, or on a CPU, which does not run ahead."""
         every = (self.config.save_every, self.config.eval_every, self.config.sample_every)
         return (
             self.design.device.type != "cuda"
@@ -354,8 +352,7 @@ class StopSignals:
     within a second does not count: a launcher and its ranks may both receive the signal, and the launcher forwards it.
     SIGXCPU never ends the process, because the kernel repeats it every second. Installs no handler outside the main
     thread, where Python forbids it, nor for a signal of `STOPPING` that is ignored (`nohup`) or that the program
-    handles itself.
-    """
+    handles itself."""
 
     def __init__(self, *, keeps_process: bool):
         self.keeps_process = keeps_process
@@ -386,9 +383,7 @@ class StopSignals:
     def act(self, number: int) -> None:
         """Ends the process or, with `keeps_process`, does what the signal did before the block."""
         if number == signal.SIGINT and not self.keeps_process:
-            end_interrupted(
-                "interrupted before the step was saved; run the same command to resume from the last checkpoint"
-            )
+            end_interrupted("interrupted before the step was saved; the same command resumes from the last checkpoint")
         signal.signal(number, self.previous[number] if self.keeps_process else signal.SIG_DFL)
         signal.raise_signal(number)
 

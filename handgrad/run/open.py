@@ -54,11 +54,9 @@ def open_run(
     console: ConsoleMode = "live",
     reward: Reward | None = None,
 ) -> Iterator[Run]:
-    """Opens the run in `asked.out`, ready for steps. This process owns the folder until the `with` block ends. `strict`:
-    resume from the newest checkpoint or refuse; the same for the weights of `init_from`. `reward`: see `Run`.
-
-    Raises the errors of an input or a folder that does not fit.
-    """
+    """Opens the run in `asked.out`, ready for steps. This process owns the folder until the `with` block ends.
+    `strict`: resume from the newest checkpoint or refuse; the same for the weights of `init_from`. `reward`: see `Run`.
+    Raises the errors of an input or a folder that does not fit."""
     check_names(asked)
     info = find_rank_info(os.environ)
     device = devices.resolve_device(asked.device, info.local_rank)
@@ -95,10 +93,8 @@ def open_run(
 
 def complete(asked: RunConfig, device: torch.device, ranks: Ranks) -> tuple[RunConfig, Dataset]:
     """(complete configuration, data). Settings that `asked` leaves open come from the run that has begun in
-    `asked.out`, then from the device, the ranks and the data.
-
-    Raises `UsageError` for an invalid setting or combination, and the errors of data and ranks.
-    """
+    `asked.out`, then from the device, the ranks and the data. Raises `UsageError` for an invalid setting or
+    combination, and the errors of data and ranks."""
     inherited = ranks.from_rank_0(lambda: inherited_settings(asked), "the run so far")
     tuned = with_tuned_gemms(with_precision(replace(asked, **inherited), device), device)
     ranks.check_equal("configuration", to_dict(tuned))
@@ -184,11 +180,9 @@ def open_teacher(config: RunConfig, dataset: Dataset) -> Weights:
 
 
 def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
-    """Trains or resumes the run in `config.out`; returns the last validation loss in nats, if any.
-
-    Raises `Preempted` if a signal stops the process, after saving; `NumericsError` after too many skipped updates in a row;
-    and the errors of `open_run`.
-    """
+    """Trains or resumes the run in `config.out`; returns the last validation loss in nats, if any. Raises `Preempted`
+    if a signal stops the process, after saving; `NumericsError` after too many skipped updates in a row; and the errors
+    of `open_run`."""
     with open_run(config, allow_changes=allow_changes) as run:
         run.begin()
         run.advance(config.steps)

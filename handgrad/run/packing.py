@@ -64,9 +64,7 @@ def resolve_objective(config: RunConfig, dataset: Dataset) -> str:
     """`config.objective`, with "auto" replaced by the one that suits the data, a teacher and a reward. Raises `DataError`
     if `dpo` finds no pairs, or another objective some."""
     if config.objective == DPO and not has_pairs(dataset):
-        raise DataError(
-            f"objective {DPO} needs pairs, found none in {dataset.folder}; make some: `handgrad prepare --preferences`"
-        )
+        raise DataError(f"objective {DPO} needs pairs, found none in {dataset.folder}; `prepare --preferences` makes some")
     if config.objective in (TOKENS, DISTILL) and has_pairs(dataset):
         raise DataError(
             f"objective {config.objective} would train the rejected answers too, found pairs in {dataset.folder}; try"
@@ -82,8 +80,7 @@ def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
 
 
 def identity_of(config: RunConfig, dataset: Dataset, teacher: Weights | None = None) -> dict[str, Any]:
-    """The hashes of all that a run reads: tokens, tokenizer, document boundaries if packing needs them, the teacher's
-    weights; weights of sets."""
+    """The hashes of all that a run reads: tokens, tokenizer, documents if packing needs them, teacher; weights of sets."""
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
     references = {key: digest for key, digest in references_record(dataset).items() if key != "model"}
     hashes |= {"references": references} if references else {}
@@ -110,8 +107,7 @@ def training_batches(config: RunConfig, dataset: Dataset) -> Any:
 
 
 def steps_of(config: RunConfig, epochs: float) -> int:
-    """The steps in which a run reads the training samples of its data `epochs` times, rounded up. Raises the errors of
-    `open_data`."""
+    """The steps that read the training samples `epochs` times, rounded up. Raises the errors of `open_data`."""
     dataset = data_of(config, config.init_from)
     config = with_answers(config, dataset)
     batches = training_batches(replace(config, packing=resolve_packing(config.packing, dataset)), dataset)

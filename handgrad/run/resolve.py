@@ -55,8 +55,7 @@ def resolve(
 
     `device` and `ops` (plain operations) default to `config`'s. `sizes`: replaces the operations by their sizes, for
     kernels that this machine cannot run; the device is then torch's "meta", which has no memory. Raises `UsageError` for
-    settings that the device or the backend does not support, and for unknown names.
-    """
+    settings that the device or the backend does not support, and for unknown names."""
     device = devices.resolve_device(config.device) if device is None else device
     if config.shape(vocab_size).network.pictures and device.type not in ("cpu", "cuda"):
         raise UsageError(f"{config.architecture} runs on this machine's CPU or NVIDIA GPU so far; try --device cpu")
@@ -313,9 +312,7 @@ def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
 
 def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
     """Replaces "auto" and "tuned" by names of GEMMs. "tuned": the GEMMs that `benchmarks.tune` measured as faster in
-    bf16.
-
-    Raises `UsageError` for a backend that cannot run."""
+    bf16. Raises `UsageError` for a backend that cannot run."""
     ops = choose_backend(config.backend, device, config.precision)
     if config.precision != "fp8":
         return config

@@ -53,11 +53,9 @@ class Block:
     @functools.cached_property
     def digests(self) -> dict[str, str]:
         """SHA-256 of all tokens, and of all rewards, for the audit's chain."""
-        tokens = json.dumps([[one.prompt, one.answer] for one in self.rollouts])
-        rewards = json.dumps([reward.hex() for reward in self.rewards])
-        return {
-            name: hashlib.sha256(text.encode()).hexdigest() for name, text in (("tokens", tokens), ("rewards", rewards))
-        }
+        tokens = [[one.prompt, one.answer] for one in self.rollouts]
+        every = {"tokens": tokens, "rewards": [reward.hex() for reward in self.rewards]}
+        return {name: hashlib.sha256(json.dumps(each).encode()).hexdigest() for name, each in every.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,8 +43,7 @@ class SaveCheck:
 
     A non-finite norm reveals non-finite numbers. A norm that has grown a thousandfold since the last checkpoint, to large
     numbers, reveals a flipped bit: the highest exponent bit multiplies a weight by 2 ** 128. Copies on several ranks must
-    be bitwise equal.
-    """
+    be bitwise equal."""
 
     def __init__(self, state: TrainingState, ranks: Ranks):
         self.ranks, self.norms = ranks, tensor_norms(state, ranks)
@@ -52,9 +51,8 @@ class SaveCheck:
         self.elements = {row.name: math.prod(row.stored_shape) for row in rows}
 
     def compare(self, state: TrainingState, step: int, last_saved: int) -> None:
-        """Compares the state with the last checkpoint, or with the run's initial state.
-
-        Raises `NumericsError` on all ranks if the state after `step` must not become a checkpoint."""
+        """Compares the state with the last checkpoint, or with the run's initial state. Raises `NumericsError` on all
+        ranks if the state after `step` must not become a checkpoint."""
         now = tensor_norms(state, self.ranks)
         names = unsound(self.norms, now, self.elements)
         if not names:
@@ -148,8 +146,7 @@ class Saves:
         extra_files: dict[str, bytes],
         seal: Callable[[Path, dict[str, Any]], None],
     ):
-        """`copy`: None makes training wait for each write. `extra_files`: the tokenizer's. `seal(folder, manifest)`: called
-        for each complete checkpoint."""
+        """`copy`: None makes training wait. `extra_files`: the tokenizer's. `seal(folder, manifest)`: by checkpoint."""
         self.config, self.folder, self.ranks, self.log, self.check = config, folder, ranks, log, check
         self.copy, self.extra_files, self.seal = copy, extra_files, seal
         self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # newest complete checkpoint
@@ -161,8 +158,7 @@ class Saves:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
     def save(self, training: Assembly, step: int, step_seconds: float, manifest: dict[str, Any]) -> None:
-        """Saves the state after `step`, or starts to; `wait` returns when the checkpoint is complete. `manifest`: its
-        content except the tensors."""
+        """Saves the state after `step`, or starts to, until `wait`. `manifest`: its content except the tensors."""
         if step == self.last_saved or (self.pending and step == self.pending.step):
             return
         if self.poisoned:
@@ -212,8 +208,7 @@ class Saves:
             return checkpoint.write_tensors(save.final, self.copy.files)
 
     def commit(self, save: Save, files: dict[str, Any]) -> tuple[float, list[str]]:
-        """Commits all ranks' files as a checkpoint, then removes old checkpoints. Returns (seconds since the save began,
-        warnings)."""
+        """Commits all ranks' files, then removes old checkpoints. Returns (seconds since the save began, warnings)."""
         self.log.sync()  # no checkpoint is ahead of its record
         with storage_errors(f"saving {save.final}"):
             checkpoint.commit(save.final, save.step, files, save.manifest, self.extra_files)
@@ -324,8 +319,7 @@ def grace_seconds(environment: Mapping[str, str]) -> float:
 def too_slow(
     save_seconds: float, step_seconds: float, environment: Mapping[str, str], under_way_seconds: float = 0.0
 ) -> str:
-    """A warning if a stop would outlast the grace period, else "". A stop takes the current step, a save that may be in
-    flight, and its own save."""
+    """A warning if a stop would outlast the grace period: the current step, a save in flight, its own save; else ""."""
     grace, needed = grace_seconds(environment), save_seconds + step_seconds + under_way_seconds
     if needed <= grace:
         return ""

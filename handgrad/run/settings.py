@@ -26,12 +26,10 @@ WITHOUT, WITH = "without", "with"  # settings that edit the list `techniques`, w
 
 
 def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], command: str = "train") -> RunConfig:
-    """Applies preset, recipe, the model's sizes and single settings, in this order; the later one wins. Empty: not given.
-    Sizes that none of them sets come from the initial weights. `command`: the command that errors recommend.
-
+    """Applies preset, recipe, the model's sizes and single settings, in this order; the later one wins. Empty: not
+    given. Sizes that none of them sets come from the initial weights. `command`: the command that errors recommend.
     Raises `UsageError` or `DataError` for an unknown name, a value out of range, or nothing to train. `check` finds
-    conflicting values later, once no setting is open.
-    """
+    conflicting values later, once no setting is open."""
     recipe_path = Path(recipes.find(recipe_file)) if recipe_file else Path()
     recipe = read_toml(str(recipe_path)) if recipe_file else {}
     for one in (recipe, settings):
@@ -166,8 +164,7 @@ def names_weights(name: str) -> bool:
 
 
 def goes_on(run: Path, command: str) -> str:
-    """Advice to resume a run, or to reuse its settings, with the `command` for it. A moved run's recipe still names its old
-    folder."""
+    """Advice to resume a run, or to reuse its settings by `command`; a moved run's recipe names its old folder."""
     recipe = str(run / CONFIG_FILE)
     moved = Path(str(read_toml(recipe).get("out", ""))).resolve() != run.resolve()
     named = f"`handgrad {command} --config {shlex.quote(recipe)}{f' --out {shlex.quote(str(run))}' if moved else ''}`"

@@ -161,8 +161,7 @@ class Sinks:
 
 
 def trackers(log_to: str, folder: Path, identity: str, config: dict[str, Any], completed: int) -> dict[str, Opens]:
-    """Functions that open the trackers of the run in `folder`. A resumed run keeps its `identity` and continues after
-    `completed` steps."""
+    """Functions that open the trackers of a run. A resumed one keeps its `identity` and continues after `completed`."""
     functions: dict[str, Opens] = {
         "wandb": partial(open_wandb, folder, identity, config),
         "tensorboard": partial(TensorBoard, folder, config, completed),

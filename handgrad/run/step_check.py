@@ -42,19 +42,15 @@ class Attempt:
 
 
 def is_overflow(result: StepResult) -> bool:
-    """True for a normal overflow of dynamic loss scaling, which finds the largest usable scale by overflowing. At the
-    smallest scale an overflow is a fault."""
+    """True for an overflow by which dynamic loss scaling finds its limit; at the smallest scale it is a fault."""
     overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
     return overflow and result.loss_scale > SMALLEST_LOSS_SCALE
 
 
 def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> tuple[StepResult, str]:
-    """(the valid result of 0-based `step`, a line about failed hardware or "").
-
-    Accepts a step that made an update, one without trained tokens, and a normal overflow as they are. Raises
-    `HardwareError` if three attempts give three results. All ranks make the same attempts, because they decide by exchanged
-    numbers.
-    """
+    """(the valid result of 0-based `step`, a line about failed hardware or ""). Accepts a step that made an update, one
+    without trained tokens, and a normal overflow as they are. Raises `HardwareError` if three attempts give three
+    results. All ranks make the same attempts, because they decide by exchanged numbers."""
     if result.skipped in (None, NOTHING_TRAINED) or is_overflow(result):
         return result, ""
     stepper, last_begun = training.stepper, training.stepper.last_begun

@@ -142,8 +142,7 @@ class Written:
 
 
 class Writer:
-    """Generates texts with a model. `context`: the most tokens of a conversation; `seed`: of the first request without a
-    seed, each further one counts up."""
+    """Generates texts. `context`: most tokens of a conversation; `seed`: of the first request without one; counts up."""
 
     def __init__(self, writing: Writing, talk: Talk, *, context: int, seed: int):
         self.writing, self.talk, self.context, self.seed = writing, talk, context, seed
@@ -155,8 +154,7 @@ class Writer:
         computed. So a request with a seed recomputes the whole prompt, and gives the same text every time.
 
         Raises `UsageError`; `DataError` if the template refuses the conversation or its cache does not fit in memory;
-        `NumericsError` if the logits are not finite.
-        """
+        `NumericsError` if the logits are not finite."""
         started, seed, reuse_cache = time.perf_counter(), request.seed, False
         if seed is None:
             seed, reuse_cache, self.seed = self.seed, request.kind == "chat", (self.seed + 1) % (1 << 32)

@@ -356,8 +356,7 @@ def convert(name: str, value: Any) -> Any:
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """The settings in a TOML recipe, checked and converted by name; `preset` and `model` are passed through as text,
-    `epochs` as it is."""
+    """The settings in a TOML recipe, checked and converted by name; `preset`, `model` and `epochs` pass as they are."""
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:

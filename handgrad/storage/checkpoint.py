@@ -79,8 +79,7 @@ class Checkpoint:
         return found
 
     def load(self, file: str, receivers: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], object]]]) -> None:
-        """Passes each of the file's tensors to its receiver, by name with the expected shape; raises `DataError` if names
-        or shapes differ."""
+        """Passes each of the file's tensors to its receiver, by name and shape; raises `DataError` if these differ."""
         paths = self.parts(file)
         names = {name for name, path in self.file_of_tensor.items() if path in paths}
         if names != set(receivers):
@@ -113,11 +112,9 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 def save(
     checkpoints: Path, step: int, state: Iterable[Stored], manifest: dict[str, Any], extra_files: dict[str, bytes]
 ) -> Path:
-    """Writes a folder like `checkpoints/step_00001000` and returns it; on a `StorageError` no folder of that name remains.
-
-    `state`: the weights, then the optimizer's tensors, named STATE.WEIGHT; fetches them in this order. `manifest`: the rest
-    of the state (JSON).
-    """
+    """Writes a folder like `checkpoints/step_00001000` and returns it; on a `StorageError` no folder of that name
+    remains. `state`: the weights, then the optimizer's tensors, named STATE.WEIGHT; fetches them in this order.
+    `manifest`: the rest of the state (JSON)."""
     final = folder_of(checkpoints, step)
     try:
         with storage_errors(f"saving {final}"):
@@ -217,8 +214,7 @@ def prune(
     `keep_every` (0: none). Removes the others and the remains of interrupted saves; returns their folders.
 
     Neither counts nor removes folders without a valid manifest. Passes `warn` a line for each folder that it cannot remove:
-    an old checkpoint must not stop a run.
-    """
+    an old checkpoint must not stop a run."""
     leftovers = [path for sign in (PARTIAL, REMOVED) for path in checkpoints.glob(f"step_*{sign}") if path.is_dir()]
     removed = [leftover for leftover in leftovers if _is_removed(leftover, shutil.rmtree, warn)]
     complete = [folder for folder in folders(checkpoints) if step_of(folder) <= newest_step and _is_complete(folder)]
@@ -268,11 +264,9 @@ def has_failed_before(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Opens the checkpoint in `folder` and verifies every file's size and hash.
-
-    Raises `DamagedCheckpoint`, which names the file and the tensor; another `DataError` if it is incomplete, of another
-    version, or contradicts its run's chain; `StorageError` if it cannot be read, which is not damage.
-    """
+    """Opens the checkpoint in `folder` and verifies every file's size and hash. Raises `DamagedCheckpoint`, which names
+    the file and the tensor; another `DataError` if it is incomplete, of another version, or contradicts its run's
+    chain; `StorageError` if it cannot be read, which is not damage."""
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
         verify_file(folder / Path(name).name, entry)
@@ -281,11 +275,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """(the newest valid checkpoint or None, a line for each newer one that it skips). `before`: considers only steps before
-    this one; `moves`: moves the damaged ones aside, if a valid one is left.
-
-    Raises `OtherSchema` and `StorageError`: a checkpoint that cannot be read now may be the newest.
-    """
+    """(the newest valid checkpoint or None, a line for each newer one that it skips). `before`: considers only steps
+    before this one; `moves`: moves the damaged ones aside, if a valid one is left. Raises `OtherSchema` and
+    `StorageError`: a checkpoint that cannot be read now may be the newest."""
     passed_over, damaged = [], list[Path]()
     for folder in folders(checkpoints):
         if before is not None and step_of(folder) >= before:
@@ -314,10 +306,8 @@ def unknown_names(found: Checkpoint) -> list[str]:
 
 
 def find(path: str, *, strict: bool = False) -> Checkpoint:
-    """The checkpoint at a user's `path`: a checkpoint's folder, a run folder (its newest valid one), or RUN/best.
-
-    Prints a line if it skips a newer, invalid one; `strict`: raises `DataError` instead.
-    """
+    """The checkpoint at a user's `path`: a checkpoint's folder, a run folder (its newest valid one), or RUN/best. Prints
+    a line if it skips a newer, invalid one; `strict`: raises `DataError` instead."""
     folder = Path(path)
     if (folder / MANIFEST).exists() and parts_of(WEIGHTS_FILE, (file.name for file in folder.iterdir())):
         return open_checkpoint(folder)
@@ -345,13 +335,10 @@ def is_best_alias(path: Path) -> bool:
 
 
 def best(run: Path) -> Checkpoint:
-    """The run's checkpoint with the lowest validation loss; `DataError` if there is none or if it is damaged: the user did
-    not ask for another one."""
+    """The run's checkpoint of the lowest validation loss. `DataError`: none, or damaged, as the user asked for this one."""
     found = best_validated(run)
     if found is None:
-        raise DataError(
-            f"{run} holds no checkpoint of a validated step; give {run} for its newest, and train with --keep-best"
-        )
+        raise DataError(f"{run} holds no checkpoint of a validated step; give {run} for its newest; train with --keep-best")
     return open_checkpoint(folder_of(run / CHECKPOINTS, found[0]))
 
 
@@ -365,8 +352,7 @@ def best_validated(run: Path) -> tuple[int, float] | None:
 
 
 def validated(run: Path) -> dict[int, float]:
-    """The validation losses of the steps that have a checkpoint. Reads the run's metrics, so no second file has to agree
-    with them."""
+    """The validation losses of the steps that have a checkpoint, from the run's metrics, their only record."""
     path, found = run / METRICS_FILE, dict[int, float]()
     saved = {step_of(folder) for folder in folders(run / CHECKPOINTS)}
     try:

@@ -32,8 +32,7 @@ def part_of(file: str, number: int, parts: int) -> str:
 
 
 def parts_of(file: str, files: Iterable[str]) -> list[str]:
-    """The names in `files` that make up `WEIGHTS_FILE` or `OPTIMIZER_FILE`: itself, or its parts in order; empty unless all
-    are there."""
+    """The names in `files` that make up `WEIGHTS_FILE` or `OPTIMIZER_FILE`: itself or all its parts, in order."""
     files = set(files)
     if file in files:
         return [file]
@@ -118,8 +117,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_fields(manifest: dict[str, Any], path: Path) -> None:
-    """Raises `DataError` unless the manifest at `path` has its fields; if it has any field that a run resumes with, it
-    needs them all."""
+    """Raises `DataError` unless the manifest has its fields, and if it has any that a run resumes with, all of these."""
     check(manifest, FIELDS, path)
     if manifest.keys() & RUN_FIELDS:
         needed = manifest["config"].get("precision") == "fp16"

@@ -59,8 +59,7 @@ def place_of(name: str, run: Path, config: Mapping[str, Any], manifest: Mapping[
 
     A relative path starts at the folder from which the run's --out leads to `run`. A run that was moved alone has the
     folder in which it was begun in its manifests. The path as it stands comes last. Raises `DataError` for a path that is
-    `needed` and leads nowhere.
-    """
+    `needed` and leads nowhere."""
     text, out = str(config.get(name, "")), Path(os.path.normpath(str(config.get("out", ""))))
     parts, depth = Path(os.path.abspath(run)).parts, len(out.parts)  # noqa: PTH100 - without following links
     begun = [Path(*parts[:-depth])] if not out.is_absolute() and parts[-depth:] == out.parts else []
@@ -73,9 +72,7 @@ def place_of(name: str, run: Path, config: Mapping[str, Any], manifest: Mapping[
         places = list(dict.fromkeys(path if Path(one) == Path.cwd() / path else one for one in places))
         here = next((one for one in places if Path(one).exists()), "")
         if needed and not here:
-            raise DataError(
-                f"expected the data of {run}, found none at {' nor at '.join(places)}; name their folder by --data DIR"
-            )
+            raise DataError(f"expected the data of {run}, found none at {' nor at '.join(places)}; name them by --data DIR")
         return here or path
 
     if name != "data" or "=" not in text or Path(text).exists():

@@ -58,8 +58,7 @@ Row = TypeVar("Row", bound=Named)
 
 
 def split(tensors: list[Row], parts: int) -> list[list[Row]]:
-    """At most `parts` groups of consecutive tensors, of about equal size: a tensor's midpoint decides its group. At least
-    one group, perhaps empty."""
+    """At most `parts` groups of consecutive tensors, equal in size by their midpoints; at least one, even if empty."""
     total, before = sum(tensor.size_bytes for tensor in tensors), 0
     groups: list[list[Row]] = [[] for _ in range(parts)]
     for tensor in tensors:
@@ -69,10 +68,8 @@ def split(tensors: list[Row], parts: int) -> list[list[Row]]:
 
 
 def safetensors_bytes(tensors: list[Stored], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """The safetensors layout: header length, JSON header (with `metadata`, if any), raw tensors one after another.
-
-    The library's writer needs all tensors as bytes in memory and cannot hash while it writes; the format is 10 lines.
-    """
+    """The safetensors layout: header length, JSON header (with `metadata`, if any), raw tensors one after another. The
+    library's writer needs all tensors as bytes in memory and cannot hash while it writes; the format is 10 lines."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for tensor in tensors:
@@ -87,8 +84,7 @@ def safetensors_bytes(tensors: list[Stored], metadata: dict[str, str] | None = N
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes and fsyncs a file; returns its size, its SHA-256 and, for each chunk, its end and the first digits of the
-    file's SHA-256 up to there."""
+    """Writes and fsyncs a file; returns its size, SHA-256 and, by chunk, the end and the SHA-256's first digits so far."""
     digest, size, ends = hashlib.sha256(), 0, []
     with path.open("xb") as file:
         for chunk in chunks:
@@ -134,8 +130,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...], *, padded: bool = False) -> Tensor:
-    """A tensor of an open file; `padded`: the file may pad it to a tensor with more dimensions. Raises `DataError` if
-    it is missing or of another shape."""
+    """A tensor of an open file, which may be `padded` to more dimensions. Raises `DataError`: missing, or another shape."""
     try:
         tensor = stored.get_tensor(name)
     except safetensors.SafetensorError as error:

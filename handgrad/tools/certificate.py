@@ -14,8 +14,7 @@ REMEDY = "`pip install cryptography`, or leave --key out"
 
 
 def make_certificate(lines: list[Line], evaluation: list[Line]) -> Line:
-    """The content: every `begin`, the first and the last link, and each checkpoint with its link and its manifest's
-    hash."""
+    """The content: every `begin`, the first and last link, each checkpoint with its link and its manifest's hash."""
     sealed = {line["link"] for line in lines if line["kind"] == CHECKPOINT}
     steps = [line for line in lines if line["kind"] == STEP]
     ends = {line["link"] for line in (*steps[:1], *steps[-1:])}
@@ -71,8 +70,7 @@ def open_certificate(path: Path) -> Line:
 
 
 def check_signature(certificate: Line, path: Path) -> None:
-    """Raises `DataError` unless the key in the certificate made its signature. The certificate cannot prove whose key it
-    is."""
+    """Raises `DataError` unless the key in the certificate made its signature. Nothing here says whose key it is."""
     signature = certificate.get("signature")
     if signature is None:
         return

@@ -163,11 +163,9 @@ def unaudited(runs: list[Path]) -> list[Path]:
 
 
 def folder_records(runs: list[Path]) -> list[RunRecord]:
-    """Records with each run's settings, versions, data, and loss, norm and rate of each step, without digests of the state.
-    Versions and data come from the newest checkpoints or, if a run has none, from each run's last start.
-
-    Raises `UsageError` for a certificate, `DataError` for a path that is not a run folder.
-    """
+    """Records with each run's settings, versions, data, and loss, norm and rate of each step, without digests of the
+    state. Versions and data come from the newest checkpoints or, if a run has none, from each run's last start. Raises
+    `UsageError` for a certificate, `DataError` for a path that is not a run folder."""
     for run in runs:
         if not run.exists():
             raise DataError(f"expected a run folder or a certificate, found nothing at {run}; check the name")

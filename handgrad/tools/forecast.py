@@ -46,10 +46,7 @@ def forecast(
     config: RunConfig, vocab_size: int, gpu: str, *, ranks: int = 1, price: float | None = None, fit: int = 0
 ) -> Forecast:
     """Forecasts the run that `config` describes. `price`: dollars per GPU-hour; `fit`: memory limit per GPU in bytes,
-    instead of all of it.
-
-    Raises `UsageError` for an unknown GPU, a precision that it lacks, or a run that does not fit.
-    """
+    instead of all of it. Raises `UsageError` for an unknown GPU, a precision that it lacks, or a run that does not fit."""
     name, spec = named_gpu(gpu)
     config = resolved_on(config, spec, ranks)
     available = fit or int(spec.memory_bytes - DRIVER_BYTES)

@@ -92,8 +92,7 @@ def differences(number: Callable[[], float], x: Tensor) -> Tensor:
 
 
 def slope(number: Callable[[], float], x: Tensor, direction: Tensor) -> float:
-    """The derivative of `number` along a direction of x, for tensors that are too large to change an element at a time.
-    Changes x in place, and restores it."""
+    """The derivative of `number` along a direction of x, too large to change by element. Changes x, and restores it."""
     before = x.clone()
     x.add_(direction, alpha=STEP)
     above = number()
@@ -191,8 +190,7 @@ def check_model(shape: ModelShape) -> Iterator[Compared]:
 
 
 class Unrounded(Overlay):
-    """The operations `ops`, without FSQ's rounding: a step function has no slope, and the straight-through estimator is the
-    gradient of what is before it."""
+    """The operations `ops`, without FSQ's rounding: the straight-through estimator is the gradient before it."""
 
     def fsq_round(self, out: Tensor, codes: Tensor, bounded: Tensor, *, levels: tuple[int, ...]) -> None:
         out.copy_(bounded)

@@ -53,8 +53,7 @@ def candidates(
     design_of: Callable[[RunConfig], Design],
     seconds_of: Callable[[RunConfig, Design], float] | None,
 ) -> list[Candidate]:
-    """The run at each recompute level, without and, if it can, with offload. Fastest first; if no times are known, by
-    level, with offload last."""
+    """The run at each recompute level, without and, if it can, with offload; the fastest first, if times are known."""
     choices = []
     for offload in (False, True) if can_offload(config, device, ranks) else (False,):
         for level in RECOMPUTE_LEVELS:
@@ -98,8 +97,7 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
 
     A run that has begun in `config.out` keeps the settings of its start, and the data choose the packing. `vocab_size` 0
     means the data's vocabulary, or GPT-2's if there are no data yet. `given`: the user named the data, so a folder
-    without shards raises `DataError`, unless `vocab_size` is given as well.
-    """
+    without shards raises `DataError`, unless `vocab_size` is given as well."""
     (config, begun), dataset, lines = as_begun(config), None, list[str]()
     if config.reward or any(Path(folder).exists() for folder in named_sets(config.data)):
         try:

@@ -74,8 +74,7 @@ class RunRecord:
         return links, checkpoints
 
     def hold(self) -> None:
-        """Compares the files of every checkpoint at hand with their hashes, and its tokenizer with its manifest. Raises
-        `DataError` for a difference."""
+        """Compares every checkpoint at hand with its hashes, and its tokenizer with its manifest. Raises `DataError`."""
         for step, folder in self.checkpoints.items():
             if step >= self.begins[0]["step"]:
                 read_tokenizer(folder, checkpoint.open_checkpoint(folder).manifest.get("tokenizer"))

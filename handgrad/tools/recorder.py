@@ -42,10 +42,6 @@ class Counted:
     flops: Callable[[Named], int] | None = None
 
 
-def product_flops(t: Named) -> int:
-    return 2 * math.prod(t["out"].shape) * t["inp"].shape[1]
-
-
 def gradients_flops(t: Named) -> int:
     """FLOPs of both gradients of a GEMM; a frozen weight has none."""
     rows = next(t[name] for name in ("dinp", "hidden", "dhidden") if name in t)
@@ -107,7 +103,7 @@ BACKWARDS = ("linear_backward", "gelu_linear_backward", "relu2_linear_backward",
 # the five include one recomputation of the scores, even if a kernel recomputes them more often.
 OPERATIONS = {
     **{operation: Counted(kind) for kind, operations in MOVING.items() for operation in operations.split()},
-    **dict.fromkeys(FORWARDS, Counted(FORWARD, product_flops)),
+    **dict.fromkeys(FORWARDS, Counted(FORWARD, lambda t: 2 * math.prod(t["out"].shape) * t["inp"].shape[1])),
     **dict.fromkeys(BACKWARDS, Counted(BACKWARD, gradients_flops)),
     "linear_swiglu_forward": Counted(FORWARD, lambda t: 2 * t["hidden"].numel() * t["inp"].shape[1]),
     "attention_forward": Counted("attention forward", lambda t: 2 * pair_flops(t)),
@@ -188,8 +184,7 @@ class Recorder:
 
     The interpreter reports the calls, as it does to Python's own profilers, so nothing in the backend is wrapped.
     `counted` has the work of each type, FLOPs or bytes, done while `counting`. `head`: weight of the loss head; all other
-    GEMMs belong to a block.
-    """
+    GEMMs belong to a block."""
 
     def __init__(self, design: Design, head: Tensor, span: Callable[[str], AbstractContextManager]):
         self.head, self.span = head.data_ptr(), span

@@ -16,10 +16,9 @@ ROWS_AT_ONCE = 8
 
 
 def add_references(dataset: Dataset, source: str) -> Dataset:
-    """Computes and records the references of a prepared folder of pairs under the model `source`, unless it has them whole.
-
-    Raises `DataError` for a model of another tokenizer, `UsageError` for one with a shorter context, and the errors of
-    `open_weights`."""
+    """Computes and records the references of a prepared folder of pairs under the model `source`, unless it has them
+    whole. Raises `DataError` for a model of another tokenizer, `UsageError` for one with a shorter context, and the
+    errors of `open_weights`."""
     weights = open_weights(source)
     if references_record(dataset).get("model") == weights.origin:
         with contextlib.suppress(DataError):  # lost or damaged: make them again

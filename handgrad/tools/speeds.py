@@ -106,8 +106,7 @@ ROWS = (
 
 
 def measured_speed(gpu: str, config: RunConfig, vocab_size: int, ranks: int) -> Measured | None:
-    """The measured speed of exactly this run, or None. Model, vocabulary, context, precision, micro-batch and the settings
-    that cost time must be equal."""
+    """The measured speed of exactly this run, down to every setting that costs time, or None."""
     usual = RunConfig()
     if (config.sequence_length, vocab_size) != (MEASURED_LENGTH, GPT2_VOCABULARY) or config.packed:
         return None
@@ -132,8 +131,7 @@ def measured_speed(gpu: str, config: RunConfig, vocab_size: int, ranks: int) -> 
 # Fitted to steps of 124M and 1558M on an H200 at its power limit; the other sizes and GPUs are predictions.
 GEMM_SHARE = {"fp8": 0.57}  # of the peak, in a whole step
 USUAL_GEMM_SHARE = 0.62
-# Measured: the memory-bound kernels' share of the data sheet's bandwidth, attention's share of the bf16 peak, the factor on
-# attention's time if it also quantises.
+# Measured: memory-bound kernels' share of the bandwidth, attention's of the bf16 peak, its time's factor if it quantises.
 MEMORY_SHARE = 0.80
 ATTENTION_SHARE = 0.30
 QUANTISING = 1.17

@@ -42,9 +42,7 @@ def spans_of(record: RunRecord, first: int | None, last: int | None, segments: i
     `seed`. Raises `UsageError` or `ConfigError` for steps that no replay can reach."""
     starts = record.starts
     if not starts:
-        raise UsageError(
-            f"{record.path} has no checkpoint at hand before step {record.last_step}; put one into checkpoints/"
-        )
+        raise UsageError(f"{record.path} has no checkpoint at hand before step {record.last_step}; put one in checkpoints/")
     first = starts[0] if first is None else first
     last = record.last_step if last is None else last
     if first not in starts:

@@ -19,8 +19,7 @@ from handgrad.settings.batch_schedule import BatchSchedule
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of each optimizer step: lanes * micro_steps * micro_batch samples of `sequence_length` tokens, including
-    tokens that are not trained."""
+    """The batch of each step: lanes * micro_steps * micro_batch samples of `sequence_length` tokens, trained or not."""
 
     micro_batch: int
     lanes: int
@@ -61,8 +60,7 @@ class Schedule:
     linear    peak + (low - peak) r
     wsd       peak, and in the cooldown low + (1 - sqrt r') (peak - low)      (Haegele et al. 2024)
     trapezoid peak, and in the cooldown low + (1 - r') (peak - low)           (Zhai et al. 2022)
-    constant  peak
-    """
+    constant  peak"""
 
     shape: str
     peak: float

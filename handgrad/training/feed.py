@@ -56,8 +56,7 @@ class BatchFeed:
 
     On a CPU it writes in place. On CUDA a micro-batch goes through one of two slots: the host writes pinned memory, a
     separate stream copies it to device memory, and the micro-step copies that into the buffers. The host waits only for a
-    slot still in flight, two micro-steps back.
-    """
+    slot still in flight, two micro-steps back."""
 
     def __init__(self, source: Source, act: Any, more: Mapping[str, Tensor] | None = None):
         """`act`: the model's activations; `more`: receive the micro-batch's sample numbers or `OF_ANSWERS`, by name."""

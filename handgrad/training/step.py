@@ -154,11 +154,8 @@ class SpikeWindow:
         self.values = deque(values, maxlen=WINDOW)
 
     def z_score(self, value: float) -> float | None:
-        """(value - mean) / deviation of the window *before* this value; None until the window is full.
-
-        In a window that contains the value itself, its z-score could never exceed sqrt(127) = 11.3, and a spike would hide
-        the next one.
-        """
+        """(value - mean) / deviation of the window *before* this value; None until the window is full. In a window that
+        contains the value itself, its z-score could never exceed sqrt(127) = 11.3, and a spike would hide the next one."""
         if len(self.values) < WINDOW or not math.isfinite(value):
             return None
         mean, deviation = self.statistics()
@@ -186,10 +183,8 @@ class SpikeWindow:
 
 class TrainStep:
     """Runs training steps: call `begin`, `finish` and `result` for each, in this order. The next step's `begin` may come
-    before `result`.
-
-    A skipped step changes nothing but `Program.rolled_back`. So `relaunch` can restore that and recompute the step's
-    gradients; `launch_norm` and `launch_update`, the halves of `finish`, follow."""
+    before `result`. A skipped step changes nothing but `Program.rolled_back`. So `relaunch` can restore that and
+    recompute the step's gradients; `launch_norm` and `launch_update`, the halves of `finish`, follow."""
 
     def __init__(self, state: TrainingState, feed: Feed, program: Program, *, graphs: bool):
         """`graphs`: capture CUDA graphs."""
@@ -224,8 +219,7 @@ class TrainStep:
         self.accumulate_gradients(step)
 
     def relaunch(self, step: int) -> None:
-        """Launches the micro-batches of a skipped `step` again; its result must be the last one read. Overwrites the
-        gradients of the step after it."""
+        """Launches a skipped `step`, the last one read, again. Overwrites the gradients of the step after it."""
         for snapshot, tensor in zip(self.slot(step).snapshots, self.program.rolled_back, strict=True):
             tensor.copy_(snapshot)
         for remake in self.program.after_rollback:
@@ -255,8 +249,7 @@ class TrainStep:
         self.launch_update(step)
 
     def launch_norm(self, step: int) -> None:
-        """Sends the host's decisions, then launches the norm. The caller has read all results before `step`, and these set
-        the spike limits."""
+        """Sends the host's decisions, by all results before `step`, which set the spike limits, and launches the norm."""
         guards, slot = self.design.guards, self.slot(step)
         limits = self.loss_window.limit(guards.loss_z), self.norm_window.limit(guards.norm_z)
         tokens = slot.trained_tokens = self.program.trained_tokens(step)

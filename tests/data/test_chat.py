@@ -164,7 +164,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ),
         ({"prompt": [GOOD, SYSTEM], "completion": [ANSWER]}, "before the others, found it as message 2 in line 2 of"),
         ({"messages": talk("a", "b"), "chat_template_kwargs": {"a": 1}}, "messages alone, found chat_template_kwargs"),
-        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "found history beside them in line 2"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "found also history in line 2"),
         (
             {"prompt": talk("a", "b", "c"), "completion": talk("d")},
             "expected a prompt without answers, found one in line 2",
@@ -203,7 +203,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ),
         (
             {"messages": [GOOD, {"role": "assistant", "content": "\ufdd0"}]},
-            r"line 2 of .*the noncharacter U\+FDD0 in message 2",
+            r"line 2 of .*noncharacter U\+FDD0 in message 2",
         ),
     ],
 )

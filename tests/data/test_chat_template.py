@@ -189,7 +189,7 @@ def test_where_the_template_comes_from():
         ("{% if messages %}x{% endif %}" + CHATML, talk("a", "b")[1:], "expected a message before the assistant's first"),
         (CHATML.replace("'<|im_end|>'", "''"), talk("a", "b"), "ends the assistant's turn, found none after message 2"),
         (CHATML.replace("m.content", "m.content[:1]"), talk("a", "bcd"), "writes every message of the assistant"),
-        (CHATML, talk("a" + SHIELD, "b"), r"found the noncharacter U\+FDD0 in message 1"),
+        (CHATML, talk("a" + SHIELD, "b"), r"found noncharacter U\+FDD0 in message 1"),
     ],
 )
 def test_a_template_that_does_not_serve_is_refused(template, messages, message):

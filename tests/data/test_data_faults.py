@@ -230,7 +230,7 @@ def test_truncated_files(tmp_path, make_text):
         ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "found 3 in line 2"),
         ("a.jsonl", b'{"text": "x"}\n{"text":\n', "JSON object.* in line 2"),
         ("a.jsonl", b"[[1]]\n", "found a list"),
-        ("a.csv", b"x", "convert it to one, or rename plain text"),
+        ("a.csv", b"x", "convert it, or rename plain text"),
         ("a.txt", b"x", "none for (train|validation)"),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_shard_that_is_cut_while_it_is_read(make_dataset):
     """In a process of its own, which a memory map would lose by SIGBUS."""
     folder = make_dataset([np.arange(40_000) % 250], [np.arange(60)])
     found = subprocess.run([sys.executable, "-c", CUT, str(folder)], capture_output=True, text=True)
-    line = f"expected 40000 tokens in {folder / 'train_000000.bin'}, but it was cut while it was read; restore it\n"
+    line = f"expected 40000 tokens in {folder / 'train_000000.bin'}, cut while it was read; restore it\n"
     assert (found.returncode, found.stdout) == (0, line), found.stderr
 
 

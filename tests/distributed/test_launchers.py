@@ -93,7 +93,7 @@ def test_mpirun_on_one_node(mpi: dict[str, str]) -> None:
 def test_mpirun_on_several_nodes_needs_an_address(size: str) -> None:
     environment = {**(OPEN_MPI if size in OPEN_MPI else MPICH), size: "2"}
     environment |= {name: "1" for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID") if name in environment}
-    with pytest.raises(UsageError, match="MASTER_ADDR is not set; set it to the name of the machine of rank 0"):
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set; set it to the name of rank 0's machine"):
         find_rank_info(environment)
     info = find_rank_info({**environment, "MASTER_ADDR": "node1"})
     assert (info.address, info.nodes, info.local_size) == ("node1", 2, 2)

@@ -161,7 +161,7 @@ def test_an_end_that_only_the_generation_config_names(folder: Path, tmp_path: Pa
     model = load(str(made), device="cpu")
     assert model.tokenizer.end_of_text == 257
     (made / "generation_config.json").write_text("{}")
-    with pytest.raises(DataError, match=r"expected a token that ends texts as eos_token_id beside .*, found None; name it"):
+    with pytest.raises(DataError, match=r"expected an eos_token_id, which ends texts, beside .*, found None; name it"):
         load(str(made), device="cpu")
 
 

@@ -276,7 +276,7 @@ def test_what_cannot_be_written(
     [
         (
             "rope=yarn,rope_factor=4.0,rope_fast=16.0",
-            "rope_fast 32 and rope_slow 1 alone, found rope_fast 16.0 and rope_slow 1.0",
+            "rope_fast 32 and rope_slow 1, found rope_fast 16.0 and rope_slow 1.0",
         ),
         ("rope=yarn,rope_factor=4.0,rope_fast=32.0,rope_slow=2.0", "found rope_fast 32.0 and rope_slow 2.0"),
         ("qk_norm,rope=llama3,rope_factor=8.0", "rope=llama3 in the network llama alone, found it in a qwen3"),

@@ -92,7 +92,7 @@ def test_the_numbers_of_the_file(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("window=9,full_every=3", "llama.cpp has an OLMo with full_every 4 alone, found 3; use --to hf"),
-        ("rope=yarn,rope_factor=2.0,rope_fast=16.0", "rope_fast 32 and rope_slow 1 alone, found rope_fast 16.0"),
+        ("rope=yarn,rope_factor=2.0,rope_fast=16.0", "rope_fast 32 and rope_slow 1, found rope_fast 16.0"),
     ],
 )
 def test_networks_that_only_their_name_share(text: str, told: str) -> None:

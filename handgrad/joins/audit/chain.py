@@ -182,8 +182,7 @@ CAUSES = {  # field of a step -> cause of a difference, in the order of computat
 
 
 def meaning(fields: Iterable[str], step: int, equal: int) -> str:
-    """The likely cause of a first difference in these fields of a step's link. `equal`: the last earlier step with equal
-    state."""
+    """The likely cause of a first difference in these fields. `equal`: the last earlier step with equal state."""
     fields = set(fields)
     if equal < step - 1:  # nothing is known about the steps in between
         return f"one of the steps {equal + 1} to {step} is another"

@@ -62,8 +62,7 @@ class StateDigest:
         return self.joined(self.sums.cpu())
 
     def joined(self, sums: Tensor) -> dict[str, str]:
-        """Joins the ranks' sums into digests of the whole state, by buffer name: 32 hexadecimal digits. All ranks get
-        them."""
+        """Joins the ranks' sums into digests of the whole state, 32 hexadecimal digits by buffer name, on all ranks."""
         everyone = self.ranks.all_gather_numbers(sums.view(torch.int32).flatten().tolist(), "digests of the state")
         if self.state.design.sharding.shards == 1:
             everyone = everyone[:1]  # each rank has the whole state

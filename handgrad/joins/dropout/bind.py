@@ -48,8 +48,7 @@ class WithDropout(Overlay):
 
         Identifies a call's site by a tensor argument: the model passes the same object in every step. (Addresses would not
         do: with ZeRO 2, gradients of different blocks may share memory.) `dbranch` (N, C) is workspace of the backward and
-        may share memory with the output gradient of a block's layer norm, which is written next.
-        """
+        may share memory with the output gradient of a block's layer norm, which is written next."""
         super().__init__(ops)
         self.dropout_ops, self.dbranch = dropout_operations(ops), d.dln
         self.mask = Mask(act.document_starts)

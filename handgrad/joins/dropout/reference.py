@@ -22,8 +22,7 @@ ROWS, ROW_STRIDE, PAIR = 16, 1 << 20, 8
 
 @dataclass(frozen=True)
 class Dropout:
-    """A dropout site of the model. Its fields determine its masks, so forward and backward, on any device, compute the same
-    ones."""
+    """A dropout site of the model. Its fields determine its masks: the same ones forward and backward, on any device."""
 
     samples: Tensor  # (B) int64: sample numbers of the micro-batch in the run
     probability: float  # of dropping a number
@@ -91,8 +90,7 @@ def dropout_backward(dinp: Tensor, dout: Tensor, dropout: Dropout) -> None:
     dropout_forward(dinp, dout, dropout)
 
 
-# Dropout and residual in one: out = residual + M x / (1 - p). Backward: dresidual = dout, and dx is
-# `dropout_backward` of dout.
+# Dropout and residual in one: out = residual + M x / (1 - p). Backward: dresidual = dout, dx = `dropout_backward` of it.
 
 
 def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, dropout: Dropout) -> None:

@@ -76,8 +76,7 @@ class Quantized:
 
     A GEMM runs in fp8 if both operands have the right form. The forward reads `rows` of input and weight; the input
     gradient reads `rows` of the output gradient and `columns` of the weight; the weight gradient reads `columns` of both.
-    Otherwise the GEMM reads `plain` of both.
-    """
+    Otherwise the GEMM reads `plain` of both."""
 
     rows: Tensor | None  # (N, C) fp8
     columns: Tensor | None  # (C, N) fp8: transposed

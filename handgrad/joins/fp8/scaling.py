@@ -123,8 +123,7 @@ class Scaling:
         return self.calibrated_from is None or step < self.calibrated_from
 
     def conclude_calibration(self, step: int) -> None:
-        """Records whether every tensor had a nonzero number. Clears the calibration's statistics, because a step's kernels
-        may write other parts of them."""
+        """Records if every tensor had a nonzero number. Clears the statistics: a step may write other parts of them."""
         found = self.statistics[: len(self.fp8.table), AMAX].amax(-1)
         done = not self.fp8.delayed or step + 1 >= MOST_CALIBRATIONS or bool((found > 0).all())
         self.calibrated_from = step if done else None
@@ -151,15 +150,13 @@ class Scaling:
         self.ops.fold_statistics(self.totals[:first], self.statistics[:first])
 
     def join_ranks(self) -> None:
-        """Joins all ranks' totals of the step: maximum of amax, sums of counts. Counts are integers, so the result does not
-        depend on the number of ranks."""
+        """Joins all ranks' totals of the step: maximum of amax, sums of counts, which are integers and so exact."""
         totals = self.totals[: self.fp8.first_weight]
         torch.amax(self.everyone[..., AMAX], 0, out=totals[:, AMAX])
         torch.sum(self.everyone[..., AMAX + 1 :], 0, out=totals[:, AMAX + 1 :])
 
     def update(self, controls: Tensor) -> None:
-        """Computes the next step's scales. A current scale fits its own micro-batch; larger numbers in another micro-batch
-        are no saturation."""
+        """Computes the next step's scales. Each fits its own micro-batch; larger numbers in others are no saturation."""
         self.ops.update_scaling(
             self.scaling[: len(self.fp8.table)],
             self.history,
@@ -273,10 +270,8 @@ class Finding:
 
 
 def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: bool) -> tuple[Finding, ...]:
-    """Converts a report (n, REPORT_PLACES) on the host to findings. `micro_steps`: over all lanes.
-
-    Recomputes a current scale from the step's amax, because the report has only the last micro-batch's, of one rank.
-    """
+    """Converts a report (n, REPORT_PLACES) on the host to findings. `micro_steps`: over all lanes. Recomputes a current
+    scale from the step's amax, because the report has only the last micro-batch's, of one rank."""
     found = []
     for row, elements, numbers in zip(scaling.fp8.table, scaling.numbers, report.tolist(), strict=True):
         amax, scale = numbers[AMAX], numbers[USED_SCALE]

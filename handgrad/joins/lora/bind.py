@@ -89,11 +89,8 @@ def add_linear_operations(ops: ModuleType) -> tuple[Callable[..., None], Callabl
 
 
 class WithAdapters(Overlay):
-    """The operations `ops` for a model whose weights have adapters.
-
-    Frozen matrices have no gradients. Some kernels always compute vector gradients; for frozen vectors they write to memory
-    that nothing reads.
-    """
+    """The operations `ops` for a model whose weights have adapters. Frozen matrices have no gradients. Some kernels
+    always compute vector gradients; for frozen vectors they write to memory that nothing reads."""
 
     def __init__(self, ops: ModuleType, memory: Mapping[str, Tensor], module: ModuleType | None = None):
         """`memory`: views of `tables.buffers`, for u, du, B' and dB'; `module`: has the operations that the model calls,
@@ -137,8 +134,7 @@ class WithAdapters(Overlay):
             self.add_linear_forward(out[rows], u, scaled_b, scratch=scratch)
 
     def add_backward(self, dinp: Tensor, dout: Tensor, inp: Tensor, weight: Any, scratch: Tensor) -> None:
-        """dinp (N, I) += du A; accumulates the gradients of A and B. Recomputes u, which is cheaper than keeping it for
-        every layer."""
+        """dinp (N, I) += du A; accumulates the gradients of A and B. Recomputing u is cheaper than keeping it."""
         if not isinstance(weight, AdaptedWeight):
             return
         adapter, N = weight.adapter, inp.shape[0]
@@ -234,7 +230,6 @@ class WithAdapters(Overlay):
 
 
 def launches(program: Program, trained: Iterable[str]) -> Program:
-    """Keeps the bucket names of stages only for `trained` parameters, so that ranks neither send other gradients nor wait
-    for other weights."""
+    """Keeps the buckets of stages only for `trained` parameters: ranks send and await nothing for the others."""
     stages = [stage if stage.bucket in trained else Stage("", stage.run) for stage in program.micro_step]
     return replace(program, micro_step=stages)

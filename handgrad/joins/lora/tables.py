@@ -153,8 +153,7 @@ def merged(weight: Tensor, adapter: Adapter, tensor: Callable[[str], Tensor]) ->
 
 
 def saved(state: TrainingState) -> dict[str, Tensor]:
-    """The model's weights of a single-rank run, by name, with adapters merged. Other frozen weights are as the run reads
-    them."""
+    """The weights of a single-rank run, by name, with adapters merged; other frozen ones as the run reads them."""
     trained = {row.name: row.view(state.master) for row in state.design.parameters}
     found = {row.name: state.named_weights[row.name][: row.stored_rows] for row in state.design.frozen}
     found |= {name: found[name].rows.float() * found[name].inverse_scale for name in state.design.fp8_only}

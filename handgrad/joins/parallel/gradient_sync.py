@@ -111,8 +111,7 @@ class GradientSync:
     # A rank's own lanes.
 
     def stack_lane(self, lane: int, part: slice, *, last: bool) -> None:
-        """Adds the sum of the rank's `lane` to the pending partial sums of the tree; the result is pending in turn, unless
-        this was the last lane."""
+        """Adds the sum of the rank's `lane` to the tree's pending partial sums; pending in turn, unless it was the last."""
         stack, level = self.lane_sums[:, part], 0
         while lane >> level & 1:
             self.ops.tree_sum(stack[0], stack[:: level + 1][:2], rounded=self.sharding.rounded)
@@ -152,16 +151,14 @@ class GradientSync:
             self.clear_ring(bucket)
 
     def sum_own_squares(self, bucket: Bucket) -> None:
-        """Sums the squares of this rank's own gradients in a bucket. If a repeated step differs, these sums identify the
-        rank."""
+        """Sums the squares of this rank's own gradients in a bucket, which identify it if a repeated step differs."""
         assert self.own_norms is not None
         first = self.own_blocks[bucket.name]
         sums = self.own_norms[self.step % 2, first : first + norm_blocks_of(bucket)]
         self.ops.squared_norms(sums, self.gradients[self.gradient_ranges[bucket.name]], block_elements=BLOCK_ELEMENTS)
 
     def overlaps_kernels(self, bucket: Bucket) -> bool:
-        """True if kernels run while this bucket travels. False for the first bucket in memory: the backward sends it last,
-        the next forward reads it first."""
+        """True if kernels run while this bucket travels: not the first, which is sent last and read first."""
         return bucket is not self.buckets[0]
 
     def clear_ring(self, sent: Bucket) -> None:

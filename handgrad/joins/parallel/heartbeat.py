@@ -35,10 +35,8 @@ GRACE_SECONDS = 3.0  # between finding a fault and ending the process, which may
 
 class RunningClock:
     """Seconds for which this process was running. Counts at most `most_seconds` between reads, so read it more often.
-
-    `scontrol suspend`, `docker pause` and a frozen virtual machine stop all processes of a run together. By the machine's
-    clock, the first process to continue would mistake the pause for silence of the others.
-    """
+    `scontrol suspend`, `docker pause` and a frozen virtual machine stop all processes of a run together. By the
+    machine's clock, the first process to continue would mistake the pause for silence of the others."""
 
     def __init__(self, most_seconds: float, clock: Callable[[], float] = time.monotonic):
         self.most_seconds, self.clock = most_seconds, clock
@@ -81,8 +79,7 @@ class Seen:
 
 
 class Heartbeat:
-    """Publishes this rank's status. Ends the process if another rank is lost or leaves with an error, or if all ranks wait
-    for each other for `stall_seconds`."""
+    """Publishes this rank's status. Ends the process if another rank is lost or fails, or if all wait too long."""
 
     def __init__(
         self,

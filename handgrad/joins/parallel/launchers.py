@@ -30,10 +30,8 @@ class RankInfo:
 
 
 def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
-    """Reads the variables of torchrun, srun or mpirun. Of nested launchers the innermost counts.
-
-    Raises `UsageError` for an incomplete or contradictory environment.
-    """
+    """Reads the variables of torchrun, srun or mpirun. Of nested launchers the innermost counts. Raises `UsageError`
+    for an incomplete or contradictory environment."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return rank_info("torchrun", environment, names, address="", port=DEFAULT_PORT)
@@ -87,9 +85,7 @@ def rank_info(
     """Reads and checks the `RankInfo` from the variables `names` (rank, size, local rank, local size)."""
     rank, size = (number(environment, name) for name in names[:2])
     if size < 1 or not 0 <= rank < size:
-        raise UsageError(
-            f"expected {names[0]} from 0 to {names[1]} - 1, found {rank} and {size}; start again with {launcher}"
-        )
+        raise UsageError(f"expected {names[0]} from 0 to {names[1]} - 1, found {rank} and {size}; start with {launcher}")
     if size == 1:
         return RankInfo()
     local_rank = number(environment, names[2])
@@ -98,9 +94,7 @@ def rank_info(
         raise UsageError(f"expected {names[2]} below {local_size}, found {local_rank}; start again with {launcher}")
     address = environment.get("MASTER_ADDR") or address
     if not address:
-        raise UsageError(
-            f"MASTER_ADDR is not set; set it to the name of the machine of rank 0, the same for all {size} ranks"
-        )
+        raise UsageError(f"MASTER_ADDR is not set; set it to the name of rank 0's machine, the same for all {size} ranks")
     port = number(environment, "MASTER_PORT", port)
     if not 1 <= port <= 65535:
         raise UsageError(f"expected MASTER_PORT from 1 to 65535, found {port}; set it to a free port, or not at all")

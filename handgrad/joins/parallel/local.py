@@ -41,8 +41,7 @@ POLL_SECONDS = 0.05
 KILL_SECONDS = 30.0  # between SIGTERM and SIGKILL for a rank, after another one has failed
 PARENT_DEATH_SIGNAL = 1  # option of Linux's prctl
 
-# After a usage mistake, damaged input, another run's folder or too little memory, the next start would end the same way. A
-# machine that computes wrongly must stop.
+# The next start would end the same way; and a machine that computes wrongly must stop.
 MENDED_BY_NO_START = (UsageError, DataError, ConfigError, MemoryShort, HardwareError)
 FINAL = (0, INTERRUPTED, *(error.exit_code for error in MENDED_BY_NO_START))
 IDLE_STARTS = 2  # give up after this many starts without a new checkpoint
@@ -63,11 +62,9 @@ def run_ranks(
     patience_seconds: float,
     received: list[int] | None = None,
 ) -> int:
-    """Starts `size` processes of a command, waits for all and returns the worst exit code.
-
-    `patience_seconds`: how long the others may take to end by themselves and say why, after a rank has failed. `received`:
-    a list that collects the forwarded signals.
-    """
+    """Starts `size` processes of a command, waits for all and returns the worst exit code. `patience_seconds`: how long
+    the others may take to end by themselves and say why, after a rank has failed. `received`: a list that collects the
+    forwarded signals."""
     processes: list[subprocess.Popen[bytes]] = []
     received = [] if received is None else received
     temporary = tempfile.TemporaryDirectory(prefix="handgrad-ranks-", ignore_cleanup_errors=True)
@@ -95,8 +92,7 @@ def run_ranks(
 
 @contextlib.contextmanager
 def noted_signals(received: list[int]) -> Iterator[None]:
-    """Within a `with` block, appends the signals to forward to `received` instead of acting on them. A SIGHUP that `nohup`
-    ignores stays ignored."""
+    """Within a `with` block, collects the signals to forward in `received`. A SIGHUP that `nohup` ignores stays ignored."""
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -112,8 +108,7 @@ def noted_signals(received: list[int]) -> Iterator[None]:
 
 
 def rank_environment(size: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables for all ranks of one machine, which replace another launcher's. A single process keeps its
-    environment."""
+    """torchrun's variables for all ranks of a machine, instead of another launcher's. A single process keeps its own."""
     launcher = {LAUNCHER: str(os.getpid())}
     if size == 1:
         return {**environment, **launcher}
@@ -136,8 +131,7 @@ def send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], patience_seconds: float) -> None:
-    """Forwards `received` signals and returns when all processes have ended. If one fails, sends the others SIGTERM, then
-    SIGKILL, if they take too long to end."""
+    """Forwards `received` signals until all processes end; after a failure, sends slow ones SIGTERM, then SIGKILL."""
     forwarded, failed = 0, None
     ending = [(patience_seconds + KILL_SECONDS, signal.SIGKILL), (patience_seconds, signal.SIGTERM)]
     while True:
@@ -155,8 +149,7 @@ def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]], received: Seque
 
 
 def worst_code(codes: Sequence[int]) -> int:
-    """The exit code of a command whose ranks ended with `codes`. The code for a lost rank takes precedence over a signal,
-    an error's code over both."""
+    """The exit code of a command whose ranks ended with `codes`: an error's, else a lost rank's, else a signal's."""
     severity = {0: 0, RESUMABLE: 2, INTERRUPTED: 3}
     worst = max(codes, key=lambda code: severity.get(code, 1 if code < 0 else 4))
     return 128 - worst if worst < 0 else worst
@@ -175,11 +168,9 @@ def end_with_launcher() -> None:
 
 
 def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], restarts: int) -> int:
-    """Calls `start` until it returns 0 or a code in `FINAL`, or `restarts` are used up; returns the last code.
-
-    `start` trains in other processes, forwards signals to them, and appends the signals to its argument. A signal prevents
-    restarts. `saved_step`: returns the step of the run's newest checkpoint, or -1.
-    """
+    """Calls `start` until it returns 0 or a code in `FINAL`, or `restarts` are used up; returns the last code. `start`
+    trains in other processes, forwards signals to them, and appends the signals to its argument. A signal prevents
+    restarts. `saved_step`: returns the step of the run's newest checkpoint, or -1."""
     received: list[int] = []
     idle = 0
     with noted_signals(received):

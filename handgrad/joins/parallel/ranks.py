@@ -153,8 +153,7 @@ class Ranks:
         return everyone
 
     def from_rank_0(self, make: Callable[[], T], operation: str) -> T:
-        """Calls `make` on rank 0 only; returns its result on all ranks. A `HandgradError` of `make` ends all ranks; rank 0
-        prints it."""
+        """Calls `make` on rank 0; returns its result on all ranks. A `HandgradError` of it ends all; rank 0 prints it."""
         if self.size == 1:
             return make()
         made: list[Any] = [None, None]

@@ -40,10 +40,7 @@ class Timeouts:
 
 
 def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
-    """Forms the group of all processes started together.
-
-    Raises `LostRank` if some do not join within `join_seconds`, `UsageError` if the port is taken.
-    """
+    """Forms the group of all processes. `LostRank`: some do not join in `join_seconds`; `UsageError`: the port is taken."""
     if info.size == 1:
         return Ranks()
     if info.nodes == 1 and sys.platform == "linux":
@@ -133,8 +130,7 @@ def new_overlapped_group(limit: datetime.timedelta, ctas: int = OVERLAPPED_CTAS)
 
 
 def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True) -> dist.Store:
-    """Connects to the store shared by all ranks; its calls take at most `limit_seconds`. Rank 0 hosts the store unless
-    torchrun's agent does."""
+    """Connects to the ranks' store; calls take at most `limit_seconds`. Rank 0 hosts it, unless torchrun's agent does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     made: list[dist.Store | Exception] = []
 
@@ -179,8 +175,7 @@ def wait_for_all(
 
     torchrun's store survives a restart, with all that the last start's ranks wrote, and with c10d its agents do not agree
     on the restart count. So each rank writes a random word. Rank 0 publishes the list of words that it finds, and a rank
-    confirms a list that contains its own word. If all ranks confirm, all words belong to this start.
-    """
+    confirms a list that contains its own word. If all ranks confirm, all words belong to this start."""
     deadline, own, pause = clock() + join_seconds, uuid.uuid4().hex, min(FIRST_RETRY_SECONDS, RETRY_SECONDS)
     store.set(f"joined/{info.rank}", own)
     while True:
@@ -224,8 +219,7 @@ def absent(store: dist.Store, keys: list[str]) -> list[int]:
 
 
 def check_loopback(info: RankInfo) -> None:
-    """Raises `UsageError` if processes of one machine cannot reach each other. For all of its own addresses the kernel uses
-    the loopback interface."""
+    """Raises `UsageError` if processes of one machine cannot reach each other, which takes its loopback interface."""
     if info.local_size == 1:
         return
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):

@@ -18,8 +18,7 @@ from handgrad.training.step import IN_FLIGHT, Feed, Program, StepResult, TrainSt
 
 
 class ParallelStep(TrainStep):
-    """`TrainStep` over this rank's lanes. A step's first micro-step waits for the weights bucket by bucket; its last one
-    sends the gradients bucket by bucket."""
+    """`TrainStep` over this rank's lanes: the first micro-step awaits weights, the last one sends gradients, by bucket."""
 
     def __init__(
         self,

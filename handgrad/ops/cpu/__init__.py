@@ -35,9 +35,8 @@ from handgrad.ops.cpu.linear import (
     swiglu_forward,
     swiglu_linear_backward,
 )
-from handgrad.ops.cpu.muon import muon_momentum, muon_polar, muon_update
 from handgrad.ops.cpu.norms import layernorm_backward, layernorm_forward, rmsnorm_backward, rmsnorm_forward
-from handgrad.ops.cpu.optimizer import adamw_update
+from handgrad.ops.cpu.optimizer import adamw_update, muon_momentum, muon_polar, muon_update
 from handgrad.ops.cpu.rotary import (
     qk_norm_backward,
     qk_norm_forward,

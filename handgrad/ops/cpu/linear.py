@@ -192,10 +192,7 @@ def sigmoid(gates: Tensor) -> Tensor:
     return s
 
 
-linear_gelu_forward, gelu_linear_backward = compose.with_gelu(linear_forward, linear_backward, gelu_forward, gelu_backward)
-linear_relu2_forward, relu2_linear_backward = compose.with_relu2(
-    linear_forward, linear_backward, relu2_forward, relu2_backward
-)
-linear_swiglu_forward, swiglu_linear_backward = compose.with_swiglu(
-    linear_forward, linear_backward, swiglu_forward, swiglu_backward
-)
+gemms = linear_forward, linear_backward
+linear_gelu_forward, gelu_linear_backward = compose.with_gelu(*gemms, gelu_forward, gelu_backward)
+linear_relu2_forward, relu2_linear_backward = compose.with_relu2(*gemms, relu2_forward, relu2_backward)
+linear_swiglu_forward, swiglu_linear_backward = compose.with_swiglu(*gemms, swiglu_forward, swiglu_backward)

@@ -258,8 +258,7 @@ def multiply(
 
     fp8 operands need `inverse_scales`, and Hopper multiplies them only with `transpose_a` and without `transpose_b`.
     With `tf32` the tensor cores read 19 bits of float32 operands. `whole_sums`: one program adds up the inner dimension, so
-    that a row of d does not depend on the number of rows.
-    """
+    that a row of d does not depend on the number of rows."""
     n, m = d.shape
     k = a.shape[1] if transpose_a else a.shape[0]
     c = d if added is None else added

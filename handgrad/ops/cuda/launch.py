@@ -61,8 +61,7 @@ def compile_ahead(*launches: Callable[[], None]) -> None:
     spends much of its time outside Python's lock.)
 
     Calls `launches` but records their kernels instead of running them. GEMMs and copies do run: they only read weights and
-    moments, but leave nonsense in gradients, activations and scratch.
-    """
+    moments, but leave nonsense in gradients, activations and scratch."""
     with collecting() as noted:
         for each in launches:
             each()

@@ -195,8 +195,7 @@ def choose_tokens(
     seeds (B) int64; positions (B) int64: the chosen token's position in its text. temperature 0 takes the likeliest token,
     the lowest id among equals; any other must be at least `SMALLEST_TEMPERATURE`. top_k 0, top_p 1, min_p 0 and
     repetition_penalty 1 switch each off. seen_inout (B, V) bool marks the tokens of a sequence and receives the chosen one;
-    None if repetition_penalty is 1. The arithmetic is float32, for float64 logits float64.
-    """
+    None if repetition_penalty is 1. The arithmetic is float32, for float64 logits float64."""
     assert temperature == 0 or temperature >= SMALLEST_TEMPERATURE
     scores = logits[:, :vocab_size].to(accumulation_dtype(logits.dtype))
     finite = torch.isfinite(scores).all(1)

@@ -54,8 +54,7 @@ def verdict(
     limits in `controls`.
 
     loss_scale_inout (3): S / gradient_tokens, which scaled the gradients; S; updates since S last changed. It changes only
-    with `dynamic_loss_scale`. Over a step of `tokens` the gradients add up to tokens / gradient_tokens times their mean.
-    """
+    with `dynamic_loss_scale`. Over a step of `tokens` the gradients add up to tokens / gradient_tokens times their mean."""
     limits = controls.tolist()
     tokens = limits[ops.CONTROL_TOKENS]
     loss = functools.reduce(operator.add, sum_of_losses.tolist()) / tokens  # `sum` would compensate its rounding
@@ -120,8 +119,7 @@ def adamw_update(
     bf16 weights have no master copy: `weight_inout` is `published`. The update runs in float32 and rounds to one of the two
     neighbours at random, keyed by `seed`, the step and the element's index in the whole buffer; these buffers begin there
     at `first_element`. bf16 moments are rounded likewise, with their own random bits, after the weight update has read
-    them.
-    """
+    them."""
     if results[ops.RESULT_VERDICT].item() != ops.UPDATE:
         return
     step, learning_rate = (controls[place].item() for place in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))

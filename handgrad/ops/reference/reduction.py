@@ -19,8 +19,7 @@ def tree_sum(out: Tensor, pieces: Tensor, *, rounded: bool) -> None:
 
     `out` may be one of the rows; nothing else changes. The rows may lie anywhere, each contiguous. Additions and result are
     float32 (or float64); `rounded` rounds every operand of an addition to bf16 first, but not the result. bf16 pieces are
-    rows of a `rounded` sum, as another device sends them.
-    """
+    rows of a `rounded` sum, as another device sends them."""
 
     def tree(rows: Tensor) -> Tensor:
         if rows.shape[0] == 1:
@@ -67,8 +66,7 @@ def digest(out_acc: Tensor, flat: Tensor, controls: Tensor, *, first: int) -> No
     index `first`; `controls` has the step. An element of 8 bytes counts as two, of 4 each.
 
     A flipped bit always changes both sums. A sum misses any other difference once in 2^31, with new keys every step; an
-    attacker who knows the keys can construct one.
-    """
+    attacker who knows the keys can construct one."""
     words = words_of(flat)
     first, step, C = first * (flat.itemsize // 4 or 1), int(controls[CONTROL_STEP]), DIGEST_COLUMNS
     row, last, stop = first // C, -(-(first + words.numel()) // C), first + words.numel()

@@ -19,10 +19,8 @@ def recipe_names() -> list[str]:
 
 
 def find(name: str) -> str:
-    """The path of a recipe: `name` itself if that is a file, else the shipped one of this name, with or without `.toml`.
-
-    Raises `UsageError` if there is neither.
-    """
+    """The path of a recipe: `name` itself if that is a file, else the shipped one of this name, with or without
+    `.toml`. Raises `UsageError` if there is neither."""
     shipped_as = name.removesuffix(".toml")
     if Path(name).exists():
         return name

@@ -36,8 +36,7 @@ from handgrad.tools.kernel_checks.checking import Compared, attempt, compare, la
 from handgrad.tools.kernel_checks.operations import CASES
 
 OLDEST_FP8 = (8, 9)  # compute capability of the first GPUs whose tensor cores take fp8: Ada, then Hopper
-# The tensor cores add fp8 products up in fewer bits than float32 has: the error that a GEMM may have beyond the rounding of
-# its result.
+# The error that a GEMM may have beyond its result's rounding: tensor cores add fp8 products up in fewer bits than float32.
 FP8_SUMS = 2.0**-10
 
 
@@ -96,17 +95,15 @@ def product(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, float]:
     return found, exact, torch.finfo(found.dtype).eps / 2 + FP8_SUMS
 
 
-# Operations that write the 16-bit form as well: it changes in place, the backward reads it, or two kernels need not add it
-# up in one order (attention's backward).
+# Operations that write the 16-bit form as well: it changes in place, the backward reads it, or the order of sums is free.
 WITH_PLAIN = ("layernorm_backward", "rmsnorm_backward", "mix_rmsnorm_backward")
 WITH_PLAIN += ("attention_forward", "attention_backward")
 
 
 def to_fp8(operation: str, arguments: str, place: str, exponent: int, form: torch.dtype, columns: torch.dtype) -> Fp8Case:
-    """A case: the operation with a quantised tensor at `place` of its `arguments`, beside the 16-bit operation; at a scale
-    of 2^exponent, then at one made from the tensor. `columns`: their format.
-
-    What turns dqkv back reads it from a workspace, and need only come near the 16-bit kernel."""
+    """A case: the operation with a quantised tensor at `place` of its `arguments`, beside the 16-bit operation; at a
+    scale of 2^exponent, then at one made from the tensor. `columns`: their format. What turns dqkv back reads it from a
+    workspace, and need only come near the 16-bit kernel."""
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for current in (False, True):

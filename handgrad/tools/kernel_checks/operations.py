@@ -16,8 +16,7 @@ from handgrad.ops.cases import CALLS, OPTIMIZING, Arguments, B, C, Draw, F, N, T
 from handgrad.ops.reference.attention import Mask
 from handgrad.tools.kernel_checks.checking import attempt, compare
 
-# Line: the arguments by name of the operation that it launches, which its name begins with. `scratch` is added where the
-# operation takes one.
+# Line: the arguments by name of the operation that its name begins with; `scratch` is added where that takes one.
 Cases = dict[str, Callable[[Draw], Arguments]]
 
 

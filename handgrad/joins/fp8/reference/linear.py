@@ -101,8 +101,7 @@ def gelu_linear_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """Writes the gradient after the GELU to the `workspace` of a quantised dhidden, and makes the `columns` of inp from
-    hidden."""
+    """Writes the gradient after the GELU to the `workspace` of a quantised dhidden, and inp's `columns` from hidden."""
     if isinstance(dhidden, Tensor):
         linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
         reference.gelu_backward(dhidden, hidden)
@@ -129,8 +128,7 @@ def linear_relu2_forward(out: Form, inp: Form, weight: Form, *, scratch: Tensor 
 def relu2_linear_backward(
     dhidden: Form, dweight_acc: Tensor, dout: Form, inp: Form, weight: Form, *, scratch: Tensor | None = None
 ) -> None:
-    """Writes the gradient after the square to the `workspace` of a quantised dhidden, and makes the `columns` of inp from
-    its 16-bit form."""
+    """Writes the gradient after the square to the `workspace` of dhidden, and inp's `columns` from its 16-bit form."""
     if isinstance(dhidden, Tensor):
         linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
         reference.relu2_backward(dhidden, plain(inp))

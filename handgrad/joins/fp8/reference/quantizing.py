@@ -83,8 +83,7 @@ def update_scaling(
     Moves this step's totals (n, 3) to history (n, window) and, with the scale in use, to report (n, REPORT_PLACES), then
     zeroes them. With `widen`, a tensor with numbers above the format's largest in `saturation_steps` steps in a row gets
     one more binade of margin. Every `count_every`-th step counts clipped and vanished numbers.
-    largest_exponents (n) is int32.
-    """
+    largest_exponents (n) is int32."""
     step = int(controls[CONTROL_STEP])
     amax, scaling = totals_inout[:, AMAX].float(), scaling_inout
     limit = torch.ldexp(torch.full_like(amax, formats.LARGEST_MANTISSA), largest_exponents)
