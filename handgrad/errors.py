@@ -200,8 +200,9 @@ def send_to_devnull(stream: TextIO) -> None:
 
 def is_first_to_print(text: str, *, ends: bool = True, of_all: bool = False) -> bool:
     """True unless another process that the same torchrun or `--ranks` started on this machine has asked for this text
-    before. `of_all`: or for any text, because a launcher stops the others when one has failed. `ends`: the text ends the
-    process; every process also hands it to torchrun, whose own report ends with it."""
+    before. `of_all`: or for any text, because a launcher stops the others when one has failed.
+
+    `ends`: the text ends the process; every process also hands it to torchrun, whose own report ends with it."""
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # attempt_0/RANK/error.json, in a folder of this launch
         try:
             if ends:

@@ -53,9 +53,10 @@ def default_cache() -> Path:
 
 
 def find_hub(spec: str, split: str = "train") -> list[SourceFile]:
-    """The files of a dataset at its newest revision, to be downloaded below `default_cache()`. Takes the default
-    configuration unless `spec` names one, and only the split `split` (a run's validation text is taken out of train).
-    Raises DataError: no such dataset, configuration or text; StorageError: no connection."""
+    """The files of a dataset at its newest revision, to be downloaded below `default_cache()`.
+
+    Takes the default configuration unless `spec` names one, and only the split `split` (a run's validation text is taken
+    out of train). Raises DataError: no such dataset, configuration or text; StorageError: no connection."""
     cache = default_cache()
     if spec == "shakespeare":
         path = cache / "shakespeare" / "shakespeare.txt"
@@ -87,9 +88,10 @@ def find_hub(spec: str, split: str = "train") -> list[SourceFile]:
 
 
 def choose_files(names: list[str], configs: Any, config: str, dataset: str, split: str = "train") -> list[str]:
-    """The files among a dataset's `names` that hold the `split` of `config` ("": the default one). `configs` is the list
-    of that name in the dataset's card, which is written by hand and may have any shape. Raises DataError: there is no
-    such configuration, or no text."""
+    """The files among a dataset's `names` that hold the `split` of `config` ("": the default one).
+
+    `configs` is the list of that name in the dataset's card, which is written by hand and may have any shape. Raises
+    DataError: there is no such configuration, or no text."""
     texts = [name for name in names if name.lower().endswith(HUB_SUFFIXES) and not name.startswith((".", ABOUT))]
     known = {c["config_name"]: c for c in configs or [] if isinstance(c, dict) and isinstance(c.get("config_name"), str)}
     if config:

@@ -221,8 +221,9 @@ def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
 
 @functools.cache
 def gpt2_merges() -> tuple[tuple[str, str], ...]:
-    """GPT-2's merges in order, derived from the ranks of its tokens. The merges of lower rank reduce the bytes of a
-    token of rank r to two pieces; the merge of rank r joins these."""
+    """GPT-2's merges in order, derived from the ranks of its tokens.
+
+    The merges of lower rank reduce the bytes of a token of rank r to two pieces; the merge of rank r joins these."""
     tokenizer = gpt2_tokenizer()
     tokens = tokenizer.token_bytes[: tokenizer.end_of_text]
     ranks = {token: rank for rank, token in enumerate(tokens)}

@@ -18,9 +18,10 @@ GOLDEN = 2654435769  # 2^32 over the golden ratio
 
 
 def train_palette(pictures: Iterable[np.ndarray], colours: int) -> np.ndarray:
-    """The palette (colours, 3), uint8, of distinct colours, the darkest first, for pictures (..., 3), uint8. k-means
-    (Lloyd, 1982) from seeds of k-means++ (Arthur and Vassilvitskii, 2007), over at most 2^18 pixels. Each round rounds
-    its means, so that every distance is exact. Raises `UsageError`: too few colours."""
+    """The palette (colours, 3), uint8, of distinct colours, the darkest first, for pictures (..., 3), uint8.
+
+    k-means (Lloyd, 1982) from seeds of k-means++ (Arthur and Vassilvitskii, 2007), over at most 2^18 pixels. Each round
+    rounds its means, so that every distance is exact. Raises `UsageError`: too few colours."""
     points, weights = _sample(pictures, colours)
     palette, squares, draw = np.empty((colours, 3), np.int32), np.full(len(points), 1 << 18, np.int32), Random(SEED).random
     for n in range(colours):  # k-means++: pixels in proportion to the squared distance to the colours so far

@@ -177,8 +177,10 @@ def read_captions(path: Path) -> dict[str, str]:
 def read_pieces(
     options: PrepareOptions, files: list[SourceFile], fetch: Fetch
 ) -> Iterator[tuple[Position, Piece | Conversation]]:
-    """Every piece of every document, in order, with the position after it. Fetches each file just before it reads it.
-    The last part of a text file is validation, as a separate document; for rows, `split_of` chooses."""
+    """Every piece of every document, in order, with the position after it.
+
+    Fetches each file just before it reads it. The last part of a text file is validation, as a separate document; for
+    rows, `split_of` chooses."""
     fraction = options.validation_fraction
     row_fraction = fraction or (HUB_ROW_FRACTION if any(file.download for file in files) else LOCAL_ROW_FRACTION)
     block, bytes_before, documents = block_length(row_fraction), 0, 0

@@ -177,9 +177,10 @@ class Dataset:
 
     @functools.cached_property
     def identity(self) -> str:
-        """SHA-256, as hex, over the tokenizer and the shards of each split in order. Without a manifest, a shard is
-        identified by its length and 64 samples of 4 KiB, since hashing hundreds of gigabytes at every start would take
-        minutes."""
+        """SHA-256, as hex, over the tokenizer and the shards of each split in order.
+
+        Without a manifest, a shard is identified by its length and 64 samples of 4 KiB, since hashing hundreds of
+        gigabytes at every start would take minutes."""
         shards = {
             name: [
                 [s.token_count, s.sha256 or _sampled_sha256(s.path), *filter(None, [s.trained_sha256])]

@@ -116,8 +116,9 @@ def sprite(seed: int, number: int) -> Sprite:
 
 
 def read(codes: np.ndarray, wrong: int = 0) -> str | None:
-    """The caption of a picture (ROWS, COLUMNS) of codes; None if no sprite looks so. Each place may have up to `wrong`
-    wrong pixels. With 5 or fewer no other caption fits: shapes differ in 16 or more."""
+    """The caption of a picture (ROWS, COLUMNS) of codes; None if no sprite looks so.
+
+    Each place may have up to `wrong` wrong pixels. With 5 or fewer no other caption fits: shapes differ in 16 or more."""
     tiles = codes.reshape(2, TILE, 2, TILE).swapaxes(1, 2).reshape(4, 1, TILE * TILE)
     ground = max(GROUNDS, key=lambda name: np.count_nonzero(codes == CODE[name]))
     meanings, drawings = _drawings(ground)

@@ -291,8 +291,9 @@ STORY = compile_grammar(GRAMMAR)
 
 def derive(start: Piece, number: int) -> tuple[str, int]:
     """Text and span of the derivation that `number` >= 0 selects: its digits, in mixed radix, are the choices.
-    Derivations are chosen by the residue of `number` modulo their own span, so `number` uniform on [0, 2^256) gives each
-    its probability up to a relative span / 2^256: below 2^-180 for a story, far less than float64 can see."""
+
+    Derivations are chosen by the residue of `number` modulo their own span, so `number` uniform on [0, 2^256) gives
+    each its probability up to a relative span / 2^256: below 2^-180 for a story, far less than float64 can see."""
     words = {UNCONDITIONAL: UNCONDITIONAL}
     stack, output, span = [start], [], 1
     while stack:

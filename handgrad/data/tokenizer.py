@@ -160,8 +160,9 @@ def _without_long_blanks(text: str) -> Iterator[str]:
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE of at most `vocab_size` tokens (fewer if `texts` has fewer pairs that repeat).
-    Deterministic in the sequence of texts. The ids: 256 bytes, the merges in their order, end-of-text last. Raises
-    UsageError: `vocab_size` outside 257..65536."""
+
+    Deterministic in the sequence of texts. The ids: 256 bytes, the merges in their order, end-of-text last.
+    Raises UsageError: `vocab_size` outside 257..65536."""
     if not 257 <= vocab_size <= MAX_VOCAB_SIZE:
         raise UsageError(f"expected a vocabulary of 257 to {MAX_VOCAB_SIZE} tokens, found {vocab_size}; try bpe:4096")
     model, alphabet = byte_level(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel.alphabet()

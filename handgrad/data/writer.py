@@ -107,8 +107,9 @@ def encode_conversations(
 def tokenize_in_order(
     tokenizer: Tokenizer, spec: str, units: Iterable[tuple[Position, Unit]], workers: int
 ) -> Generator[tuple[Position, tuple[Encoded, Encoded]], None, None]:
-    """`tokenize` of every unit, in order, by `workers` processes (1: this one), which load the tokenizer `spec`. At most
-    two units per worker are in flight. Raises StorageError: a worker was killed."""
+    """`tokenize` of every unit, in order, by `workers` processes (1: this one), which load the tokenizer `spec`.
+
+    At most two units per worker are in flight. Raises StorageError: a worker was killed."""
     if workers == 1:
         for position, unit in units:
             yield position, tokenize(tokenizer, unit)

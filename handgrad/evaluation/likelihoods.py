@@ -60,9 +60,10 @@ class Likelihoods:
 
 
 def make_batches(requests: Sequence[Request], context: int, positions_per_batch: int) -> list[Batch]:
-    """Cuts all requests, the longest first, into batches of at most `positions_per_batch` positions (or a single
-    request). Keeps only the last context + 1 tokens of a request that is longer than the model's `context` allows; at
-    most `context` of them may be scored."""
+    """Cuts all requests, the longest first, into batches of at most `positions_per_batch` positions (or a single request).
+
+    Keeps only the last context + 1 tokens of a request that is longer than the model's `context` allows; at most `context`
+    of them may be scored."""
     for number, request in enumerate(requests):
         scored, given = request.scored, len(request.tokens)
         assert 1 <= scored < given and scored <= context, f"request {number} scores {scored} of {given} tokens"
@@ -171,8 +172,9 @@ class Workload:
     # Scoring.
 
     def score(self, weights: Any, views: dict[str, Tensor], progress: OnTokens | None = None) -> Likelihoods:
-        """The likelihoods of all requests, on every rank; `views`: of `activation_buffers` and `buffers`. Launches all
-        batches without waiting for the device."""
+        """The likelihoods of all requests, on every rank; `views`: of `activation_buffers` and `buffers`.
+
+        Launches all batches without waiting for the device."""
         shapes: dict[tuple[int, int], Any] = {}
         done, total, results = 0, sum(block.rows * block.length for block in self.blocks), 0
         for number, block in enumerate(self.blocks):

@@ -37,9 +37,10 @@ def mean_loss(
     ranks: Ranks | None = None,
     progress: OnTokens | None = None,
 ) -> float:
-    """Mean cross-entropy in nats over the tokens that the first `samples` samples (at most one epoch) score. Each rank
-    adds the sums of all micro-batches in the order of the samples, as a single rank does. `progress` is called as by
-    `token_losses`."""
+    """Mean cross-entropy in nats over the tokens that the first `samples` samples (at most one epoch) score.
+
+    Each rank adds the sums of all micro-batches in the order of the samples, as a single rank does. `progress`
+    is called as by `token_losses`."""
     ranks = Ranks() if ranks is None else ranks
     samples, sums = min(samples, batches.samples_per_epoch), list[float]()
     for first, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):

@@ -66,9 +66,10 @@ class Encoder:
         self.ids = functools.cache(tokenizer.encode)
 
     def together(self, context: str, continuation: str) -> tuple[np.ndarray, int]:
-        """(ids, number of the last ones that belong to the continuation), as lm-eval splits them. Blanks at the
-        context's end belong to the continuation. Encodes both as one text; the continuation begins after as many tokens
-        as the context alone has. An empty context becomes the start of a prompt."""
+        """(ids, number of the last ones that belong to the continuation), as lm-eval splits them.
+
+        Blanks at the context's end belong to the continuation. Encodes both as one text; the continuation begins after as
+        many tokens as the context alone has. An empty context becomes the start of a prompt."""
         if not context:
             ids = self.ids(continuation)
             return np.concatenate([np.array(self.tokenizer.prompt_start, ids.dtype), ids]), len(ids)

@@ -93,9 +93,10 @@ class DecodeInFlight:
 
 
 class Decoder:
-    """Generates texts, as many at a time as `buf` has slots. A step computes and chooses one token per text; on a GPU it
-    is captured once as a CUDA graph and replayed. The host reads a token while the device computes the next, and drops
-    the token of a text that has ended meanwhile."""
+    """Generates texts, as many at a time as `buf` has slots.
+
+    A step computes and chooses one token per text; on a GPU it is captured once as a CUDA graph and replayed. The host
+    reads a token while the device computes the next, and drops the token of a text that has ended meanwhile."""
 
     def __init__(
         self,
@@ -281,8 +282,10 @@ def cropped(texts: Sequence[Continuation], context: int) -> str:
 
 
 class TextStream:
-    """Streams the text of one continuation. Ends it before the first stop string to be complete, even across tokens; if
-    several end together, before the longest. Holds back a possible start of a stop string until later text decides."""
+    """Streams the text of one continuation.
+
+    Ends it before the first stop string to be complete, even across tokens; if several end together, before the longest.
+    Holds back a possible start of a stop string until later text decides."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
         assert all(stops)

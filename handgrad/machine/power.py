@@ -58,8 +58,10 @@ class Sensors(NamedTuple):
 
 @functools.cache
 def sensors(device: torch.device) -> Sensors | None:
-    """The sensors of a torch device, or None. NVML numbers all GPUs of the machine, torch only the GPUs in
-    CUDA_VISIBLE_DEVICES, so this matches them by UUID, or by PCI address if NVML does not know the UUID."""
+    """The sensors of a torch device, or None.
+
+    NVML numbers all GPUs of the machine, torch only the GPUs in CUDA_VISIBLE_DEVICES, so this matches them by UUID, or by
+    PCI address if NVML does not know the UUID."""
     if device.type != "cuda":
         return None
     try:
@@ -85,8 +87,10 @@ def snapshot(device: torch.device) -> Reading | None:
 
 
 class Sampler:
-    """Reads the sensors every `interval_seconds` in a thread while a `with` block runs; `summary` has the result. with
-    Sampler(device) as sampler: ... sampler.summary["watts"]["mean"]"""
+    """Reads the sensors every `interval_seconds` in a thread while a `with` block runs; `summary` has the result.
+
+    with Sampler(device) as sampler: ...
+    sampler.summary["watts"]["mean"]"""
 
     def __init__(self, device: torch.device, interval_seconds: float = 0.1):
         self.sensors = sensors(device)

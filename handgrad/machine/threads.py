@@ -65,8 +65,9 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def quota(root: Path = Path("/")) -> float | None:
-    """CPU quota of this process's control groups in CPUs, the smallest of all levels; None without a limit. Files:
-    https://docs.kernel.org/admin-guide/cgroup-v2.html (`cpu.max`: quota and period) and
+    """CPU quota of this process's control groups in CPUs, the smallest of all levels; None without a limit.
+
+    Files: https://docs.kernel.org/admin-guide/cgroup-v2.html (`cpu.max`: quota and period) and
     https://docs.kernel.org/scheduler/sched-bwc.html (version 1: one file each)."""
     limits = []
     for folder, version in processor.group_folders("cpu", root):

@@ -198,8 +198,10 @@ def count_parameters(table: Iterable[ParameterRow]) -> int:
 
 def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], object]) -> None:
     """Draws the initial weights and passes the stored part of each parameter, float32 on the CPU, to `put` from several
-    threads. Skips parameters that start at zero. Each tensor has its own generator, keyed by (seed, index in the table),
-    so every device, precision and number of ranks starts from the same values."""
+    threads. Skips parameters that start at zero.
+
+    Each tensor has its own generator, keyed by (seed, index in the table), so every device, precision and number of ranks
+    starts from the same values."""
 
     def draw(index: int) -> None:
         row = table[index]

@@ -33,8 +33,9 @@ class Live(NamedTuple):
 
 
 def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradError], object] | None = None) -> Path:
-    """Writes the page `out` (.html) about the run folders `runs`, and `<stem>_<plot>.png` next to it; returns `out`. The
-    same run folders give the same bytes. The error of a folder without a readable run goes to `leave_out` (see
+    """Writes the page `out` (.html) about the run folders `runs`, and `<stem>_<plot>.png` next to it; returns `out`.
+
+    The same run folders give the same bytes. The error of a folder without a readable run goes to `leave_out` (see
     `read_runs`), or is raised."""
     if not runs:
         raise UsageError("a report needs at least one run folder: `handgrad report RUN...`")
@@ -56,6 +57,7 @@ def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradE
 
 def page(runs: Sequence[Run], plots: Sequence[Plot], live: Live | None = None, notes: Sequence[str] = ()) -> str:
     """The whole page. It loads nothing: style, script and plots are inline, and its security policy forbids the rest.
+
     With `live` it updates itself from the server that it came from. `notes`: lines at the top."""
     several = len(runs) > 1
     title = " · ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs compared"

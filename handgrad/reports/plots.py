@@ -172,8 +172,9 @@ def run_mark(index: int) -> Style:
 def draw_curve(
     axes: Axes, x: np.ndarray, y: np.ndarray, index: int, runs: Sequence[Run], average: Callable = np.median, name: str = ""
 ) -> None:
-    """Draws the raw curve thin and pale, and its running `average` on top: by default the median, which smears no
-    spikes. The page shows the average's values under the pointer, labelled `name` or, without one, by the run's name."""
+    """Draws the raw curve thin and pale, and its running `average` on top: by default the median, which smears no spikes.
+
+    The page shows the average's values under the pointer, labelled `name` or, without one, by the run's name."""
     bins = max(60, RAW_BINS // len(runs))  # so the file does not grow with the number of runs
     style: Style = {**run_style(index), **run_mark(index), "label": label(name or runs[index].name)}
     axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6, **run_mark(index))

@@ -54,8 +54,10 @@ def save_state(
     manifest: dict[str, Any],
     extra_files: dict[str, bytes],
 ) -> Path:
-    """Saves the state; returns the checkpoint's folder. Rank 0 writes; the others send it their shards, bucket by
-    bucket. All wait until the checkpoint is complete. Raises `StorageError` on all ranks if the disk refuses."""
+    """Saves the state; returns the checkpoint's folder.
+
+    Rank 0 writes; the others send it their shards, bucket by bucket. All wait until the checkpoint is complete. Raises
+    `StorageError` on all ranks if the disk refuses."""
     tensors = list(stored_tensors(state, ranks))
 
     def write() -> Path:

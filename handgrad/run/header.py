@@ -202,8 +202,9 @@ def command_line(arguments: list[str]) -> str:
 
 
 def commit() -> str:
-    """The commit of handgrad's own checkout, with "+" appended if files differ; "" if handgrad is not a checkout. For a
-    copy without history, HANDGRAD_COMMIT sets the commit."""
+    """The commit of handgrad's own checkout, with "+" appended if files differ; "" if handgrad is not a checkout.
+
+    For a copy without history, HANDGRAD_COMMIT sets the commit."""
     root = Path(handgrad.__file__).parents[1]
     if not (root / ".git").exists():
         return os.environ.get("HANDGRAD_COMMIT", "")

@@ -303,9 +303,10 @@ def set_aside(path: Path, content: bytes) -> Path:
 
 
 def keep_lines(path: Path, completed: int, read: Callable[[bytes], Line | None]) -> tuple[list[Line], str]:
-    """Truncates a file to the lines of the first `completed` steps; returns these, and a message about damaged ones or
-    "". Moves damaged lines to FILE.damaged. A last line without a newline comes from a kill, and the run repeats its
-    step. Raises OSError."""
+    """Truncates a file to the lines of the first `completed` steps; returns these, and a message about damaged ones or "".
+
+    Moves damaged lines to FILE.damaged. A last line without a newline comes from a kill, and the run repeats its step.
+    Raises OSError."""
     if not path.exists():
         return [], ""
     content = path.read_bytes()

@@ -48,9 +48,11 @@ def is_overflow(result: StepResult) -> bool:
 
 
 def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> tuple[StepResult, str]:
-    """(the valid result of 0-based `step`, a line about failed hardware or ""). Accepts a step that made an update, one
-    without trained tokens, and a normal overflow as they are. Raises `HardwareError` if three attempts give three
-    results. All ranks make the same attempts, because they decide by exchanged numbers."""
+    """(the valid result of 0-based `step`, a line about failed hardware or "").
+
+    Accepts a step that made an update, one without trained tokens, and a normal overflow as they are. Raises
+    `HardwareError` if three attempts give three results. All ranks make the same attempts, because they decide by exchanged
+    numbers."""
     if result.skipped in (None, NOTHING_TRAINED) or is_overflow(result):
         return result, ""
     stepper, last_begun = training.stepper, training.stepper.last_begun

@@ -46,9 +46,10 @@ def sized(name: str, **settings: Any) -> RunConfig:
 
 
 def tiny() -> RunConfig:
-    """Two layers of 64 channels: seconds on a laptop, for trying things and for tests. With a shorter warm-up or a
-    higher rate, the loss of one early step on bytes can double: an update nearly cancels the residual stream, and the
-    last layer norm magnifies what is left."""
+    """Two layers of 64 channels: seconds on a laptop, for trying things and for tests.
+
+    With a shorter warm-up or a higher rate, the loss of one early step on bytes can double: an update nearly cancels the
+    residual stream, and the last layer norm magnifies what is left."""
     return sized(
         "tiny",
         sequence_length=64,
@@ -64,8 +65,9 @@ def tiny() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """The run of `make train`: a small GPT on the built-in stories, two to three minutes on two cores. Small steps: the
-    loss on these stories depends more on the number of updates than on the number of tokens."""
+    """The run of `make train`: a small GPT on the built-in stories, two to three minutes on two cores.
+
+    Small steps: the loss on these stories depends more on the number of updates than on the number of tokens."""
     return RunConfig(
         num_layers=4,
         num_heads=4,
@@ -119,9 +121,10 @@ def modern_parameters(depth: int) -> int:
 
 
 def modern(depth: int) -> RunConfig:
-    """The modern network of this depth, with everything that follows from it: width, heads, tokens, batch, rates. The
-    batch grows with the root of the tokens (Zhang et al. 2024, https://arxiv.org/abs/2410.21676), to a power of two; the
-    learning rate falls with the root of the width."""
+    """The modern network of this depth, with everything that follows from it: width, heads, tokens, batch, rates.
+
+    The batch grows with the root of the tokens (Zhang et al. 2024, https://arxiv.org/abs/2410.21676), to a power of two;
+    the learning rate falls with the root of the width."""
     tokens = TOKENS_PER_PARAMETER * modern_parameters(depth)
     growth = math.sqrt(modern_parameters(depth) / modern_parameters(12))
     tokens_per_step = 1 << round(math.log2(M12_TOKENS_PER_STEP * growth))

@@ -112,9 +112,10 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 def save(
     checkpoints: Path, step: int, state: Iterable[Stored], manifest: dict[str, Any], extra_files: dict[str, bytes]
 ) -> Path:
-    """Writes a folder like `checkpoints/step_00001000` and returns it; on a `StorageError` no folder of that name
-    remains. `state`: the weights, then the optimizer's tensors, named STATE.WEIGHT; fetches them in this order.
-    `manifest`: the rest of the state (JSON)."""
+    """Writes a folder like `checkpoints/step_00001000` and returns it; on a `StorageError` no folder of that name remains.
+
+    `state`: the weights, then the optimizer's tensors, named STATE.WEIGHT; fetches them in this order. `manifest`: the rest
+    of the state (JSON)."""
     final = folder_of(checkpoints, step)
     try:
         with storage_errors(f"saving {final}"):
@@ -306,8 +307,9 @@ def unknown_names(found: Checkpoint) -> list[str]:
 
 
 def find(path: str, *, strict: bool = False) -> Checkpoint:
-    """The checkpoint at a user's `path`: a checkpoint's folder, a run folder (its newest valid one), or RUN/best. Prints
-    a line if it skips a newer, invalid one; `strict`: raises `DataError` instead."""
+    """The checkpoint at a user's `path`: a checkpoint's folder, a run folder (its newest valid one), or RUN/best.
+
+    Prints a line if it skips a newer, invalid one; `strict`: raises `DataError` instead."""
     folder = Path(path)
     if (folder / MANIFEST).exists() and parts_of(WEIGHTS_FILE, (file.name for file in folder.iterdir())):
         return open_checkpoint(folder)

@@ -68,8 +68,9 @@ def split(tensors: list[Row], parts: int) -> list[list[Row]]:
 
 
 def safetensors_bytes(tensors: list[Stored], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """The safetensors layout: header length, JSON header (with `metadata`, if any), raw tensors one after another. The
-    library's writer needs all tensors as bytes in memory and cannot hash while it writes; the format is 10 lines."""
+    """The safetensors layout: header length, JSON header (with `metadata`, if any), raw tensors one after another.
+
+    The library's writer needs all tensors as bytes in memory and cannot hash while it writes; the format is 10 lines."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for tensor in tensors:

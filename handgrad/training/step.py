@@ -154,8 +154,10 @@ class SpikeWindow:
         self.values = deque(values, maxlen=WINDOW)
 
     def z_score(self, value: float) -> float | None:
-        """(value - mean) / deviation of the window *before* this value; None until the window is full. In a window that
-        contains the value itself, its z-score could never exceed sqrt(127) = 11.3, and a spike would hide the next one."""
+        """(value - mean) / deviation of the window *before* this value; None until the window is full.
+
+        In a window that contains the value itself, its z-score could never exceed sqrt(127) = 11.3, and a spike would hide
+        the next one."""
         if len(self.values) < WINDOW or not math.isfinite(value):
             return None
         mean, deviation = self.statistics()
@@ -183,8 +185,10 @@ class SpikeWindow:
 
 class TrainStep:
     """Runs training steps: call `begin`, `finish` and `result` for each, in this order. The next step's `begin` may come
-    before `result`. A skipped step changes nothing but `Program.rolled_back`. So `relaunch` can restore that and
-    recompute the step's gradients; `launch_norm` and `launch_update`, the halves of `finish`, follow."""
+    before `result`.
+
+    A skipped step changes nothing but `Program.rolled_back`. So `relaunch` can restore that and recompute the step's
+    gradients; `launch_norm` and `launch_update`, the halves of `finish`, follow."""
 
     def __init__(self, state: TrainingState, feed: Feed, program: Program, *, graphs: bool):
         """`graphs`: capture CUDA graphs."""

@@ -270,8 +270,9 @@ class Finding:
 
 
 def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: bool) -> tuple[Finding, ...]:
-    """Converts a report (n, REPORT_PLACES) on the host to findings. `micro_steps`: over all lanes. Recomputes a current
-    scale from the step's amax, because the report has only the last micro-batch's, of one rank."""
+    """Converts a report (n, REPORT_PLACES) on the host to findings. `micro_steps`: over all lanes.
+
+    Recomputes a current scale from the step's amax, because the report has only the last micro-batch's, of one rank."""
     found = []
     for row, elements, numbers in zip(scaling.fp8.table, scaling.numbers, report.tolist(), strict=True):
         amax, scale = numbers[AMAX], numbers[USED_SCALE]

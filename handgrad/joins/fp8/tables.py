@@ -131,8 +131,9 @@ def longest_side(parameters: Table) -> int:
 def activation_buffers(
     rows: Iterable[ActivationRow], forms: Forms, gemms: Fp8Gemms, gradients: GradientFormats, recompute: int
 ) -> Iterator[Buffer]:
-    """The activations' buffers: `.rows` and `.columns` of each quantised tensor, in addition to its 16-bit form or
-    instead. Only the forward reads `rows`, unless the backward reruns that GEMM; the weight gradient reads `columns`."""
+    """The activations' buffers: `.rows` and `.columns` of each quantised tensor, in addition to its 16-bit form or instead.
+
+    Only the forward reads `rows`, unless the backward reruns that GEMM; the weight gradient reads `columns`."""
     for row in rows:
         tag = tag_of(row, forms)
         if tag is None:

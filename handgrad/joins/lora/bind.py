@@ -89,8 +89,10 @@ def add_linear_operations(ops: ModuleType) -> tuple[Callable[..., None], Callabl
 
 
 class WithAdapters(Overlay):
-    """The operations `ops` for a model whose weights have adapters. Frozen matrices have no gradients. Some kernels
-    always compute vector gradients; for frozen vectors they write to memory that nothing reads."""
+    """The operations `ops` for a model whose weights have adapters.
+
+    Frozen matrices have no gradients. Some kernels always compute vector gradients; for frozen vectors they write to memory
+    that nothing reads."""
 
     def __init__(self, ops: ModuleType, memory: Mapping[str, Tensor], module: ModuleType | None = None):
         """`memory`: views of `tables.buffers`, for u, du, B' and dB'; `module`: has the operations that the model calls,

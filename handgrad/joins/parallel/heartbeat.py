@@ -35,8 +35,9 @@ GRACE_SECONDS = 3.0  # between finding a fault and ending the process, which may
 
 class RunningClock:
     """Seconds for which this process was running. Counts at most `most_seconds` between reads, so read it more often.
-    `scontrol suspend`, `docker pause` and a frozen virtual machine stop all processes of a run together. By the
-    machine's clock, the first process to continue would mistake the pause for silence of the others."""
+
+    `scontrol suspend`, `docker pause` and a frozen virtual machine stop all processes of a run together. By the machine's
+    clock, the first process to continue would mistake the pause for silence of the others."""
 
     def __init__(self, most_seconds: float, clock: Callable[[], float] = time.monotonic):
         self.most_seconds, self.clock = most_seconds, clock

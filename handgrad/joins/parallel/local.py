@@ -62,9 +62,10 @@ def run_ranks(
     patience_seconds: float,
     received: list[int] | None = None,
 ) -> int:
-    """Starts `size` processes of a command, waits for all and returns the worst exit code. `patience_seconds`: how long
-    the others may take to end by themselves and say why, after a rank has failed. `received`: a list that collects the
-    forwarded signals."""
+    """Starts `size` processes of a command, waits for all and returns the worst exit code.
+
+    `patience_seconds`: how long the others may take to end by themselves and say why, after a rank has failed. `received`:
+    a list that collects the forwarded signals."""
     processes: list[subprocess.Popen[bytes]] = []
     received = [] if received is None else received
     temporary = tempfile.TemporaryDirectory(prefix="handgrad-ranks-", ignore_cleanup_errors=True)
@@ -168,8 +169,9 @@ def end_with_launcher() -> None:
 
 
 def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], restarts: int) -> int:
-    """Calls `start` until it returns 0 or a code in `FINAL`, or `restarts` are used up; returns the last code. `start`
-    trains in other processes, forwards signals to them, and appends the signals to its argument. A signal prevents
+    """Calls `start` until it returns 0 or a code in `FINAL`, or `restarts` are used up; returns the last code.
+
+    `start` trains in other processes, forwards signals to them, and appends the signals to its argument. A signal prevents
     restarts. `saved_step`: returns the step of the run's newest checkpoint, or -1."""
     received: list[int] = []
     idle = 0

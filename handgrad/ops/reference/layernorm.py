@@ -32,8 +32,9 @@ def layernorm_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """Adds dL/dinp to the residual stream's gradient (N, C), and the parameter gradients (C) to their accumulators. The
-    stream's gradient is also the output gradient of the GEMM that wrote `inp`. Its column sums are that GEMM's bias
+    """Adds dL/dinp to the residual stream's gradient (N, C), and the parameter gradients (C) to their accumulators.
+
+    The stream's gradient is also the output gradient of the GEMM that wrote `inp`. Its column sums are that GEMM's bias
     gradient (C), so this adds them to `dbias_below_acc` in the same pass. None if no GEMM wrote `inp`."""
     dy, normalized = dout.to(mean.dtype), (inp.to(mean.dtype) - mean.unsqueeze(1)) * rstd.unsqueeze(1)
     g = dy * weight

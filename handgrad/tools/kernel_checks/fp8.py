@@ -101,9 +101,10 @@ WITH_PLAIN += ("attention_forward", "attention_backward")
 
 
 def to_fp8(operation: str, arguments: str, place: str, exponent: int, form: torch.dtype, columns: torch.dtype) -> Fp8Case:
-    """A case: the operation with a quantised tensor at `place` of its `arguments`, beside the 16-bit operation; at a
-    scale of 2^exponent, then at one made from the tensor. `columns`: their format. What turns dqkv back reads it from a
-    workspace, and need only come near the 16-bit kernel."""
+    """A case: the operation with a quantised tensor at `place` of its `arguments`, beside the 16-bit operation; at a scale
+    of 2^exponent, then at one made from the tensor. `columns`: their format.
+
+    What turns dqkv back reads it from a workspace, and need only come near the 16-bit kernel."""
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for current in (False, True):
