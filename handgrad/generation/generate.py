@@ -322,7 +322,7 @@ class StopText:
         return bool(stop) and stop in self.tokenizer.decode_bytes(answer[-len(stop) :])
 
     def before(self, text: str) -> str:
-        """What stands before it in an answer's text."""
+        """The part of an answer's text before it."""
         return text.partition(self.text)[0] if self.text else text
 
 

@@ -120,7 +120,7 @@ class ExactSampler:
         return self.of_answers(rows, self.state.activations.losses)
 
     def of_answers(self, rows: Sequence[Rollout], values: Tensor) -> list[list[Any]]:
-        """Of `values` (B T), those of the tokens of each answer."""
+        """The entries of `values` (B T) at the tokens of each answer."""
         lines = values.view(self.state.activations.targets.shape).tolist()
         spans = (slice(len(one.prompt) - 1, len(one.prompt) - 1 + len(one.answer)) for one in rows)
         return [line[span] for line, span in zip(lines, spans, strict=False)]

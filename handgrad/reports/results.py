@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from handgrad.networks import NETWORKS
 from handgrad.networks.vqvae import psnr
 from handgrad.settings.batch_schedule import BatchSchedule, parse_schedule
 
@@ -258,7 +259,8 @@ def validation_text(run: Run) -> str:
 
 def squares(run: Run) -> bool:
     """True if the loss is a squared error, of a network of pictures."""
-    return run.config.get("architecture") == "vqvae"
+    network = NETWORKS.get(str(run.config.get("architecture")))
+    return network is not None and network.pictures
 
 
 def measure_of(run: Run) -> tuple[str, str, Callable[[float], str]]:
