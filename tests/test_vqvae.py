@@ -290,5 +290,20 @@ def test_other_data_are_refused(small: RunConfig, shards: Path, tmp_path: Path) 
 
 def test_it_writes_no_text(small: RunConfig, capsys: pytest.CaptureFixture) -> None:
     train(replace(small, steps=2, eval_every=0))
-    assert main(["sample", small.out]) == 64
-    assert "vqvae writes no text" in capsys.readouterr().err
+    for command, told in (
+        (["sample", small.out], "vqvae writes no text; `handgrad prepare --images FOLDER --codes RUN` takes its codes"),
+        (["export", small.out, "--out", f"{small.out}-hf"], "vqvae writes no text"),
+        (["export", small.out, "--out", f"{small.out}.gguf", "--to", "gguf"], "vqvae has no form elsewhere"),
+        (["export", small.out, "--out", f"{small.out}.bin", "--to", "llmc"], "llm.c has no network like"),
+    ):
+        assert main(command) == 64
+        error = capsys.readouterr().err
+        assert told in error and len(error.splitlines()) == 1
+
+
+def test_the_next_command_takes_its_codes(small: RunConfig, pictures: Path, capsys: pytest.CaptureFixture) -> None:
+    settings = ["--data", str(pictures), "--out", small.out, "--steps", "20", "--channels", "16", "--device", "cpu"]
+    assert main(["train", *settings]) == 0
+    assert f"next       handgrad prepare --images FOLDER --codes {small.out}" in capsys.readouterr().out.replace(
+        "\n           ", " "
+    )

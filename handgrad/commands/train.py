@@ -32,6 +32,8 @@ def run(parsed: Namespace) -> int:
         run.begin()
         run.advance(config.steps)
         uses = "chat" if run.dataset.is_chat else "sample"
+        if run.design.shape.network.pictures:
+            uses = "prepare --images FOLDER --codes"
     if find_rank_info(os.environ).rank:
         return 0  # rank 0 logs
     print(f"report     {write_report([Path(config.out)], Path(config.out) / REPORT_FILE)}")
@@ -40,7 +42,7 @@ def run(parsed: Namespace) -> int:
 
 
 def next_step(parsed: Namespace, outcome: Outcome | None, uses: str) -> str:
-    """The commands for a finished run, of which `uses` is "sample" or "chat", or the flags that its outcome advises."""
+    """The commands for a finished run, of which `uses` is the first without the model, or the flags of its outcome."""
     out, advice, kind = parsed.run_config.out, [*outcome.advice] if outcome else [], outcome.kind if outcome else ""
     model = shlex.quote(f"{out}/best" if kind == OVERFITTED and not advice else out)
     if not advice:

@@ -31,7 +31,9 @@ def decode_buffers(
     """The rows of the architecture's `Decoding` for `batch` sequences. One prefill takes at most `prefill_tokens` tokens,
     or one whole context if that is longer. Raises `UsageError` for a network of pictures."""
     if shape.network.pictures:
-        raise UsageError(f"{shape.architecture} writes no text; its `encode` and `decode` turn pictures into codes")
+        raise UsageError(
+            f"{shape.architecture} writes no text; `handgrad prepare --images FOLDER --codes RUN` takes its codes"
+        )
     tokens = max(shape.sequence_length, min(prefill_tokens, batch * shape.sequence_length))
     rows = architecture(shape).decoding(shape, batch, tokens, dtype, ops)
     return [Buffer(f"{KIND}.{row.name}", row.shape, row.dtype, KIND, row.ticks) for row in rows]

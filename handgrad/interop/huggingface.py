@@ -23,7 +23,7 @@ from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import GENERATION_FILE, MODEL_FILE, of_transformers, read_object
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.data.tokenizer_loading import load_tokenizer
-from handgrad.errors import DataError, print_message
+from handgrad.errors import DataError, UsageError, print_message
 from handgrad.evaluation.load import imported_config
 from handgrad.memory.rows import ParameterRow
 from handgrad.models import parameter_table
@@ -51,7 +51,12 @@ MODEL_FILES = (*SMALL_FILES, "model*.safetensors")
 
 
 def format_of(architecture: str) -> ModuleType:
-    """The module with a network's `read_shape`, `their_config`, `gguf_name` and `gguf_numbers`."""
+    """The module with a network's `read_shape`, `their_config`, `gguf_name` and `gguf_numbers`. Raises `UsageError` for a
+    network of pictures."""
+    if NETWORKS[architecture].pictures:
+        raise UsageError(
+            f"{architecture} has no form elsewhere; data that `handgrad prepare --codes RUN` wrote carry its weights"
+        )
     return import_module(f"handgrad.interop.{architecture}")
 
 
