@@ -187,15 +187,8 @@ CHOSEN_SIZES = (
 )
 CODEC = ("architecture", "vqvae")  # chosen for pictures in bytes
 CHOSEN = (
-    *CODEC,
-    *CHOSEN_SIZES,
-    "steps",
-    "warmup_steps",
-    "eval_every",
-    "eval_tokens",
-    "sample_every",
-    "save_every",
-    "log_every",
+    *(*CODEC, *CHOSEN_SIZES, "steps", "warmup_steps", "eval_every", "eval_tokens"),
+    *("sample_every", "save_every", "log_every"),
 )
 
 
