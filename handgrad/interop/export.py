@@ -133,6 +133,7 @@ def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
 def export_llmc(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> Exported:
     """`handgrad export --to llmc`. Raises the errors of `export`; `UsageError`: no GPT-2, or a token too long for llm.c."""
     if (found := checkpoint_config(checkpoint).architecture) != "gpt2":
+        huggingface.format_of(found)  # refuses an autoencoder, which no other format takes either
         raise UsageError(
             f"llm.c has no network like {checkpoint.folder}'s ({found}), only GPT-2's; `export --to hf` writes it"
             " with its code"
