@@ -51,7 +51,7 @@ class Commands:
         return done.stdout
 
     def figures(self, name: str) -> dict[str, Any]:
-        """What `evaluate` tells of a run, and its speed."""
+        """The figures that `evaluate` prints for a run, and its speed."""
         lines = lines_of(self.work / name)
         told = self.run(f"evaluate {self.work}/{name} --micro-batch 64")
         return {

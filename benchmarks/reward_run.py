@@ -199,7 +199,7 @@ class Phases:
         """Adds what `figures()` returns, or the error that it raises: later phases go on."""
         try:
             self.figures[name] = figures()
-        except Exception as error:
+        except Exception as error:  # a phase cut short may leave any file half written; the record names what it raised
             self.figures[name] = {"error": f"{error!r:.300}"}
         print(f"{name}: {json.dumps(rounded(self.figures[name], 4))[:1500]}", flush=True)
         self.write()

@@ -189,7 +189,7 @@ def test_it_learns_and_resumes_bit_by_bit(small: RunConfig, text: str, tmp_path:
 
 
 def test_a_run_is_a_codec(small: RunConfig, config: RunConfig) -> None:
-    """Of any number of pictures; a picture's codes do not depend on the others."""
+    """It codes any number of pictures at once, each independently of the others."""
     train(small)
     codec = open_codec(open_weights(small.out))
     assert (codec.size, codec.grid, codec.codes) == ((8, 8), (2, 2), 1000)

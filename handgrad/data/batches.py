@@ -63,10 +63,7 @@ def permute(index: int, size: int, key: int) -> int:
     in the excess is permuted again until it is below `size` (cycle walking, Black and Rogaway 2002): still a bijection."""
     assert 0 <= index < size
     rows = max(2, int(size**0.5))
-    columns, keys = (
-        -(-size // rows),
-        round_keys(key),
-    )  # a row of a batch takes 16 hashes: half of the time to read a short one
+    columns, keys = (-(-size // rows), round_keys(key))
     while True:
         row, column = divmod(index, columns)
         for n in range(0, 2 * ROUNDS, 2):
@@ -277,7 +274,9 @@ class Batches:
         return samples * self.stride + begun * (self.sequence_length - self.stride)
 
     def samples_of(self, tokens: int) -> int:
-        """The largest number of leading samples, at most an epoch, that score at most `tokens` tokens, or at least one."""
+        """The largest number of leading samples, at most an epoch, that score at most `tokens` tokens (0: all), or one."""
+        if not tokens:
+            return self.samples_per_epoch
         every = range(self.samples_per_epoch + 1)
         some = bisect_right(every, 0, key=self.scored_tokens)  # the first samples may score none
         return max(some, bisect_right(every, tokens, key=self.scored_tokens) - 1)

@@ -169,7 +169,7 @@ def held_out_loss(
     sets, total = dict[str, HeldOut](), 0.0
     for name, weight, each in apart(dataset):
         batches = Batches(each.splits["validation"], length, 0, shuffle=False, stride=eval_stride, packing=packing)
-        samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
+        samples = batches.samples_of(eval_tokens)
         loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks, progress=progress)
         units = perplexity(loss), bits_per_byte(loss, each, packing)
         sets[name], total = HeldOut(loss, *units, batches.scored_tokens(samples)), total + float(weight) * loss

@@ -70,7 +70,7 @@ def held_out_pictures(
     assert dataset.codes is not None
     first_other, length = len(dataset.codes.colours), act.tokens.shape[1]
     batches = Batches(dataset.splits["validation"], length, 0, shuffle=False, packing=packing)
-    samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
+    samples = batches.samples_of(eval_tokens)
     sums: list[float] = []
     for first, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):
         batch_sums = np.zeros(4)
@@ -101,7 +101,7 @@ def held_out_codes(
     """An autoencoder's squared error and codes on the first `eval_tokens` bytes (0: all) of the validation split."""
     codes = family_of(shape).codes
     batches = Batches(dataset.splits["validation"], act.tokens.shape[1], 0, shuffle=False, packing=packing)
-    samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
+    samples = batches.samples_of(eval_tokens)
     sums: list[float] = []
     for _, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):
         uses = torch.bincount(act.codes[: len(losses)].flatten(), minlength=codes)

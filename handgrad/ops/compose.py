@@ -60,6 +60,28 @@ def after_mix_rmsnorm(mix_rmsnorm_forward: Operation, gemm: Operation) -> Operat
     return both
 
 
+def transposed_backward(conv_forward: Operation, conv_backward: Operation) -> Operation:
+    """Returns the backward of the transposed convolution, with the arguments of `conv_backward`. Its input gradient is a
+    convolution, its weight gradient the convolution's with input and output exchanged."""
+
+    def both(
+        dinp: Tensor,
+        dweight_acc: Tensor | None,
+        dbias_acc: Tensor | None,
+        dout: Tensor,
+        inp: Tensor,
+        weight: Tensor,
+        *,
+        stride: int = 1,
+        scratch: Tensor | None = None,
+    ) -> None:
+        conv_forward(dinp, dout, weight, None, stride=stride)
+        conv_backward(None, dweight_acc, None, inp, dout, weight, stride=stride)
+        conv_backward(None, None, dbias_acc, dout, dout, weight, stride=stride)
+
+    return both
+
+
 def after_mix(mix_forward: Operation, rmsnorm_linear_forward: Operation) -> Operation:
     """Returns the operation of `after_mix_rmsnorm`, built from `mix_forward` and a GEMM that computes the norm itself."""
 

@@ -1,12 +1,12 @@
 """Convolutions by this backend's GEMMs, a sample at a time: its patches stay in cache.
 
-oneDNN has convolutions of its own, but they split sums by threads: with 1 to 8 threads the weight gradient's bits change at
-almost every shape, and the forward's at some.
+oneDNN has convolutions of its own, but they split sums by threads, so that bits depend on their number.
 """
 
 import torch
 from torch import Tensor
 
+from handgrad.ops import compose
 from handgrad.ops.cpu.linear import gemm as onednn_gemm, linear_forward, prefers_onednn, weight_backward
 from handgrad.ops.reference.convolution import fold, patches, rows, side_of
 from handgrad.ops.reference.linear import bias_backward
@@ -52,22 +52,4 @@ def transposed_conv_forward(
         out.add_(bias)
 
 
-def transposed_conv_backward(
-    dinp: Tensor,
-    dweight_acc: Tensor | None,
-    dbias_acc: Tensor | None,
-    dout: Tensor,
-    inp: Tensor,
-    weight: Tensor,
-    *,
-    stride: int = 1,
-    scratch: Tensor | None = None,
-) -> None:
-    side = side_of(weight, dout)
-    for dx, dy, x in zip(dinp.split(1), dout.split(1), inp.split(1), strict=True):
-        read = patches(dy, side, stride)
-        linear_forward(rows(dx), read, weight, None)
-        if dweight_acc is not None:
-            weight_backward(dweight_acc, rows(x), read)
-    if dbias_acc is not None:
-        bias_backward(dbias_acc, rows(dout))
+transposed_conv_backward = compose.transposed_backward(conv_forward, conv_backward)

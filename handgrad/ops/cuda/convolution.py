@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from handgrad.ops import compose
 from handgrad.ops.reference.convolution import padding_of, rows, side_of
 
 # The same algorithm each time, by cuDNN's heuristics and not by timing, and the same bits.
@@ -50,22 +51,7 @@ def transposed_conv_forward(
     torch.add(y.permute(0, 2, 3, 1), 0 if bias is None else bias, out=out)
 
 
-def transposed_conv_backward(
-    dinp: Tensor,
-    dweight_acc: Tensor | None,
-    dbias_acc: Tensor | None,
-    dout: Tensor,
-    inp: Tensor,
-    weight: Tensor,
-    *,
-    stride: int = 1,
-    scratch: Tensor | None = None,
-) -> None:
-    conv_forward(dinp, dout, weight, None, stride=stride)
-    if dweight_acc is not None:
-        add_weight_gradient(dweight_acc, inp, dout, weight, stride)
-    if dbias_acc is not None:
-        dbias_acc.add_(rows(dout).sum(0))
+transposed_conv_backward = compose.transposed_backward(conv_forward, conv_backward)
 
 
 def add_weight_gradient(dweight_acc: Tensor, dout: Tensor, inp: Tensor, weight: Tensor, stride: int) -> None:
