@@ -31,14 +31,13 @@ CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
         f"{keys} keys at once, {warps} warps": {(attention_decode, "FEW_ATTENTIONS"): (64 * keys, warps)}
         for keys, warps in ((256, 16), (128, 8), (128, 4), (64, 4))
     },
-    **{f"{n} programs at most": {(row_gemms, "MOST_PROGRAMS"): n} for n in (396, 528, 792)},
+    **{f"{n} programs at most": {(row_gemms, "MOST_PROGRAMS"): n} for n in (528, 660, 1056)},
     "small tiles of one warp": {(row_gemms, "FEWEST_WARPS"): 1},
     "tiles of 16384 numbers": {(row_gemms, "TILE_ELEMENTS"): 16384},
     "tiles of 4096 numbers": {(row_gemms, "TILE_ELEMENTS"): 4096},
     "twice the warps": {(row_gemms, "ELEMENTS_PER_WARP"): 1024, (row_gemms, "FEWEST_WARPS"): 8},
     "registers without a limit": {(row_gemms, "REGISTERS"): 255, (row_gemms, "REGISTERS_OF_SEVERAL"): 255},
-    **{f"a part for {n} keys of the cache": {(attention_decode, "KEYS_PER_PART"): n} for n in (128, 256, 512)},
-    "tiles of 32 keys": {(attention_decode, "PART_TILE"): 2048},
+    **{f"{n} parts of keys at most": {(attention_decode, "MOST_PARTS"): n} for n in (1, 2)},
 }
 
 
@@ -67,7 +66,7 @@ def milliseconds(decoder: Decoder, position: int) -> float:
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Milliseconds of a decoding step of one text, by its kernels' choices.")
-    parser.add_argument("model", help="d12, d48, ...")
+    parser.add_argument("model", help="d12, d48, Llama-3.2-1B, ...")
     parser.add_argument("--choices", type=int, default=len(CHOICES), help="the first so many")
     parser.add_argument("--out", default="", help="the results file")
     options = parser.parse_args(given)

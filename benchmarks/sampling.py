@@ -1,4 +1,5 @@
-"""Tokens per second of texts: handgrad's sampling beside `transformers.generate`, each contender in a process of its own.
+"""Tokens per second of texts: handgrad's sampling beside `transformers.generate`, each contender in a process of its own,
+and the seconds until a fresh process has the first token of its first text.
 
 All continue the same random prompts greedily with random weights of the same sizes, in the same precision, to the same
 length; a call's time runs from the prompts' tokens on the host to the texts' tokens on the host. All contenders load and
@@ -8,9 +9,13 @@ counts. handgrad makes `WARM_UPS` calls before, in which its graphs are captured
 `python -m benchmarks.decode_choices` times single steps.
 
     handgrad bench sampling --model d12
+    python -m benchmarks.sampling Llama-3.2-1B --out h200-sampling-llama-3_2-1b.json
 """
 
+import argparse
+import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,21 +24,24 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import known_names
-from benchmarks.record import free_memory, version, write_record
+from benchmarks.llama_twin import SHAPES, sizes as family_sizes
+from benchmarks.record import free_memory, keep_commit, run_main, version, write_record
+from benchmarks.trainer_run import their_config
 from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, say
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
-from handgrad.machine import devices
+from handgrad.machine import devices, gpus
 from handgrad.machine.backend import choose_backend
 from handgrad.memory.arena import Buffer, make_plan
 from handgrad.memory.rows import count_parameters, flat_elements, initialize
 from handgrad.models import named_weights, parameter_table
 from handgrad.settings import presets
-from handgrad.settings.config import ModelShape
+from handgrad.settings.config import ModelShape, RunConfig
 from handgrad.tools.speeds import copy_bandwidth
 
 VOCABULARY, CONTEXT = 50257, 1024
 SHORT_PROMPT, LONG_PROMPT, NEW_TOKENS = 32, 512, 128
+FIRST_PROMPT, FIRST_TOKENS, STARTS = 64, 900, 3  # of a fresh process, which does not count the first time
 CALLS, WARM_UPS = 3, 2
 CONTENDERS = ("handgrad", "transformers", "transformers-compiled")
 
@@ -41,6 +49,9 @@ Call = Callable[[list[list[int]]], list[list[int]]]
 
 
 def sizes(model: str) -> ModelShape:
+    """The shape of a preset, or of a published model in `SHAPES`."""
+    if model in SHAPES:
+        return RunConfig(**family_sizes(model), sequence_length=CONTEXT).shape(SHAPES[model][0])
     known = presets.model(model)
     return ModelShape(VOCABULARY, CONTEXT, known["num_layers"], known["num_heads"], known["channels"])
 
@@ -88,17 +99,9 @@ class Handgrad:
 def transformers_call(shape: ModelShape, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> Call:
     import transformers
 
-    config = transformers.GPT2Config(
-        n_layer=shape.num_layers,
-        n_head=shape.num_heads,
-        n_embd=shape.channels,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    model = transformers.GPT2LMHeadModel(config).to(device, dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(their_config(shape)).to(device, dtype).eval()
     options: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
-    length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": VOCABULARY - 1}
+    length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": shape.vocab_size - 1}
 
     def call(prompts: list[list[int]]) -> list[list[int]]:
         tokens = torch.tensor(prompts, device=device)
@@ -134,6 +137,28 @@ def contend(name: str, model: str, batches: list[int], device: torch.device, pre
             say(pipe, {"seconds_of_calls": [round(s, 4) for s in seconds], **memory(device)})
 
 
+def first_text(model: str, device: torch.device, precision: str) -> None:
+    """Prints, as JSON, how many seconds a fresh process takes from a prompt to its tokens; weights lie in memory before."""
+    devices.set_arithmetic(device, precision)
+    ours = Handgrad(sizes(model), device, precision)
+    decoder = ours.decoder_of(1)
+    devices.synchronize(device)
+    seconds, begun = [], time.perf_counter()
+    (prompt,) = random_prompts(ours.shape, 1, FIRST_PROMPT)
+    for _ in decoder.generate([Continuation(prompt, FIRST_TOKENS, 0)]):
+        seconds.append(time.perf_counter() - begun)
+    each = (seconds[-1] - seconds[1]) / (FIRST_TOKENS - 2)
+    figures = {"first_token_seconds": seconds[0], "second_token_seconds": seconds[1] - seconds[0], "seconds": seconds[-1]}
+    print(json.dumps(figures | {"milliseconds_per_token_from_the_second_on": 1e3 * each}))
+
+
+def first_texts(model: str, device: torch.device, precision: str) -> dict[str, float]:
+    """The medians of `first_text` over fresh processes, with the compiled kernels on disk."""
+    command = [sys.executable, "-m", "benchmarks.sampling", "first", model, device.type, precision]
+    runs = [json.loads(subprocess.check_output(command, text=True).splitlines()[-1]) for _ in range(1 + STARTS)]
+    return {name: round(statistics.median(run[name] for run in runs[1:]), 4) for name in runs[0]}
+
+
 def random_prompts(shape: ModelShape, batch: int, tokens: int) -> list[list[int]]:
     return torch.randint(shape.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -143,13 +168,17 @@ def compare(model: str, batches: list[int], chosen: str, device: torch.device, p
     names = known_names(chosen, list(CONTENDERS))
     bandwidth = copy_bandwidth(device)
     weight_bytes = count_parameters(parameter_table(sizes(model))) * devices.DTYPES[precision].itemsize
-    limit = bandwidth / weight_bytes
+    limits = {"of_limit": bandwidth / weight_bytes}
+    card = gpus.GPUS.get(gpus.short_name(torch.cuda.get_device_name(device))) if device.type == "cuda" else None
+    if card:
+        limits["of_data_sheet"] = 1e12 * card.terabytes_per_second / weight_bytes
     print(f"{model}, {precision}: {NEW_TOKENS} tokens out, greedy; {devices.describe(device)}")
-    print(f"reading the weights at the {bandwidth / 1e12:.2f} TB/s of a copy: {limit:.0f} tokens/s a sequence at most")
+    speed = f"{limits['of_limit']:.0f} tokens/s a sequence"
+    print(f"reading the weights at the {bandwidth / 1e12:.2f} TB/s of a copy: {speed} at most")
     peers = {}
     for name in names:
         arguments = name, model, ",".join(map(str, batches)), device.type, precision
-        peers[name] = Peer(name, [sys.executable, "-m", "benchmarks.sampling", *arguments])
+        peers[name] = Peer(name, [sys.executable, "-m", "benchmarks.sampling", "contend", *arguments])
     print(
         f"{'':<24}{'batch':>6}{'tokens in':>11}{'tokens/s':>12}{'ms/token':>10}{'of limit':>10}{'GB':>8}{'handgrad is':>13}"
     )
@@ -160,25 +189,32 @@ def compare(model: str, batches: list[int], chosen: str, device: torch.device, p
         for case in sorted({case for cases_of_one in wanted.values() for case in cases_of_one}):
             for name in ready:
                 if case in wanted[name]:
-                    rows.append(measured(peers[name], *case, limit))
+                    rows.append(measured(peers[name], *case, limits))
                     print(line_of(rows[-1], rows), flush=True)
     finally:
         for peer in peers.values():
             peer.close()
+    first = first_texts(model, device, precision)
+    print(f"a fresh process, {FIRST_PROMPT} tokens in, {FIRST_TOKENS} out: {first}")
     if out:
         settings = {"model": model, "new_tokens": NEW_TOKENS, "precision": precision}
-        figures = {"copy_bytes_per_second": round(bandwidth), "weight_bytes": weight_bytes, "rows": rows}
+        figures = {
+            "copy_bytes_per_second": round(bandwidth),
+            "weight_bytes": weight_bytes,
+            "rows": rows,
+            "first_text": first,
+        }
         write_record(out, device, transformers=version("transformers"), **settings, **figures)
 
 
-def measured(peer: Peer, batch: int, tokens: int, limit: float) -> dict[str, Any]:
-    """A row of the table. `limit`: tokens per second of one text."""
+def measured(peer: Peer, batch: int, tokens: int, limits: dict[str, float]) -> dict[str, Any]:
+    """A row of the table. `limits`: tokens per second of one text, at the bandwidth of a copy and of the data sheet."""
     answer = peer.ask(f"{batch} {tokens}")
     seconds = statistics.median(answer["seconds_of_calls"])
     row = {"contender": peer.name, "batch": batch, "prompt_tokens": tokens}
     row["tokens_per_second"] = round(batch * NEW_TOKENS / seconds, 1)
     row |= {"milliseconds_per_token": round(seconds * 1e3 / NEW_TOKENS, 4), **answer}
-    return row | {"of_limit": round(row["tokens_per_second"] / batch / limit, 4)}
+    return row | {name: round(row["tokens_per_second"] / batch / limit, 4) for name, limit in limits.items()}
 
 
 def is_ready(peer: Peer) -> bool:
@@ -199,7 +235,27 @@ def line_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return f"{row['contender']:<24}{row['batch']:>6}{row['prompt_tokens']:>11}{numbers}{reserved:>8}{times:>13}"
 
 
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Tokens per second of texts, beside transformers.")
+    parser.add_argument("model", choices=[*SHAPES])
+    parser.add_argument("--batches", default="1,8,64", help="texts at once")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--out", default="", help="the results file")
+    asked = parser.parse_args(given)
+    keep_commit()
+    batches, device = [int(batch) for batch in asked.batches.split(",")], devices.resolve_device(asked.device)
+    compare(asked.model, batches, asked.contenders, device, asked.precision, asked.out)
+
+
 if __name__ == "__main__":
-    contender, of_model, of_batches, on, in_precision = sys.argv[1:]
-    batches_asked = [int(batch) for batch in of_batches.split(",")]
-    contend(contender, of_model, batches_asked, devices.resolve_device(on), in_precision)
+    if sys.argv[1:2] == ["contend"]:
+        contender, of_model, of_batches, on, in_precision = sys.argv[2:]
+        batches_asked = [int(batch) for batch in of_batches.split(",")]
+        contend(contender, of_model, batches_asked, devices.resolve_device(on), in_precision)
+    elif sys.argv[1:2] == ["first"]:
+        of_model, on, in_precision = sys.argv[2:]
+        first_text(of_model, devices.resolve_device(on), in_precision)
+    else:
+        run_main(main)

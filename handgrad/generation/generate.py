@@ -160,8 +160,8 @@ class Decoder:
         waiting = iter(texts)
         in_flight: DecodeInFlight | None = None
         self.slots = [None] * len(self.slots)  # the caller may have abandoned an earlier call
-        self.buf.active.zero_()
-        self.buf.positions.zero_()
+        for state in (self.buf.active, self.buf.positions, self.buf.arrivals):
+            state.zero_()
         while True:
             self.fill_slots(waiting)
             busy = [slot for slot in self.slots if slot]

@@ -32,6 +32,7 @@ def choose_backend(name: str, device: torch.device, precision: str = "") -> Modu
     try:
         kernels = importlib.import_module(KERNELS.get(precision, "handgrad.ops.cuda"))
         kernels.versions()  # loads the libraries
+        importlib.import_module("handgrad.ops.cuda.launch").load_ahead()
     except (ImportError, OSError, RuntimeError) as failure:  # a library that does not load, a driver that is too old
         message = " ".join(f"{type(failure).__name__}: {failure}".split())
         raise UsageError(f"the kernels cannot run here: {message:.200}; or use --backend reference") from failure

@@ -35,6 +35,7 @@ class Sequences:
     places: Tensor = activation("B", torch.int64)  # index of the next token in the whole text
     active: Tensor = activation("B", torch.int64)  # 1 for a slot in use, 0 for a free one
     seeds: Tensor = activation("B", torch.int64)
+    arrivals: Tensor = activation("B H", torch.int32)  # zeros between launches: programs of a head that have ended
     seen: Tensor = activation("B V", torch.bool)  # the tokens each sequence has
     keys: Tensor = activation("L B K maxT D")
     values: Tensor = activation("L B K maxT D")
@@ -64,7 +65,7 @@ def decode_rows(
 
 def step_attention(ops: ModuleType, block: Any, sequences: Sequences, layer: int, window: int = 0) -> Attention:
     """One token per sequence attends over the layer's cache, or over the last `window` tokens of it."""
-    cache, options = (sequences.keys[layer], sequences.values[layer]), {"window": window, "scratch": sequences.scratch}
+    cache, options = (sequences.keys[layer], sequences.values[layer]), {"window": window, **step_memory(sequences)}
 
     def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         tensors = residual, block.qkv, sequences.positions, weight, bias
@@ -124,7 +125,12 @@ def prompts_attend(
 def step_attends(ops: ModuleType, block: Any, sequences: Sequences, layer: int, window: int) -> Launch:
     """`step_attention` without the output projection: fills block.atty."""
     tensors = sequences.keys[layer], sequences.values[layer], block.qkv, sequences.positions
-    return partial(ops.attention_decode, block.atty, *tensors, window=window, scratch=sequences.scratch)
+    return partial(ops.attention_decode, block.atty, *tensors, window=window, **step_memory(sequences))
+
+
+def step_memory(sequences: Sequences) -> dict[str, Tensor]:
+    """The memory of a step's attention."""
+    return {"scratch": sequences.scratch, "arrivals": sequences.arrivals}
 
 
 def prefill_block(buffers: Block, batch: int, length: int) -> Block:

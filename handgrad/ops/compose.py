@@ -96,7 +96,7 @@ def after_mix(mix_forward: Operation, rmsnorm_linear_forward: Operation) -> Oper
 def after_attention(attention_decode: Operation, linear_residual_forward: Operation) -> Operation:
     """Returns the operation (out, attended, keys, values, residual, qkv, positions, weight, bias): attention of one token
     per sequence, then out (B, C) = residual (B, C) + the GEMM of its result y (B, H D) with weight (C, H D).
-    attended (B, H D) may receive y. `window`: as in `attention_decode`."""
+    attended (B, H D) receives y. `options`: `attention_decode`'s own."""
 
     def both(
         out: Tensor,
@@ -109,10 +109,10 @@ def after_attention(attention_decode: Operation, linear_residual_forward: Operat
         weight: Tensor,
         bias: Tensor | None,
         *,
-        window: int = 0,
         scratch: Tensor | None = None,
+        **options: Any,
     ) -> None:
-        attention_decode(attended, keys_inout, values_inout, qkv, positions, window=window, scratch=scratch)
+        attention_decode(attended, keys_inout, values_inout, qkv, positions, scratch=scratch, **options)
         linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch)
 
     return both

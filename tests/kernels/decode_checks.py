@@ -92,9 +92,12 @@ def split_attention(
             cache[:, :, : max(0, position + 1 - window) if window and ops is kernels else 0] = torch.nan
         out, attended = nan(t["qkv"], 1, C), nan(t["qkv"], 1, H * D)
         scratch = torch.full((1 << 20,), 255, dtype=torch.uint8, device=draw.device)
+        arrivals = torch.zeros(1, H, dtype=torch.int32, device=draw.device)
         bias = t["bias"] if with_bias else None
         tensors = *caches, t["residual"], t["qkv"], positions, t["weight"], bias
-        ops.attention_linear_residual_forward(out, attended, *tensors, window=window, scratch=scratch)
+        options = {"window": window, "scratch": scratch, "arrivals": arrivals}
+        ops.attention_linear_residual_forward(out, attended, *tensors, **options)
+        assert not arrivals.any()
         assert all(torch.isnan(cache[:, :, position + 1 :]).all() for cache in caches)
         return {"out": out, "written": torch.stack([cache[:, :, position] for cache in caches])}
 

@@ -24,10 +24,8 @@ POINTERS = (
 )
 SIGNATURE = dict.fromkeys(POINTERS, "*bf16:16")
 SIGNATURE |= dict.fromkeys(("positions", "tokens", "tokens_out", "seeds"), "*i64:16")
-SIGNATURE |= dict.fromkeys(
-    ("values_out", "largest", "rstd", "sums", "tops", "totals", "sums_out", "tops_out", "totals_out"), "*fp32:16"
-)
-SIGNATURE |= dict.fromkeys(("ids", "ids_out", "broken", "broken_out"), "*i32:16")
+SIGNATURE |= dict.fromkeys(("values_out", "largest", "rstd", "sums", "tops", "totals"), "*fp32:16")
+SIGNATURE |= dict.fromkeys(("ids", "ids_out", "broken", "broken_out", "arrivals"), "*i32:16")
 SIGNATURE |= dict.fromkeys(("places", "chosen", "active", "slots"), "*i64:16")
 SIGNATURE |= dict.fromkeys(("O", "K", "C", "T", "maxT", "D", "stride"), "i32:16") | dict.fromkeys(
     ("H", "V", "B", "parts", "N", "length"), "i32"
@@ -39,25 +37,22 @@ SIGNATURE |= dict.fromkeys(("SCALE", "temperature", "penalty", "least", "epsilon
 def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
     """name: (kernel, its constants, warps), as the operations launch them; `turing`: on a GPU before Ampere."""
     found: dict[str, tuple[triton.JITFunction, dict[str, object], int]] = {}
-    everything = ("norm_weight", "norm_bias", "bias", "residual", "sums", "tops", "totals")
+    everything = ("norm_weight", "norm_bias", "bias", "residual")
+    whole = dict.fromkeys(("sums", "tops", "totals", "arrivals")) | {"PARTS": 1}
 
-    def product(name: str, O: int, K: int, *given: str, head: int = 0, **constants: object) -> None:
-        rows, block, warps = row_gemms.gemm_tile(O, K)
-        if constants.get("ACTIVATION") == "swiglu":
-            rows //= 2
-            O //= 2
-        present = (*given, *(("sums", "tops", "totals") if head else ()))
+    def product(name: str, O: int, K: int, *given: str, **constants: object) -> None:
+        weights = 1 + (constants.get("ACTIVATION") == "swiglu")
+        O //= weights
+        rows, block, warps = row_gemms.gemm_tile(O, K, weights)
         plain = {
             "ROWS": rows,
             "BLOCK": block,
-            "SPLITS": 4 if head else 0,
-            "HEAD": head,
             "ACTIVATION": "",
             "RMS_NORM": False,
-            "STAGES": row_gemms.stages_of(triton.cdiv(O, rows)),
+            "STAGES": row_gemms.stages_of(triton.cdiv(O, rows), weights),
             "PLUS": 0,
         }
-        absent = dict.fromkeys(set(everything) - set(present))
+        absent = dict.fromkeys(set(everything) - set(given))
         found[name] = row_gemms._row_gemm, plain | constants | absent, warps
 
     product("RMS norm, qkv", 2304, 768, RMS_NORM=True)
@@ -67,14 +62,13 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
         product(f"gained RMS norm, qkv of {name}", 3 * C, C, "norm_weight", RMS_NORM=True)
         product(f"gained RMS norm, SwiGLU of {name}", 2 * F, C, "norm_weight", RMS_NORM=True, ACTIVATION="swiglu")
         product(f"down of {name}", C, F, "residual")
-        product(f"parts and proj of {name}", C, C, "residual", head=64)
+        product(f"proj of {name}, without bias", C, C, "residual")
     product("SwiGLU of 2048, without a norm", 16384, 2048, ACTIVATION="swiglu")
     product("RMS norm of 1 + w, gates of 640", 4096, 640, "norm_weight", RMS_NORM=True, PLUS=1)
     product("proj of 4096", 4096, 4096, "residual")
     for C in (768, 1600):
         product(f"qkv of {C}", 3 * C, C, "norm_weight", "norm_bias", "bias")
         product(f"proj of {C}", C, C, "bias", "residual")
-        product(f"parts and proj of {C}", C, C, "bias", "residual", head=64)
         product(f"fc of {C}", 4 * C, C, "norm_weight", "norm_bias", "bias", ACTIVATION="gelu")
         product(f"fcproj of {C}", C, 4 * C, "bias", "residual")
         product(f"head of {C}", 50304, C, "norm_weight", "norm_bias")
@@ -89,15 +83,15 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
     }.items():
         found[f"attention, {name}"] = (
             attention_decode._attention,
-            {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 1, "WINDOW": 0},
+            whole | {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 1, "WINDOW": 0},
             warps,
         )
         found[f"grouped attention, {name}"] = (
             attention_decode._attention,
-            {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3, "WINDOW": 0},
+            whole | {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3, "WINDOW": 0},
             warps,
         )
-        wide = {"KEYS": elements // 256, "BLOCK": 256, "GROUP": 4}
+        wide = whole | {"KEYS": elements // 256, "BLOCK": 256, "GROUP": 4}
         for window in (0, 512):
             kernel = f"grouped attention of 256{', within a window' * bool(window)}, {name}"
             found[kernel] = attention_decode._attention, wide | {"WINDOW": window}, max(warps, 4)
@@ -109,15 +103,10 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
             constants,
             tile.warps,
         )
-    for D, parts in ((64, 4), (64, 16), (128, 4)):
-        constants = {
-            "KEYS": attention_decode.PART_TILE // D,
-            "D": D,
-            "GROUP": 1,
-            "SPLITS": parts,
-            "WINDOW": 4096 * (parts == 16),
-        }
-        found[f"a part of {parts}, heads of {D}"] = attention_decode._attention_part, constants, attention_decode.PART_WARPS
+    elements, warps = attention_decode.FEW_ATTENTIONS
+    for D, parts in ((64, 4), (64, 16), (128, 8)):
+        constants = {"KEYS": elements // D, "BLOCK": D, "GROUP": 1, "PARTS": parts, "WINDOW": 4096 * (parts == 16)}
+        found[f"a part of {parts}, heads of {D}"] = attention_decode._attention, constants, warps
     queries, keys, warps = attention_decode.TURING_APPEND_TILE if turing else attention_decode.APPEND_TILE
     for D, group in ((64, 1), (128, 1), (64, 4), (128, 2)):
         constants = {"QUERIES": queries, "KEYS": keys, "BLOCK": D, "GROUP": group, "WINDOW": 4096 * (group == 4)}

@@ -48,9 +48,11 @@ def test_a_program_has_rows_while_there_are_enough_programs() -> None:
     assert row_gemms.gemm_tile(50304, 768) == (8, 1024, 4)
     assert row_gemms.gemm_tile(768, 768) == (2, 1024, 4)
     assert row_gemms.gemm_tile(1600, 6400) == (1, 8192, 4)
-    counts = {tiles: row_gemms.programs_of(tiles) for tiles in (96, 660, 661, 1200, 1600, 12576)}
-    assert counts == {96: 96, 660: 660, 661: 331, 1200: 600, 1600: 534, 12576: 629}, "as many tiles for each"
-    assert [row_gemms.stages_of(tiles) for tiles in (96, 660, 661, 2640, 2641)] == [0, 0, 2, 2, 3]
+    counts = {tiles: row_gemms.programs_of(tiles) for tiles in (96, 792, 793, 1200, 1600, 12576)}
+    assert counts == {96: 96, 792: 792, 793: 397, 1200: 600, 1600: 534, 12576: 786}, "as many tiles for each"
+    assert [row_gemms.stages_of(tiles) for tiles in (96, 792, 793, 3168, 3169)] == [0, 0, 2, 2, 3]
+    assert row_gemms.gemm_tile(8192, 2048, 2) == (4, 2048, 8), "SwiGLU: as many rows of each half"
+    assert row_gemms.programs_of(2048, 2) == 1024 and row_gemms.stages_of(2048, 2) == 2
 
 
 @pytest.mark.parametrize(
@@ -84,20 +86,24 @@ def test_attention_of_new_tokens_within_a_window(draw: Draw, window: int) -> Non
     check(checks.attention_append(draw, 5, [3, 0, 11], 4, 2, 16, 24, window))
 
 
-# Shared keys at each border of a tile or a part; keys of one head each in no part, in one and in all.
-IN_PARTS = [*((6, 2, position) for position in (0, 1, 15, 16, 63, 64, 65, 129, 199)), (3, 3, 0), (3, 3, 16), (3, 3, 199)]
+# Shared keys at each border of a tile; keys of one head each in one part and in all. Of a width of 24: padded tiles.
+IN_PARTS = [
+    *((6, 2, 32, position) for position in (0, 1, 15, 16, 17, 63, 64, 65, 129, 199)),
+    (3, 3, 24, 0),
+    (3, 3, 24, 199),
+]
 
 
-@pytest.mark.parametrize(("H", "K", "position"), IN_PARTS)
-def test_heads_in_parts(draw: Draw, H: int, K: int, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts without a key, of one tile, of several; heads that share keys; heads whose number is no power of two."""
-    monkeypatch.setattr(attention_decode, "PART_TILE", 16 * 32)
-    for keys_of_part, parts in ((64, 4), (200, 1), (16, 16)):
-        monkeypatch.setattr(attention_decode, "KEYS_PER_PART", keys_of_part)
-        assert attention_decode.splits(200, 32) == parts
-        check(checks.split_attention(draw, H, K, 200, 32, position, with_bias=position != 64))
+@pytest.mark.parametrize(("H", "K", "D", "position"), IN_PARTS)
+def test_heads_in_parts(draw: Draw, H: int, K: int, D: int, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part with keys, some, all; parts of one tile and of several; heads that share keys."""
+    monkeypatch.setattr(attention_decode, "FEW_ATTENTIONS", (16 * 32, 1))
+    for most, parts in ((16, 16), (4, 4), (1, 1)):
+        monkeypatch.setattr(attention_decode, "MOST_PARTS", most)
+        assert attention_decode.parts_of(H, 200, 16) == parts
+        check(checks.split_attention(draw, H, K, 200, D, position, with_bias=position != 64))
         for window in (1, 17, 64) if position in (16, 199) else ():
-            check(checks.split_attention(draw, H, K, 200, 32, position, window=window))
+            check(checks.split_attention(draw, H, K, 200, D, position, window=window))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +119,11 @@ def test_attention_of_new_tokens_in_turings_tiles(draw: Draw, monkeypatch: pytes
     check(checks.attention_append(draw, 37, [3, 0, 11], 4, 2, 64, 24))
 
 
-def test_heads_that_are_not_split() -> None:
-    """Of a width that is no power of two, or of a cache of up to 1024 positions."""
-    sizes = {(4096, 100): 1, (1024, 64): 1, (1025, 64): 2, (4096, 64): 4, (1 << 17, 128): 16}
-    assert {size: attention_decode.splits(*size) for size in sizes} == sizes
+def test_parts_while_programs_are_few() -> None:
+    """As many as a full cache has tiles, up to 264 programs."""
+    sizes = {(12, 1024, 256): 4, (12, 200, 256): 1, (16, 1024, 128): 8, (32, 1 << 17, 256): 8, (12, 1 << 17, 256): 16}
+    sizes |= {(133, 4096, 256): 1, (132, 4096, 256): 2}
+    assert {size: attention_decode.parts_of(*size) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize("B", [1, 3, 65])

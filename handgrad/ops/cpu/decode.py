@@ -34,6 +34,7 @@ def attention_decode(
     *,
     window: int = 0,
     scratch: Tensor | None = None,
+    arrivals: Tensor | None = None,
 ) -> None:
     B, K, _, D = keys_inout.shape
     reference.store_keys_values_at(keys_inout, values_inout, qkv, torch.arange(B), positions)

@@ -1,8 +1,9 @@
 """Attention for generation: one query per head, over the keys and values of a cache.
 
-Few heads would leave most of a GPU idle. So S programs share the keys of a head, one part each (flash-decoding, Dao et al.
-2023). Part s takes the tiles s, s + S, s + 2 S, ... of the keys, so the parts are equally long at every position. The next
-GEMM adds the parts in order (`row_gemms.attended`): this needs no further launch, and no race decides the order.
+Few heads would leave most of a GPU idle. So up to S programs share the keys of a head, one part each (flash-decoding, Dao
+et al. 2023). Part s takes the tiles s, s + S, s + 2 S, ... of the keys: parts are equally long at every position. The
+program that arrives last adds all parts, in their order: no further launch, and no race decides the sum. A text with few
+keys has one part, and nothing to add.
 
 A prompt whose beginning is in the cache has several new queries (`attention_append`): the forward of FlashAttention-2
 (Dao 2023), with keys and values from the cache. A program takes a tile of one head's queries and walks over all keys up
@@ -20,27 +21,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from handgrad.ops.cuda.attention_loops import forward_step
 from handgrad.ops.cuda.attention_tiles import capability, choose_config, is_before_ampere
 from handgrad.ops.cuda.launch import launch, overlapping
-from handgrad.ops.cuda.row_gemms import NOTHING, AttentionParts
+
+NOTHING = tl.constexpr(-1e30)  # below every real score
 
 # (numbers, warps) of an attention tile: 256 keys of 64 channels at once for few programs, each with a multiprocessor to
 # itself; fewer if many share one.
 FEW_PROGRAMS = 264
 FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
 
-PART_TILE, PART_WARPS = 4096, 4  # numbers in a part's tile: 64 keys of 64 channels
-# Keys per part of a full cache. With 256, four parts of 1024 keys, short texts were slower (docs/sampling.md).
-KEYS_PER_PART = 1024
-MOST_PARTS = 16  # most parts per head: every program of the next GEMM reads all of them
+MOST_PARTS = 16  # parts of a head's keys
 
 # For several new tokens: queries and keys per tile, and warps; then the same before Ampere, where larger tiles spill.
 APPEND_TILE, TURING_APPEND_TILE = (64, 32, 4), (16, 16, 8)
 
 
-def splits(maxT: int, D: int) -> int:
-    """Parts per head, a power of two; 1 if the head's width is no power of two."""
-    if D & (D - 1):
-        return 1
-    return min(MOST_PARTS, triton.next_power_of_2(triton.cdiv(maxT, KEYS_PER_PART)))
+def parts_of(programs: int, maxT: int, keys_at_once: int) -> int:
+    """Parts of each head's keys, a power of two: as many as a full cache has tiles, while all programs are few."""
+    parts = min(MOST_PARTS, triton.next_power_of_2(triton.cdiv(maxT, keys_at_once)))
+    while parts > 1 and parts * programs > FEW_PROGRAMS:
+        parts //= 2
+    return parts
 
 
 def attention_decode(
@@ -52,34 +52,26 @@ def attention_decode(
     *,
     window: int = 0,
     scratch: Tensor,
+    arrivals: Tensor | None = None,
 ) -> None:
+    """`arrivals`: zeros, which stay zeros; None: a program for each head."""
     B, K, maxT, D = keys_inout.shape
     H = out.shape[1] // D
     if K < H and B * K >= FEW_PROGRAMS and not window and qkv.element_size() == 2:
         attention_in_tiles(out, keys_inout, values_inout, qkv, positions)  # which reads the keys of a group once
         return
-    tensors = out, keys_inout, values_inout, qkv, positions
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
     elements, warps = FEW_ATTENTIONS if B * H < FEW_PROGRAMS else MANY_ATTENTIONS
     tile, warps = (max(16, elements // block), block), max(warps, block // 64)  # two warps spill heads of 256
-    launch(_attention, (H, B), *tensors, H, maxT, D, scale, *tile, H // K, WINDOW=window, **overlapping(out, warps))
-
-
-def attention_parts(
-    keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, window: int = 0, scratch: Tensor
-) -> AttentionParts:
-    """The parts of `attention_decode` for one row, in scratch; `row_gemm` adds them up."""
-    _, K, maxT, D = keys_inout.shape
-    H, parts = qkv.shape[1] // D - 2 * K, splits(maxT, D)
-    needed = 4 * H * parts * (D + 2)
-    assert scratch.numel() >= needed, f"scratch of {scratch.numel()} bytes, {needed} needed"
-    numbers = scratch[:needed].view(torch.float32)
-    sums, tops, totals = numbers.split([H * parts * D, H * parts, H * parts])
-    found = AttentionParts(sums.view(H, parts, D), tops.view(H, parts), totals.view(H, parts))
-    tensors, scale = (keys_inout, values_inout, qkv, positions), 1 / (math.sqrt(D) * math.log(2))
-    sizes = H, maxT, scale, max(16, PART_TILE // D), D, H // K, parts
-    launch(_attention_part, (H, parts), *found, *tensors, *sizes, WINDOW=window, **overlapping(qkv, PART_WARPS))
-    return found
+    parts = 1 if arrivals is None else parts_of(B * H, maxT, tile[0])
+    numbers, rows = None, B * H * parts
+    if parts > 1:
+        needed = 4 * rows * (block + 2)
+        assert scratch.numel() >= needed, f"scratch of {scratch.numel()} bytes, {needed} needed"
+        numbers = scratch[:needed].view(torch.float32).split([rows * block, rows, rows])
+    tensors = out, *(numbers or (None, None, None)), arrivals, keys_inout, values_inout, qkv, positions
+    sizes = H, maxT, D, scale, *tile, H // K, parts
+    launch(_attention, (H, parts, B), *tensors, *sizes, WINDOW=window, **overlapping(out, warps))
 
 
 def attention_append(
@@ -123,68 +115,14 @@ def tile_of(keys, values, place, here, inside):
 
 
 @triton.jit
-def _attention_part(
-    sums_out, tops_out, totals_out, keys, values, qkv, positions, H, maxT, SCALE, KEYS: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
-    """A part of one head's keys. Part 0 includes the new token and stores its key and value; heads that share them store
-    the same numbers."""
-    h, part = tl.program_id(0), tl.program_id(1)
-    channel, n = tl.arange(0, D), part * KEYS + tl.arange(0, KEYS)
-    inside = channel < D
-    position = tl.load(positions).to(tl.int32)
-    kv_heads, kv_head = H // GROUP, h // GROUP
-    cache = kv_head.to(tl.int64) * maxT * D
-    place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
-    count = position  # of the keys before the new one that it sees
-    if WINDOW:
-        count = tl.minimum(position, WINDOW - 1)
-        place += (position - count).to(tl.int64) * D
-    key, value = tile_of(keys, values, place, n < count, inside)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-    mine = qkv + h * D + channel
-    q = tl.load(mine).to(tl.float32) * SCALE
-    mine += (H + kv_head - h) * D
-    k, v = tl.load(mine), tl.load(mine + kv_heads * D)
-    is_first = part == 0
-    tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside & is_first)
-    tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside & is_first)
-    # Every row of the tile keeps its own softmax over the keys it sees, as in `_attention`.
-    largest = tl.full([KEYS], NOTHING, tl.float32)
-    total = tl.zeros([KEYS], tl.float32)
-    y = tl.zeros([KEYS, D], tl.float32)
-    for start in range(0, count - part * KEYS, SPLITS * KEYS):
-        here = start + n < count
-        later = start + SPLITS * KEYS  # requested before this tile's scores
-        next_key, next_value = tile_of(keys, values, place + later * D, later + n < count, inside)
-        scores = tl.where(here, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
-        above = tl.maximum(largest, scores)
-        weights = tl.where(here, tl.exp2(scores - above), 0.0)
-        before = tl.exp2(largest - above)
-        total = total * before + weights
-        y = y * before[:, None] + weights[:, None] * value.to(tl.float32)
-        largest = above
-        key, value = next_key, next_value
-    own = tl.where(is_first, tl.sum(q * k.to(tl.float32)), NOTHING)
-    top = tl.maximum(own, tl.max(largest))
-    share = tl.exp2(largest - top)
-    own_weight = tl.exp2(own - top)  # 1 in a part without keys; its low top then cancels the part
-    out = h * SPLITS + part
-    tl.store(sums_out + out * D + channel, tl.sum(y * share[:, None], 0) + own_weight * v.to(tl.float32))
-    tl.store(tops_out + out, top)
-    tl.store(totals_out + out, tl.sum(total * share) + own_weight)
-
-
-@triton.jit
 def _attention(
-    out, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    WINDOW: tl.constexpr, OVERLAPS: tl.constexpr,
+    out, sums, tops, totals, arrivals, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One query head. Heads that share keys and values all store the same new key and value."""
-    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    channel, n = tl.arange(0, BLOCK), tl.arange(0, KEYS)
+    """A part of one query head's keys. Part 0 includes the new token and stores its key and value; heads that share them
+    store the same numbers."""
+    h, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    channel, n = tl.arange(0, BLOCK), part * KEYS + tl.arange(0, KEYS)
     inside = channel < D
     # Numbers written before this step need no wait.
     position = tl.load(positions + b).to(tl.int32)
@@ -195,6 +133,9 @@ def _attention(
     if WINDOW:
         count = tl.minimum(position, WINDOW - 1)
         place += (position - count).to(tl.int64) * D
+    used = tl.minimum(tl.maximum(tl.cdiv(count, KEYS), 1), PARTS)  # parts with keys
+    if part >= used:
+        return
     key, value = tile_of(keys, values, place, n < count, inside)
     if OVERLAPS:
         gdc_launch_dependents()
@@ -204,14 +145,15 @@ def _attention(
     mine += (H + kv_head - h) * D
     k = tl.load(mine, mask=inside, other=0.0)
     v = tl.load(mine + kv_heads * D, mask=inside, other=0.0)
-    tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside)
-    tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside)
+    is_first = part == 0
+    tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside & is_first)
+    tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside & is_first)
     # Every row of the tile keeps its own softmax over the keys it sees: no warp in the loop waits for another.
     # A row that sees none keeps a maximum far below all scores and a sum of 0.
     largest = tl.where(n < count, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
     total = tl.where(n < count, 1.0, 0.0)
     y = total[:, None] * value.to(tl.float32)
-    for start in range(KEYS, count, KEYS):
+    for start in range(used * KEYS, count - part * KEYS, used * KEYS):
         earlier = start + n < count
         mask = earlier[:, None] & inside[None, :]
         key = tl.load(keys + place + start * D, mask=mask, other=0.0)
@@ -224,13 +166,32 @@ def _attention(
         y = y * before[:, None] + weights[:, None] * value.to(tl.float32)
         largest = above
     # The new token's key and value are in registers; the cache reads stop before its position.
-    own = tl.sum(q * k.to(tl.float32))
+    own = tl.where(is_first, tl.sum(q * k.to(tl.float32)), NOTHING)
     top = tl.maximum(own, tl.max(largest))
     share = tl.exp2(largest - top)
-    mine_weight = tl.exp2(own - top)
-    sums = tl.sum(total * share) + mine_weight
-    result = tl.sum(y * share[:, None], 0) + mine_weight * v.to(tl.float32)
-    tl.store(out + b * H * D + h * D + channel, (result / sums).to(out.dtype.element_ty), mask=inside)
+    own_weight = tl.exp2(own - top)
+    weight = tl.sum(total * share) + own_weight
+    result = tl.sum(y * share[:, None], 0) + own_weight * v.to(tl.float32)
+    place = out + b * H * D + h * D + channel
+    if PARTS == 1 or used == 1:
+        tl.store(place, (result / weight).to(out.dtype.element_ty), mask=inside)
+    else:
+        head = b * H + h
+        tl.store(sums + (head * PARTS + part) * BLOCK + channel, result)
+        tl.store(tops + head * PARTS + part, top)
+        tl.store(totals + head * PARTS + part, weight)
+        tl.debug_barrier()  # the whole program has written before it says so
+        if tl.atomic_add(arrivals + head, 1) == used - 1:
+            every = head * PARTS + tl.arange(0, PARTS)
+            present = tl.arange(0, PARTS) < used
+            each_top = tl.load(tops + every, mask=present, other=NOTHING, cache_modifier=".cg")
+            each_share = tl.exp2(each_top - tl.max(each_top))
+            all_weights = tl.sum(each_share * tl.load(totals + every, mask=present, other=0.0, cache_modifier=".cg"))
+            numbers = sums + every[:, None] * BLOCK + channel[None, :]
+            each = tl.load(numbers, mask=present[:, None], other=0.0, cache_modifier=".cg")
+            whole = tl.sum(each_share[:, None] * each, 0) / all_weights
+            tl.store(place, whole.to(out.dtype.element_ty), mask=inside)
+            tl.store(arrivals + head, 0)
 
 
 @triton.jit

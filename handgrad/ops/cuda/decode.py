@@ -2,8 +2,7 @@
 
 A step of one sequence reads every weight once and computes almost nothing with it, so it runs at memory speed if the reads
 never stop. Its GEMMs have their own kernels (`row_gemms`), fused with the norm before and with bias, activation and
-residual sum after; attention of one row leaves its last sum to the next GEMM (`attention_decode`). Several sequences share
-the reads, and their GEMMs run on the tensor cores as in training.
+residual sum after. Several sequences share the reads, and their GEMMs run on the tensor cores as in training.
 """
 
 from typing import Any
@@ -13,15 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.ops.compose import Operation, after_mix
+from handgrad.ops.compose import Operation, after_attention, after_mix
 from handgrad.ops.cuda import linear, rotary
 from handgrad.ops.cuda.activations import geglu_forward  # noqa: F401
-from handgrad.ops.cuda.attention_decode import (
-    attention_append,  # noqa: F401
-    attention_decode,
-    attention_parts,
-    splits,
-)
+from handgrad.ops.cuda.attention_decode import attention_append, attention_decode  # noqa: F401
 from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
 from handgrad.ops.cuda.classifier import softcap_forward  # noqa: F401
 from handgrad.ops.cuda.launch import launch, overlapping, overlaps
@@ -151,29 +145,7 @@ def linear_residual_forward(
         linear.linear_residual_forward(out, residual, inp, weight, bias, scratch=scratch, tf32=tf32)
 
 
-def attention_linear_residual_forward(
-    out: Tensor,
-    attended: Tensor,
-    keys_inout: Tensor,
-    values_inout: Tensor,
-    residual: Tensor,
-    qkv: Tensor,
-    positions: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    window: int = 0,
-    scratch: Tensor,
-    tf32: bool = False,
-) -> None:
-    """For one row with split heads `attended` stays unwritten: the row GEMM adds the parts itself."""
-    attention = keys_inout, values_inout, qkv, positions
-    if takes(attended, weight) and splits(*keys_inout.shape[2:]) > 1:
-        parts = attention_parts(*attention, window=window, scratch=scratch)
-        row_gemm(out, attended, weight, bias, residual=residual, parts=parts)
-    else:
-        attention_decode(attended, *attention, window=window, scratch=scratch)
-        linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch, tf32=tf32)
+attention_linear_residual_forward = after_attention(attention_decode, linear_residual_forward)
 
 
 @triton.jit

@@ -48,11 +48,11 @@ def attention_decode(
     positions: Tensor,
     *,
     window: int = 0,
-    scratch: Tensor,
+    **options: Any,
 ) -> None:
     """A window has its own masks in training, and here the usual kernel."""
     if window:
-        cuda.decode.attention_decode(out, keys_inout, values_inout, qkv, positions, window=window, scratch=scratch)
+        cuda.decode.attention_decode(out, keys_inout, values_inout, qkv, positions, window=window, **options)
     else:
         attention_in_tiles(out, keys_inout, values_inout, qkv, positions)
 

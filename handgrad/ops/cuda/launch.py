@@ -7,6 +7,7 @@ the GPU may hang for good. So this module compares the code's length with its he
 """
 
 import functools
+import importlib
 import json
 import os
 import struct
@@ -15,10 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 import triton
+from triton.runtime.cache import triton_key
 
 from handgrad.errors import StorageError
 
@@ -43,6 +46,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
             raise cache_error(error) from None
     else:
         noted.setdefault(kernel, []).append((grid, arguments, options))
+
+
+@functools.cache
+def load_ahead() -> Thread:
+    """Does, once and beside the loading of weights, what Triton does at a process's first launch: it hashes its own files,
+    which takes half a second, and imports Gluon."""
+
+    def load() -> None:
+        triton_key()
+        importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+
+    thread = Thread(target=load, daemon=True)
+    thread.start()
+    return thread
 
 
 @contextmanager

@@ -1,13 +1,11 @@
 """GEMMs of one row with a weight, for generation, at the speed of reading the weight.
 
 A small weight gets one program per tile of rows, which holds the tile in registers. A large weight gets as many programs as
-fit a GPU at once: each goes from tile to tile while the next one loads into shared memory (cp.async), and prepares x, its
-norm or the sum of attention's parts, once for all its tiles. Either way a program requests its first tile before it waits
+fit a GPU at once: each goes from tile to tile while the next one loads into shared memory (cp.async), and prepares x and
+its norm once for all its tiles. Either way a program requests its first tile before it waits
 for the previous kernel (programmatic dependent launch, from Hopper on), which hides the read behind that kernel. Every
 output is one program's sum, in a fixed order.
 """
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -27,9 +25,10 @@ ELEMENTS_PER_WARP = 2048
 FEWEST_WARPS = 4
 LONGEST_ROW = 1 << 15  # channels of the longest row that one tile holds
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, as long as a tile has rows to give up
-# With more tiles than this, at most as many programs share them: five per multiprocessor. Their loads in flight are more
+# With more tiles than this, at most as many programs share them: six per multiprocessor. Their loads in flight are more
 # bytes than the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
-MOST_PROGRAMS = 660
+MOST_PROGRAMS = 792
+MOST_SWIGLU_PROGRAMS = 1056  # eight, whose tile of each half is twice as much
 # Tiles that a program holds: one in use and one in flight; two in flight if it has more than `FEW_TILES`. With one, the
 # programs of the next kernel find room in shared memory while these run.
 STAGES, FEW_TILES, STAGES_OF_MANY = 2, 4, 3
@@ -37,39 +36,29 @@ STAGES, FEW_TILES, STAGES_OF_MANY = 2, 4, 3
 # the assembler aims at 128 by itself and would spill for compute capability 10.0.
 REGISTERS_OF_SEVERAL, REGISTERS = 96, 160
 
-NOTHING = tl.constexpr(-1e30)  # below every real score
-
-
-class AttentionParts(NamedTuple):
-    """Attention of one row in S parts per head (`attention_decode`): unnormalized sums, relative to the largest score."""
-
-    sums: Tensor  # (H, S, D) float32
-    tops: Tensor  # (H, S) float32, the largest score of each part
-    totals: Tensor  # (H, S) float32, the sum of the weights of each part
-
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """True for a GEMM of one row that fits a program."""
     return x.shape[0] == 1 and weight.shape[1] <= LONGEST_ROW
 
 
-def gemm_tile(O: int, K: int) -> tuple[int, int, int]:
-    """(rows, padded row length, warps) of a program's tile."""
+def gemm_tile(O: int, K: int, weights: int = 1) -> tuple[int, int, int]:
+    """(rows, padded row length, warps) of a program's tile in each of `weights`."""
     block = triton.next_power_of_2(K)
     rows = max(1, TILE_ELEMENTS // block)
     while rows > 1 and triton.cdiv(O, rows) < FEWEST_PROGRAMS:
         rows //= 2
-    return rows, block, min(16, max(FEWEST_WARPS if rows > 1 else 1, rows * block // ELEMENTS_PER_WARP))
+    return rows, block, min(16, max(FEWEST_WARPS if rows > 1 else 1, weights * rows * block // ELEMENTS_PER_WARP))
 
 
-def programs_of(tiles: int) -> int:
+def programs_of(tiles: int, weights: int = 1) -> int:
     """The number of programs; all have equally many tiles, except the last."""
-    return triton.cdiv(tiles, triton.cdiv(tiles, MOST_PROGRAMS))
+    return triton.cdiv(tiles, triton.cdiv(tiles, MOST_PROGRAMS if weights == 1 else MOST_SWIGLU_PROGRAMS))
 
 
-def stages_of(tiles: int) -> int:
+def stages_of(tiles: int, weights: int = 1) -> int:
     """Tiles that a program holds at once; 0 if it has only one."""
-    each = triton.cdiv(tiles, programs_of(tiles))
+    each = triton.cdiv(tiles, programs_of(tiles, weights))
     return 0 if each == 1 else STAGES if each <= FEW_TILES else STAGES_OF_MANY
 
 
@@ -92,24 +81,19 @@ def row_gemm(
     plus: float = 0,
     residual: Tensor | None = None,
     activation: str = "",
-    parts: AttentionParts | None = None,
 ) -> None:
     """out (1, O) = f(norm(x) weight^T + bias (O) + residual (1, O)), for one row x (1, K). f is "gelu", "relu2" or nothing
     with weight (O, K), or "swiglu" with weight (2 O, K). The norm is a layer norm with weight and bias, an RMS
-    norm with or without a gain (`plus` as in `rmsnorm_forward`), or nothing. `parts`: the kernel uses their sum instead
-    of x."""
+    norm with or without a gain (`plus` as in `rmsnorm_forward`), or nothing."""
     O, K = out.shape[1], weight.shape[1]
-    *tile, warps = gemm_tile(weight.shape[0], K)
-    if activation == "swiglu" and tile[0] > 1:  # a program reads as many rows from each half
-        tile[0] //= 2
+    weights = weight.shape[0] // O  # 2: a program reads as many rows from each half
+    *tile, warps = gemm_tile(O, K, weights)
     tiles = triton.cdiv(O, tile[0])
-    stages = stages_of(tiles)
-    sums, tops, totals = parts or (None, None, None)
-    split = (0, 0) if sums is None else (sums.shape[1], sums.shape[2])
-    tensors = out, x, *norm, weight, bias, residual, sums, tops, totals
-    constants = O, K, epsilon, *tile, *split, activation, rms_norm, stages, plus
+    stages = stages_of(tiles, weights)
+    tensors = out, x, *norm, weight, bias, residual
+    constants = O, K, epsilon, *tile, activation, rms_norm, stages, plus
     options = overlapping(out, warps) | registers(stages, normed=norm[0] is not None)
-    launch(_row_gemm, (programs_of(tiles),), *tensors, *constants, **options)
+    launch(_row_gemm, (programs_of(tiles, weights),), *tensors, *constants, **options)
 
 
 @triton.jit
@@ -127,24 +111,6 @@ def product(w, v):
 
 
 @triton.jit
-def attended(sums, tops, totals, H, SPLITS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """(BLOCK) float32: the attention output of all heads; adds the parts in order."""
-    head, channel = tl.arange(0, BLOCK // HEAD), tl.arange(0, HEAD)
-    present = head < H
-    top = tl.full([BLOCK // HEAD], NOTHING, tl.float32)
-    for s in tl.static_range(SPLITS):
-        top = tl.maximum(top, tl.load(tops + head * SPLITS + s, mask=present, other=NOTHING))
-    total = tl.where(present, 0.0, 1.0)
-    y = tl.zeros([BLOCK // HEAD, HEAD], tl.float32)
-    for s in tl.static_range(SPLITS):
-        part = head * SPLITS + s
-        share = tl.exp2(tl.load(tops + part, mask=present, other=NOTHING) - top)
-        total += share * tl.load(totals + part, mask=present, other=0.0)
-        y += share[:, None] * tl.load(sums + part[:, None] * HEAD + channel[None, :], mask=present[:, None], other=0.0)
-    return tl.reshape(y / total[:, None], [BLOCK])
-
-
-@triton.jit
 def norm_parameters(norm_weight, norm_bias, K, BLOCK: tl.constexpr, PLUS: tl.constexpr):
     column = tl.arange(0, BLOCK)
     scale, shift = 1.0, 0.0
@@ -156,19 +122,13 @@ def norm_parameters(norm_weight, norm_bias, K, BLOCK: tl.constexpr, PLUS: tl.con
 
 
 @triton.jit
-def prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS: tl.constexpr, HEAD: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAPS: tl.constexpr,
-):  # fmt: skip
+def prepared(x, scale, shift, K, epsilon, BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAPS: tl.constexpr):
     """(BLOCK) float32: the row after its norm; waits for the previous kernel, which writes it."""
     if OVERLAPS:
         gdc_wait()
     column = tl.arange(0, BLOCK)
     inside = column < K
-    if SPLITS:
-        v = attended(sums, tops, totals, K // HEAD, SPLITS, HEAD, BLOCK)
-        v = tl.where(inside, v, 0.0).to(x.dtype.element_ty).to(tl.float32)
-    else:
-        v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if NORM == "rms":
         v = (v * rstd_of(tl.sum(v * v, 0), K, epsilon) * scale).to(x.dtype.element_ty).to(tl.float32)
     if NORM == "layer":
@@ -202,9 +162,8 @@ def store_gemm(out, w, u, v, bias, residual, tile, O, ROWS: tl.constexpr, ACTIVA
 
 @triton.jit
 def _row_gemm(
-    out, x, norm_weight, norm_bias, weight, bias, residual, sums, tops, totals, O, K, epsilon,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, ACTIVATION: tl.constexpr,
-    RMS_NORM: tl.constexpr, STAGES: tl.constexpr, PLUS: tl.constexpr, OVERLAPS: tl.constexpr,
+    out, x, norm_weight, norm_bias, weight, bias, residual, O, K, epsilon, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, RMS_NORM: tl.constexpr, STAGES: tl.constexpr, PLUS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`STAGES`: tiles that a program with several holds at once; 0 if each program has one tile."""
     NORM: tl.constexpr = "rms" if RMS_NORM else ("" if norm_weight is None else "layer")
@@ -219,7 +178,7 @@ def _row_gemm(
             w = weight_tile(weight, tile, 0, O, K, ROWS, BLOCK)
             u = weight_tile(weight, tile, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
             if tile == first:
-                v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
+                v = prepared(x, scale, shift, K, epsilon, BLOCK, NORM, OVERLAPS)
             store_gemm(out, w, u, v, bias, residual, tile, O, ROWS, ACTIVATION)
     else:
         w = weight_tile(weight, first, 0, O, K, ROWS, BLOCK)
@@ -227,5 +186,5 @@ def _row_gemm(
         scale, shift = norm_parameters(norm_weight, norm_bias, K, BLOCK, PLUS)
         if OVERLAPS:
             gdc_launch_dependents()
-        v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
+        v = prepared(x, scale, shift, K, epsilon, BLOCK, NORM, OVERLAPS)
         store_gemm(out, w, u, v, bias, residual, first, O, ROWS, ACTIVATION)

@@ -29,7 +29,8 @@ vars(decode).update(vars(cuda.decode))
 for name in (
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "rmsnorm_linear_swiglu_forward"),
-    *("attention_linear_residual_forward", "linear_forward", "linear_swiglu_forward"),
+    *("linear_forward", "linear_swiglu_forward"),
 ):
     setattr(decode, name, partial(getattr(cuda.decode, name), tf32=True))
+decode.attention_linear_residual_forward = compose.after_attention(decode.attention_decode, decode.linear_residual_forward)  # type: ignore[attr-defined]
 decode.mix_rmsnorm_linear_forward = compose.after_mix(cuda.decode.mix_forward, decode.rmsnorm_linear_forward)  # type: ignore[attr-defined]

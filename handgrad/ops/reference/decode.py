@@ -89,6 +89,7 @@ def attention_decode(
     *,
     window: int = 0,
     scratch: Tensor | None = None,
+    arrivals: Tensor | None = None,
 ) -> None:
     """Attention of one new token per sequence: appends its key and value to the caches (B, K, maxT, D) at positions (B) and
     attends to 0..positions[b], or to the last `window` of these. out (B, H D), qkv (B, (H + 2K) D). It reads nothing after
