@@ -1,6 +1,5 @@
 """The rewards of a model's greedy answers to prompts: exact match, for most of the built-in rewards."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ from handgrad.data.prompts import longest_prompt, open_prompts, prompts_of
 from handgrad.data.shards import SPLITS
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import LoadedModel, Machine, Weights
-from handgrad.evaluation.rewards import Rewards, mean
+from handgrad.evaluation.rewards import Rewards, mean, mean_and_error
 from handgrad.generation.chat import Talk
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import END_OF_TEXT, STOP, Continuation, Decoder, SamplingOptions, StopText
@@ -61,8 +60,7 @@ class Answers:
         parts = [*zip(earned, (len(text.tokens) for text in texts), ended, strict=True)]
         everyone = [one for part in self.ranks.all_gather_objects(parts, "the answers") for one in part]
         rewards, tokens, ends = zip(*everyone, strict=True)
-        average = mean(rewards)
-        error = math.sqrt(mean((reward - average) ** 2 for reward in rewards) / max(1, len(rewards) - 1))
+        average, error = mean_and_error(rewards)
         return [
             f"prompts           {len(rewards)} in {self.name}, answered greedily",
             f"reward            {average:.4f} ± {error:.4f} ({self.rewards.spec})",

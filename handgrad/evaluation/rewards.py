@@ -1,4 +1,4 @@
-"""Rewards for answers: four built-in functions, and functions of the user's own, in processes with a time limit.
+"""Rewards for answers: built-in functions, and functions of the user's own, in processes with a time limit.
 
 A reward takes (row, answer): a prompt's row with its "messages", and an answer's text without the token that ends it. It
 returns a finite number. This module imports no torch: worker processes load it.
@@ -53,7 +53,13 @@ def known(row: Mapping[str, Any]) -> Any:
     return row["answer"]
 
 
+def nothing(row: Mapping[str, Any], answer: str) -> float:
+    """0, for answers that only a teacher judges."""
+    return 0.0
+
+
 BUILT_IN: dict[str, Reward] = {"questions": right, "reverse": reversed_text, "exact": exact, "number": last_number}
+BUILT_IN["none"] = nothing
 
 
 def load(spec: str) -> Reward:
@@ -224,3 +230,9 @@ def serve(connection: Connection, spec: str) -> None:
 def mean(values: Iterable[float]) -> float:
     values = list(values)
     return math.fsum(values) / len(values) if values else math.nan
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of values with its standard error."""
+    average = mean(values)
+    return average, math.sqrt(mean((value - average) ** 2 for value in values) / max(1, len(values) - 1))

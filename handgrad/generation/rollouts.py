@@ -11,7 +11,7 @@ The result is a pure function of the weights, the prompt and the seed: the draft
 not depend on the number of texts decoded together, on the kernels of the decoder, or on the number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,10 +113,11 @@ class ExactSampler:
         for rollout, its_chosen, its_losses in zip(rows, chosen, losses, strict=True):
             accept(rollout, its_chosen, its_losses)
 
-    def losses(self, rows: Sequence[Rollout]) -> list[list[float]]:
-        """-log p of the tokens of each answer of a micro-batch, nats, by the present weights."""
-        self.read(rows)
-        head_losses(self.ops, self.state.weights, self.state.activations, self.shape)
+    def losses(self, rows: Sequence[Rollout], teacher: Any = None) -> list[list[float]]:
+        """-log p of the tokens of each answer of a micro-batch, nats, by the present weights; with `teacher`, a
+        `WithTeacher`, the divergence from it at these tokens."""
+        self.read(rows, teacher.forward if teacher else ())
+        head_losses(teacher or self.ops, self.state.weights, self.state.activations, self.shape)
         return self.of_answers(rows, self.state.activations.losses)
 
     def of_answers(self, rows: Sequence[Rollout], values: Tensor) -> list[list[Any]]:
@@ -125,14 +126,15 @@ class ExactSampler:
         spans = (slice(len(one.prompt) - 1, len(one.prompt) - 1 + len(one.answer)) for one in rows)
         return [line[span] for line, span in zip(lines, spans, strict=False)]
 
-    def read(self, rows: Sequence[Rollout]) -> Tensor:
-        """Runs the training forward over a micro-batch, up to the head; returns its targets (B, T), on the host."""
+    def read(self, rows: Sequence[Rollout], before: Sequence[Callable[[], None]] = ()) -> Tensor:
+        """Runs the training forward over a micro-batch, up to the head, after `before`; returns its targets (B, T), on the
+        host."""
         act = self.state.activations
         inputs, targets = (torch.empty(act.tokens.shape, dtype=torch.int64) for _ in range(2))
         fill_rows(inputs, targets, rows, pad=min(self.ends))
         for device, host in ((act.tokens, inputs), (act.targets, targets)):
             device.copy_(host)
-        for launch in self.forward:
+        for launch in (*before, *self.forward):
             launch()
         return targets
 

@@ -1,5 +1,6 @@
 """Distillation (Hinton et al. 2015, https://arxiv.org/abs/1503.02531): a frozen model, the teacher, reads every micro-batch
-before the student does, whose loss is the divergence of the two.
+before the student does, whose loss is the divergence of the two. The rows may be the student's own answers (on-policy
+distillation: GKD, Agarwal et al. 2024, https://arxiv.org/abs/2306.13649).
 
 The teacher's forward ends where the student's begins. So its activations share memory with the student's, all but the
 output of its last norm. From that the loss head makes the teacher's logits, chunk by chunk, beside the student's.
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from handgrad.joins import documents
+from handgrad.joins.policy import OWN_LOSSES
 from handgrad.memory.activations import ActivationRow
 from handgrad.memory.arena import ALWAYS, Buffer
 from handgrad.memory.rows import KIND, Table, flat_elements
@@ -73,19 +75,28 @@ class WithTeacher(Overlay):
         self.weights = named_weights(self.teacher.shape, views[WEIGHTS], self.teacher.parameters)
         self.act = named_activations(self.teacher.shape, inputs | own)
         self.chunks: Iterator[tuple[slice, Tensor]] = iter(())  # the teacher's logits, as the loss head asks for them
+        self.own_losses, self.scale = views.get(OWN_LOSSES), state.loss_scale[:1]
+        plain = documents.operations(self.plain_ops, self.act)
+        forward = architecture(self.teacher.shape).forward(plain, self.weights, self.act, self.teacher.shape)
+        self.forward = [*(stage.run for stage in forward), self.begin_chunks]
 
     def launches(self, program: Program) -> Program:
         """The student's program after the teacher's forward."""
-        ops = documents.operations(self.plain_ops, self.act)
-        forward = architecture(self.teacher.shape).forward(ops, self.weights, self.act, self.teacher.shape)
-        stages = [*(Stage("", stage.run) for stage in forward), Stage("", self.begin_chunks)]
-        return replace(program, micro_step=[*stages, *program.micro_step])
+        return replace(program, micro_step=[*(Stage("", run) for run in self.forward), *program.micro_step])
 
     def begin_chunks(self) -> None:
         self.chunks = head_logits(self.plain_ops, self.weights, self.act)
 
-    def classifier_forward_backward(self, losses: Tensor, logits: Tensor, *inputs: Tensor, **options: Any) -> None:
-        """Both models have chunks of equal length."""
-        _, teacher_logits = next(self.chunks)
+    def classifier_forward_backward(
+        self, losses: Tensor, logits: Tensor, targets: Tensor, scale: Tensor, **options: Any
+    ) -> None:
+        """Both models have chunks of equal length. On rollouts, also computes the student's own losses -log p."""
+        rows, teacher_logits = next(self.chunks)
+        if self.own_losses is not None:
+            self.ops.classifier_forward(self.own_losses[rows], logits, targets, **options)
         options |= {"teacher_softcap": self.teacher.shape.softcap, "reverse": self.teacher.reverse}
-        self.ops.distill_forward_backward(losses, logits, teacher_logits, *inputs, **options)
+        self.ops.distill_forward_backward(losses, logits, teacher_logits, targets, scale, **options)
+
+    def classifier_forward(self, losses: Tensor, logits: Tensor, targets: Tensor, **options: Any) -> None:
+        """The divergence alone; the logits are lost."""
+        self.classifier_forward_backward(losses, logits, targets, self.scale, **options)

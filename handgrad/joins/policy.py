@@ -10,6 +10,8 @@ et al. 2025, https://arxiv.org/abs/2503.20783). With p the probability of a toke
 So the gradient is the classifier's with a weight for each token. In the first step after sampling rho is 1, exactly:
 sampler and trainer compute the same bits, and the program reports their largest difference, which must be 0. Further steps
 on the same rollouts (`updates` above 1) need the weights after a forward, and pass the head twice.
+
+With a teacher the loss of these tokens is the divergence from it (`joins.distill`), and the rewards are only measured.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from handgrad.training.feed import ADVANTAGES, SAMPLED
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Program, plain_program
 
-WEIGHTS, DIFFERENCE = "token_weights", "sampler_difference"
+WEIGHTS, DIFFERENCE, OWN_LOSSES = "token_weights", "sampler_difference", "own_losses"
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,11 @@ class Policy:
         return step - step % self.updates
 
 
-def buffers(samples: int, length: int, dtype: torch.dtype) -> list[Buffer]:
-    """The rows that rollouts add to a plan."""
+def buffers(samples: int, length: int, dtype: torch.dtype, *, taught: bool) -> list[Buffer]:
+    """The rows that rollouts add to a plan. `taught`: by a teacher."""
     wide, tokens = accumulation_dtype(dtype), samples * length
-    rows = [Buffer(name, (tokens,), wide, KIND) for name in (ADVANTAGES, SAMPLED, WEIGHTS)]
+    names = (SAMPLED, OWN_LOSSES) if taught else (SAMPLED, ADVANTAGES, WEIGHTS)
+    rows = [Buffer(name, (tokens,), wide, KIND) for name in names]
     return [*rows, Buffer(DIFFERENCE, (1,), wide, "gradients")]
 
 
@@ -59,13 +62,22 @@ def weigh(weights: Tensor, losses: Tensor, advantages: Tensor, sampled: Tensor, 
     weights.copy_((ratio * advantages).masked_fill(clipped, 0) * scale)
 
 
+def with_weights(program: Program, state: TrainingState, model_ops: Any, weigh: Callable[[], None]) -> Program:
+    """The program with `weigh` between forward and backward, for a loss that gives each token a weight."""
+    design = state.design
+    ahead = len([*design.model.forward(model_ops, state.weights, state.activations, design.shape)])
+    weighed = Stage(program.micro_step[ahead].bucket, weigh)  # the first to read the head's weight
+    return replace(program, micro_step=[*program.micro_step[:ahead], weighed, *program.micro_step[ahead:]])
+
+
 def program(state: TrainingState, ops: Any, model_ops: Any, about: Policy, make_rollouts: Callable[[int], None]) -> Program:
-    """The plain program with a weight for each token. `make_rollouts(step)`: called before a step's first micro-batch."""
+    """The plain program, of a loss without a teacher with a weight for each token. `make_rollouts(step)`: called before a
+    step's first micro-batch."""
+    if state.design.teacher is not None:
+        return on_rollouts(plain_program(state, ops, model_ops), state, state.views[OWN_LOSSES], make_rollouts)
     act, w, shape, scale = state.activations, state.weights, state.design.shape, state.loss_scale[:1]
     weights, advantages, sampled = (state.views[name] for name in (WEIGHTS, ADVANTAGES, SAMPLED))
-    difference = state.views[DIFFERENCE]
     plain = plain_program(state, ops, model_ops, (weights, act.losses))
-    ahead = len([*state.design.model.forward(model_ops, w, act, shape)])
 
     def weigh_first() -> None:
         torch.mul(advantages, scale, out=weights)
@@ -74,18 +86,19 @@ def program(state: TrainingState, ops: Any, model_ops: Any, about: Policy, make_
         head_losses(model_ops, w, act, shape)
         weigh(weights, act.losses, advantages, sampled, scale, about.clip_ratio)
 
+    weighed = with_weights(plain, state, model_ops, weigh_first if about.updates == 1 else weigh_further)
+    return on_rollouts(weighed, state, act.losses, make_rollouts)
+
+
+def on_rollouts(program: Program, state: TrainingState, losses: Tensor, make_rollouts: Callable[[int], None]) -> Program:
+    """The program on rows of rollouts, which reports how far its `losses` -log p (N) are from those at sampling."""
+    difference, sampled = state.views[DIFFERENCE], state.views[SAMPLED]
+
     def compare() -> None:
-        torch.maximum(difference, (act.losses - sampled).abs().amax(0, keepdim=True), out=difference)
+        torch.maximum(difference, (losses - sampled).abs().amax(0, keepdim=True), out=difference)
 
     def begin(step: int) -> None:
         difference.zero_()
         make_rollouts(step)
 
-    stages = plain.micro_step
-    weighed = Stage(stages[ahead].bucket, weigh_first if about.updates == 1 else weigh_further)  # before the head's stage
-    return replace(
-        plain,
-        micro_step=[*stages[:ahead], weighed, *stages[ahead:], Stage("", compare)],
-        before_step=[begin],
-        reports={DIFFERENCE: difference},
-    )
+    return program.adding(micro_step=[Stage("", compare)], before_step=[begin], reports={DIFFERENCE: difference})

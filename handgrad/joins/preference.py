@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.joins.policy import with_weights
 from handgrad.machine.devices import accumulation_dtype
 from handgrad.memory.arena import Buffer
 from handgrad.memory.rows import KIND
-from handgrad.models.passes import Stage, head_losses
+from handgrad.models.passes import head_losses
 from handgrad.training.feed import REFERENCES
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Program, plain_program
@@ -70,18 +71,11 @@ def program(state: TrainingState, ops: Any, model_ops: Any, about: Preference) -
     """The plain program, with the pairs' loss and its weights between forward and backward."""
     act, w, shape, scale = state.activations, state.weights, state.design.shape, state.loss_scale[:1]
     weights, losses, references = (state.views[name] for name in (WEIGHTS, LOSSES, REFERENCES))
-    plain = plain_program(state, ops, model_ops, (weights, losses))
-    ahead = len([*state.design.model.forward(model_ops, w, act, shape)])
+    plain, batch = plain_program(state, ops, model_ops, (weights, losses)), state.design.batch
 
     def score() -> None:
         head_losses(model_ops, w, act, shape)
         weigh(weights, losses, act.losses, references, scale, about)
 
-    stages = plain.micro_step
-    scored = Stage(stages[ahead].bucket, score)  # the first to read the head's weight
-    batch = state.design.batch
-    return replace(
-        plain,
-        micro_step=[*stages[:ahead], scored, *stages[ahead:]],
-        trained_tokens=lambda step: batch.samples(step) // 2,  # the loss is a mean over pairs
-    )
+    scored = with_weights(plain, state, model_ops, score)
+    return replace(scored, trained_tokens=lambda step: batch.samples(step) // 2)  # the loss is a mean over pairs

@@ -201,7 +201,8 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
             if kind == "validation" and "reward" in line.fields:
                 kl = line.number("kl") if "kl" in line.fields else math.nan
                 rewards[step] = line.number("reward"), line.number("stderr"), kl
-                del found[kind][step]  # its loss is the reward's negative
+                if "divergence" not in line.fields:
+                    del found[kind][step]  # its loss is the reward's negative
             if kind == "step":
                 if first_steps and first_steps[-1] is None:
                     first_steps[-1] = step

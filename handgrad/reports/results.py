@@ -267,7 +267,8 @@ def measure_of(run: Run) -> tuple[str, str, Callable[[float], str]]:
     """(the unit of a run's loss; the name and the text of the same in another unit)."""
     if squares(run):
         return "squared error per byte", "PSNR", lambda loss: shown(loss, lambda error: f"{psnr(error):.2f} dB")
-    return f"nats per {'pair' if run.pairs else 'token'}", "perplexity", perplexity_text
+    of = "pair" if run.pairs else "token from the teacher" if run.rewards and run.validations else "token"
+    return f"nats per {of}", "perplexity", perplexity_text
 
 
 def perplexity_text(loss: float) -> str:

@@ -168,7 +168,8 @@ def tiles(run: Run) -> str:
     if run.rewards:
         step = max(run.rewards)
         reward, stderr, _ = run.rewards[step]
-        shown = [("Reward", f"{reward:.4f}", f"± {stderr:.4f} on held-out prompts, step {step:,}")]
+        shown = shown if run.validations else []  # the divergence from a teacher; else no loss has an aim
+        shown.append(("Reward", f"{reward:.4f}", f"± {stderr:.4f} on held-out prompts, step {step:,}"))
     elif run.pairs:
         accuracy, margin = run.pairs[max(run.pairs)]
         shown.append(("Accuracy", f"{accuracy:.1%}", f"of pairs; mean margin {margin:+.3f}"))
@@ -234,11 +235,11 @@ def history(run: Run) -> str:
 
 def validations(run: Run) -> str:
     if run.rewards:
+        losses = dict(run.validations)  # with a teacher: the divergence from it
         rewarded = [
-            [f"{step:,}", f"{reward:.4f}", f"{stderr:.4f}", results.DASH if math.isnan(kl) else f"{kl:.4f}"]
-            for step, (reward, stderr, kl) in run.rewards.items()
+            [f"{step:,}", *map(loss_text, (*figures, losses.get(step, math.nan)))] for step, figures in run.rewards.items()
         ]
-        return table(["step", "reward", "standard error", "KL from the start"], rewarded)
+        return table(["step", "reward", "standard error", "KL from the start", "KL from the teacher"], rewarded)
     unit, name, other_unit = results.measure_of(run)
     rows, sets = [], list(dict.fromkeys(name for losses in run.sets.values() for name in losses))
     for index in thin(len(run.validations), ROWS):

@@ -23,7 +23,6 @@ from handgrad.run.checkpointing import checkpoint_rows
 from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, memory_bytes
 from handgrad.settings.config import RunConfig, check
-from handgrad.settings.objective import REWARD
 from handgrad.storage import checkpoint
 from handgrad.storage.run_files import BEST, CHECKPOINTS
 from handgrad.training.design import Design
@@ -56,7 +55,7 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
     if design.shape.network.pictures:
         check_pictures(config, dataset)
     samples = training_batches(config, dataset).samples_per_epoch
-    for one in () if config.objective == REWARD else apart(dataset):  # refuses a split without a sample
+    for one in () if config.reward else apart(dataset):  # refuses a split without a sample
         validation_batches(one.dataset, config.sequence_length, packing=config.packing)
     largest = config.batch.largest // config.sequence_length
     if samples < largest:

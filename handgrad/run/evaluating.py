@@ -108,7 +108,7 @@ class Evaluations:
         if tasks is not None:
             tasks.allocate(training.plain_ops)
         self.loss: float | None = None  # of the last validation, in nats; of rewards, the mean's negative
-        self.rollouts: Rollouts | None = None  # of a run on rewards
+        self.rollouts: Rollouts | None = None  # of a run on own answers
 
     def validate(self, step: int, is_best: Callable[[float], bool]) -> bool:
         """Validates after `step`, unless recorded. Returns `is_best(loss)`, which saves a state of the lowest loss."""
@@ -121,9 +121,9 @@ class Evaluations:
             answered = self.rollouts.held_out(config.eval_tokens)
             if answered is None:
                 return False
-            self.loss, best = -answered.reward, is_best(-answered.reward)
+            self.loss, best = answered.loss, is_best(answered.loss)
             divergence = self.rollouts.divergence(step)
-            self.log.validation_of_rewards(step, answered, divergence, ", the best so far" if best else "")
+            self.log.validation_of_answers(step, answered, divergence, ", the best so far" if best else "")
             if self.ranks.is_rank_0 and ("sample", step) not in self.log.recorded:
                 shown = (f"{asked} -> {answer} (reward {reward:g})" for asked, answer, reward in answered.shown)
                 self.log.sample(step, "\n".join(shown))

@@ -13,7 +13,7 @@ from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run.listing import Records, failed_twice, last_failure, records_of
 from handgrad.run.packing import DOCUMENTS, TEACHER
 from handgrad.settings.config import AUTO, STREAM, RunConfig, check, differences, to_dict, to_toml
-from handgrad.settings.objective import TOKENS
+from handgrad.settings.objective import FORWARD, TOKENS
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Checkpoint
 from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES, take_lock
@@ -147,6 +147,7 @@ def inherited_settings(config: RunConfig) -> dict[str, Any]:
         ("precision", AUTO, AUTO),
         ("packing", AUTO, STREAM),
         ("objective", AUTO, TOKENS),
+        ("teacher_divergence", AUTO, FORWARD),
         ("lanes", 0, 1),
         ("fp8_head", AUTO, ""),
         ("answer_tokens", 0, 0),

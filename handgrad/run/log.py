@@ -185,14 +185,16 @@ class RunLog:
         figures = f"loss {found.loss:.4f}, accuracy {found.accuracy:.1%}, margin {found.margin:+.4f} on {found.pairs} pairs"
         self.line(f"step {step}: validation {figures}{note}")
 
-    def validation_of_rewards(self, step: int, found: Any, kl: float | None, note: str) -> None:
+    def validation_of_answers(self, step: int, found: Any, kl: float | None, note: str) -> None:
         """Records a validation (`Answered`). `kl`: the policy's divergence from the start's, nats a token, if known."""
         figures = {"reward": found.reward, "stderr": found.stderr, "answer_tokens": found.answer_tokens}
         figures |= {} if kl is None else {"kl": kl}
-        self.record("validation", step=step, loss=-found.reward, **figures, prompts=found.prompts)
+        figures |= {} if found.divergence is None else {"divergence": found.divergence}
+        self.record("validation", step=step, loss=found.loss, **figures, prompts=found.prompts)
+        taught = "" if found.divergence is None else f"divergence {found.divergence:.4f} from the teacher, "
         self.line(
-            f"step {step}: reward {found.reward:.4f} ± {found.stderr:.4f} on {found.prompts} held-out prompts, answers of"
-            f" {found.answer_tokens:.1f} tokens{'' if kl is None else f', KL {kl:.4f} from the start'}{note}"
+            f"step {step}: {taught}reward {found.reward:.4f} ± {found.stderr:.4f} on {found.prompts} held-out prompts,"
+            f" answers of {found.answer_tokens:.1f} tokens{'' if kl is None else f', KL {kl:.4f} from the start'}{note}"
         )
 
     def sample(self, step: int, text: str, pictures: Sequence[np.ndarray] = ()) -> None:

@@ -40,7 +40,7 @@ from handgrad.run.loop import Run
 from handgrad.run.packing import data_of, resolve_objective, resolve_packing, whole_samples, with_answers
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.settings.config import RunConfig, check, check_packing, to_dict
-from handgrad.settings.objective import REWARD, check_objective
+from handgrad.settings.objective import check_objective
 
 Opened = TypeVar("Opened", Weights, Weights | None)
 
@@ -80,7 +80,7 @@ def open_run(
             elif config.lora and folder.resumed:
                 resumed = folder.resumed
                 weights = open_rank_0_first(lambda: base_of(resumed, open_weights, config.init_from), ranks)
-            elif config.objective == REWARD and folder.resumed:
+            elif config.reward and folder.resumed:
                 begun = origin_of(folder.resumed)
                 weights = open_rank_0_first(lambda: open_start(config, dataset, begun), ranks)
                 if weights is None:

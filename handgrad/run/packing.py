@@ -22,7 +22,7 @@ from handgrad.run.assemble import TrainedTokens
 from handgrad.run.resolve import policy_of
 from handgrad.run.rollouts import Rollouts
 from handgrad.settings.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
-from handgrad.settings.objective import DISTILL, DPO, REWARD, TOKENS
+from handgrad.settings.objective import DISTILL, DPO, FORWARD, REVERSE, REWARD, TOKENS
 
 MOST_STEPS = 1 << 48
 DOCUMENTS = "documents"  # an identity entry that older checkpoints and chains lack
@@ -40,8 +40,11 @@ def data_of(config: RunConfig, model: str, *, chat: bool = False) -> Dataset:
 
 
 def with_answers(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """`config`, whose longest answer is what a row leaves after the longest prompt, if it is open."""
-    if config.objective != REWARD or config.answer_tokens:
+    """`config` with what it leaves open: the divergence and, of own answers, what a row leaves after the longest prompt."""
+    if config.teacher_divergence == AUTO:
+        own = config.reward and config.teacher
+        config = replace(config, teacher_divergence=REVERSE if own else FORWARD)
+    if not config.reward or config.answer_tokens:
         return config
     return replace(config, answer_tokens=max(0, config.sequence_length + 1 - longest_prompt(dataset)))
 
@@ -84,7 +87,7 @@ def identity_of(config: RunConfig, dataset: Dataset, teacher: Weights | None = N
     hashes = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
     references = {key: digest for key, digest in references_record(dataset).items() if key != "model"}
     hashes |= {"references": references} if references else {}
-    hashes |= {"reward": identity(config.reward)} if config.objective == REWARD else {}
+    hashes |= {"reward": identity(config.reward)} if config.reward else {}
     if teacher is not None:
         hashes |= {TEACHER: hashlib.sha256("".join(sorted(teacher.origin["sha256"].values())).encode()).hexdigest()}
     hashes |= {MIXTURE: phases_record(dataset.phases)} if isinstance(dataset, Mixture) else {}
@@ -97,7 +100,7 @@ def training_batches(config: RunConfig, dataset: Dataset) -> Any:
     settings = config.sequence_length, config.seed
     if config.objective == DPO:
         return pair_batches(dataset, "train", *settings)
-    if config.objective == REWARD:
+    if config.reward:
         return Rollouts(config, dataset, policy_of(config, 1))
     if not isinstance(dataset, Mixture):
         return Batches(dataset.splits["train"], *settings, packing=config.packing)
@@ -139,12 +142,12 @@ def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
         pairs = f"{len(dataset.splits['train'][0].document_starts) // 2} pairs, each answer in a row of its own"
         model = references_record(dataset)["model"].get("source")
         return [f"objective  {DPO}: {pairs}; beta {config.dpo_beta:g}; references of {model}"]
-    if config.objective == REWARD:
+    if config.reward:
         prompts = config.tokens_per_step // config.sequence_length // config.rollouts
         more = f", for {config.updates} updates" if config.updates > 1 else ""
         answers = f"{prompts} prompts x {config.rollouts} answers of up to {config.answer_tokens} tokens"
         answers += f", or up to {config.answer_stop!r}," if config.answer_stop else ""
-        return [f"objective  {REWARD} {config.reward}: {answers} a sampling{more}"]
+        return [f"objective  {config.objective}, reward {config.reward}: {answers} a sampling{more}"]
     if scores_all(dataset, config.packing):
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)

@@ -34,7 +34,7 @@ from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.settings.config import TUNED, ModelShape, RunConfig
-from handgrad.settings.objective import DPO, REVERSE, REWARD
+from handgrad.settings.objective import DPO, REVERSE
 from handgrad.training.design import Batch, Design, Guards, Schedule
 from handgrad.training.state import flat_buffers, update_scratch
 
@@ -63,7 +63,7 @@ def resolve(
     dtype = devices.dtype_of(device, config.precision)
     devices.check_optimizer(device, config.optimizer)
     plain_ops = sizes or ops or plain_backend(config.backend, device, config.precision)
-    plain_ops = invariant_backend(plain_ops) if config.objective == REWARD and sizes is None else plain_ops
+    plain_ops = invariant_backend(plain_ops) if config.reward and sizes is None else plain_ops
     shape, optimizer = config.shape(vocab_size), optimizer_of(config)
     model = models.architecture(shape)
     sharding = Sharding(max(1, config.lanes), rank, ranks, config.zero, config.reduce_precision == "bf16")
@@ -101,9 +101,9 @@ def resolve(
     pairs = preference.Preference(config.dpo_beta, config.dpo_smoothing) if config.objective == DPO else None
     if pairs is not None:
         buffers += preference.buffers(config.micro_batch, shape.sequence_length, dtype)
-    answers = policy_of(config, ranks) if config.objective == REWARD else None
+    answers = policy_of(config, ranks) if config.reward else None
     if answers is not None:
-        buffers += policy.buffers(config.micro_batch, shape.sequence_length, dtype)
+        buffers += policy.buffers(config.micro_batch, shape.sequence_length, dtype, taught=teacher is not None)
         buffers += rollouts.buffers(shape, config.micro_batch * shape.sequence_length, plain_ops)
     if lora is not None:
         tokens = config.micro_batch * shape.sequence_length

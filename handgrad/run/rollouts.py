@@ -1,4 +1,4 @@
-"""The rollouts of a run on rewards: what the model answers before a step, what each answer earns, and what a step trains.
+"""The rollouts of a run: what the model answers before a step, what each answer earns, and what a step trains.
 
 Group g of a run is a prompt with `Policy.group` answers, neighbouring samples. Each rank samples its own rows, in the
 micro-batches of the training, and all ranks gather all rows: a step's rollouts are a pure function of (weights, step,
@@ -22,7 +22,7 @@ from handgrad.data.batches import mix
 from handgrad.data.prompts import longest_prompt, prompts_of
 from handgrad.data.shards import Dataset
 from handgrad.errors import DataError, HandgradError, NumericsError, UsageError, storage_errors
-from handgrad.evaluation.rewards import Reward, Rewards, mean
+from handgrad.evaluation.rewards import Reward, Rewards, mean, mean_and_error
 from handgrad.files import write_durably
 from handgrad.generation.chat import Talk
 from handgrad.generation.generate import StopText
@@ -37,7 +37,7 @@ from handgrad.storage.run_files import ROLLOUTS
 from handgrad.training.step import StepResult
 
 SHOWN = 3  # answers that a validation shows
-DRAW, GREEDY = 7, 8  # domain separators of seeds (batches has 1 to 3, pieces 4, mixture 5)
+DRAW, HELD_OUT = 7, 8  # domain separators of seeds (batches has 1 to 3, pieces 4, mixture 5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +62,16 @@ class Block:
 class Answered:
     """A validation: the likeliest answers to held-out prompts."""
 
+    divergence: float | None  # of sampled answers from the teacher's distribution, if there is one: nats a token
     reward: float
     stderr: float
     answer_tokens: float  # mean
     prompts: int
     shown: list[tuple[str, str, float]]  # (prompt, answer, reward)
+
+    @property
+    def loss(self) -> float:
+        return -self.reward if self.divergence is None else self.divergence
 
 
 class Rollouts:
@@ -99,7 +104,9 @@ class Rollouts:
         tokenizer = self.dataset.tokenizer
         ends = sorted(Talk(tokenizer).ends)
         self.decode_text: Callable[[list[int]], str] = tokenizer.decode
-        model = training.state, training.model_ops, training.plain_ops, decode, ends, self.stop
+        self.teacher = training.model_ops if training.design.teacher is not None else None
+        model_ops = training.model_ops if self.teacher is None else self.teacher.ops  # the student's
+        model = training.state, model_ops, training.plain_ops, decode, ends, self.stop
         self.sampler, self.greedy = ExactSampler(*model), ExactSampler(*model, temperature=0.0)
         return self
 
@@ -116,21 +123,22 @@ class Rollouts:
         block = self.make(first) if first == step else self.stored(first)
         self.blocks = {**dict([*self.blocks.items()][-1:]), first: block}
 
-    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int, advantages: Tensor, sampled: Tensor) -> None:
-        """Writes samples `first_sample`, ... into int64 CPU tensors (B, T), and each token's advantage and loss at sampling
-        into tensors (B T)."""
+    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int, sampled: Tensor, *weights: Tensor) -> None:
+        """Writes samples `first_sample`, ... into int64 CPU tensors (B, T), and into tensors (B T) each token's loss at
+        sampling and, without a teacher, its advantage."""
         step, first = divmod(first_sample, self.samples)
         block = self.block(step)
         rows = slice(first, first + len(inputs))
         rollouts = block.rollouts[rows]
         fill_rows(inputs, targets, rollouts, self.pad)
-        for out in (advantages, sampled):
+        for out in (sampled, *weights):
             out.zero_()
         length = inputs.shape[1]
         for row, (rollout, advantage) in enumerate(zip(rollouts, block.advantages[rows], strict=True)):
             start = row * length + len(rollout.prompt) - 1
             stretch = slice(start, start + len(rollout.answer))
-            advantages[stretch] = advantage
+            for advantages in weights:
+                advantages[stretch] = advantage
             sampled[stretch] = torch.tensor(rollout.losses, dtype=torch.float64).to(sampled.dtype)
 
     @property
@@ -153,7 +161,7 @@ class Rollouts:
         prompts = [self.prompt_of(step, row) for row in rows]
         seeds = [mix(self.seed, DRAW, step, row) >> 1 for row in rows]
         rollouts = [Rollout(self.prompts.prompts[n], seed) for n, seed in zip(prompts, seeds, strict=True)]
-        own = rows[self.ranks.rank * self.samples // self.ranks.size :][: self.samples // self.ranks.size]
+        own = self.share(rows)
         passes = self.complete(self.sampler, [rollouts[row] for row in own])
         sampled = time.perf_counter() - began
         earned = self.earned([rollouts[row] for row in own], [self.prompts.rows[prompts[row]] for row in own])
@@ -167,6 +175,11 @@ class Rollouts:
         if self.ranks.is_rank_0:
             self.store(block, prompts)
         return block
+
+    def share(self, rows: Sequence[Any]) -> Sequence[Any]:
+        """This rank's share of a step's rows."""
+        count = len(rows) // self.ranks.size
+        return rows[self.ranks.rank * count :][:count]
 
     def complete(self, sampler: ExactSampler, rollouts: Sequence[Rollout]) -> int:
         """Answers this rank's prompts, in whole micro-batches."""
@@ -278,7 +291,7 @@ class Rollouts:
         start, block = self.training.start, self.blocks.get(self.about.first_step(max(0, completed - 1)))
         if start is None or block is None:
             return None
-        own = block.rollouts[self.ranks.rank * self.samples // self.ranks.size :][: self.samples // self.ranks.size]
+        own = self.share(block.rollouts)
         self.training.await_weights()
         parameters = self.training.state.parameters
         present = parameters.to("cpu", copy=True)
@@ -287,28 +300,41 @@ class Rollouts:
             losses = [of_row for rows in self.micro_batches(own) for of_row in self.sampler.losses(rows)]
         finally:
             parameters.copy_(present)
-        sums = [
-            math.fsum(math.expm1(now - then) - (now - then) for now, then in zip(one.losses, of_row, strict=True))
-            for one, of_row in zip(own, losses, strict=True)
-        ]
-        everyone = (one for part in self.ranks.all_gather_objects(sums, "the divergence") for one in part)
-        return math.fsum(everyone) / sum(len(one.answer) for one in block.rollouts)
+        pairs = (zip(one.losses, of_row, strict=True) for one, of_row in zip(own, losses, strict=True))
+        return self.per_token([[math.expm1(now - then) - (now - then) for now, then in pair] for pair in pairs])
+
+    def from_teacher(self, rollouts: Sequence[Rollout]) -> float:
+        """The divergence that the run minimises, at the tokens of answers of all ranks, in nats a token."""
+        return self.per_token(
+            [of_row for rows in self.micro_batches(rollouts) for of_row in self.sampler.losses(rows, self.teacher)]
+        )
+
+    def per_token(self, rows: list[list[float]]) -> float:
+        """The mean over the tokens of all ranks' rows."""
+        sums = [(math.fsum(of_row), len(of_row)) for of_row in rows]
+        everyone = [one for part in self.ranks.all_gather_objects(sums, "the divergence") for one in part]
+        return math.fsum(one for one, _ in everyone) / sum(tokens for _, tokens in everyone)
 
     def held_out(self, most_tokens: int) -> Answered | None:
-        """The rewards of greedy answers to validation prompts, the first that `most_tokens` allow; None without any."""
+        """The rewards of greedy answers to validation prompts, the first that `most_tokens` allow, and the divergence of
+        sampled ones from a teacher; None without prompts."""
         if not (shards := prompts_of(self.dataset, "validation")):
             return None
         (shard,) = shards
         count = max(1, min(len(shard.prompts), most_tokens // self.about.answer_tokens))
         size = self.training.design.batch.micro_batch
         own = [row for row in range(count) if row // size % self.ranks.size == self.ranks.rank]
-        rollouts = [Rollout(shard.prompts[row], mix(self.seed, GREEDY, row) >> 1) for row in own]
+        sampled, rollouts = (
+            [Rollout(shard.prompts[row], mix(self.seed, HELD_OUT, row) >> 1) for row in own] for _ in range(2)
+        )
         self.complete(self.greedy, rollouts)
+        divergence = None
+        if self.teacher is not None:
+            self.complete(self.sampler, sampled)
+            divergence = self.from_teacher(sampled)
         earned = self.earned(rollouts, [shard.rows[row] for row in own])
         parts = [(row, len(r.answer), paid, self.text_of(r)) for row, r, paid in zip(own, rollouts, earned, strict=True)]
         everyone = sorted(one for part in self.ranks.all_gather_objects(parts, "the answers") for one in part)
         rewards = [reward for _, _, reward, _ in everyone]
-        average = mean(rewards)
-        deviation = math.sqrt(mean((reward - average) ** 2 for reward in rewards) / max(1, count - 1))
         texts = [(shard.rows[row]["messages"][-1]["content"], text, reward) for row, _, reward, text in everyone[:SHOWN]]
-        return Answered(average, deviation, mean(tokens for _, tokens, _, _ in everyone), count, texts)
+        return Answered(divergence, *mean_and_error(rewards), mean(tokens for _, tokens, _, _ in everyone), count, texts)

@@ -20,7 +20,7 @@ from handgrad.networks.lora import check_lora
 from handgrad.networks.modern import SOFTCAP as SOFTCAP, TECHNIQUES as TECHNIQUES, of_stored, resolve_techniques
 from handgrad.parsing import parse_toml
 from handgrad.settings.batch_schedule import BatchSchedule, parse_schedule
-from handgrad.settings.objective import DIVERGENCES, FORWARD, OBJECTIVES, TOKENS, check_objective
+from handgrad.settings.objective import DIVERGENCES, OBJECTIVES, TOKENS, check_objective
 
 GPT2_VOCABULARY = 50257
 EPOCHS = "epochs"  # no field: another way to set `steps`
@@ -116,14 +116,20 @@ class RunConfig:
     )
     objective: str = option(AUTO, "tokens, dpo: pairs, distill: a teacher, reward: answers", choices=OBJECTIVES)
     teacher: str = option("", "of distill: the model to learn from, named like init_from's; same tokenizer", free=True)
-    teacher_divergence: str = option(FORWARD, "of distill: KL(teacher || student), or its reverse", choices=DIVERGENCES)
+    teacher_divergence: str = option(
+        AUTO,
+        "forward: KL(teacher || student); reverse: KL(student || teacher). auto: reverse on own answers",
+        choices=DIVERGENCES,
+    )
     dpo_beta: float = option(0.1, "of dpo: how far a margin may move from the first model; smaller is freer", ABOVE_0)
     dpo_smoothing: float = option(0.0, "of dpo: share of pairs whose answers may be the wrong way round", between(0, 0.49))
-    reward: str = option("", "of objective reward: questions, reverse, exact, number, or FILE.py:FUNCTION (docs/reward.md)")
-    rollouts: int = option(8, "of objective reward: answers to each prompt of a step", between(2, 1024))
-    answer_tokens: int = option(0, "of objective reward: longest answer (0: as long as a row leaves room for)")
-    answer_stop: str = option("", "of objective reward: text that ends an answer, which the reward does not see")
-    updates: int = option(1, "of objective reward: steps that train on the same rollouts", between(1, 64))
+    reward: str = option(
+        "", "of own answers: questions, reverse, exact, number, none, or FILE.py:FUNCTION (docs/reward.md)"
+    )
+    rollouts: int = option(8, "of own answers: answers to each prompt of a step", between(1, 1024))
+    answer_tokens: int = option(0, "of own answers: longest answer (0: as long as a row leaves room for)")
+    answer_stop: str = option("", "of own answers: text that ends an answer, which the reward does not see")
+    updates: int = option(1, "of own answers: steps that train on the same rollouts", between(1, 64))
     clip_ratio: float = option(0.2, "of updates above 1: PPO's bound on a token's ratio of probabilities", between(0.01, 1))
     reward_seconds: int = option(10, "of a reward of your own: longest time for one answer", SECONDS, free=True)
     overfit_one_batch: bool = option(False, "train on the first batch over and over (to debug: the loss must go to 0)")

@@ -11,7 +11,7 @@ SLOTS = 2  # micro-batches in flight
 SAMPLE_NUMBERS = "sample_numbers"  # each sample's index in the run, if an operation needs it
 REFERENCES = "references"  # of pairs: each sample's summed log-probability under the first model
 ADVANTAGES, SAMPLED = ("advantages", "sampled_losses")  # of rollouts: each token's advantage and its loss at sampling
-OF_ANSWERS = (REFERENCES, ADVANTAGES, SAMPLED)  # inputs of a loss on answers
+OF_ANSWERS = (REFERENCES, SAMPLED, ADVANTAGES)  # inputs of a loss on answers
 
 # The inputs of a forward pass: filled by the source or derived from it. `SORTED`: the sort orders for the backward.
 READ = ("tokens", "targets", "document_starts", "positions")
