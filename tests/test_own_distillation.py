@@ -1,5 +1,6 @@
 """Distillation on the student's own answers: its loss by both models' logits, exact rollouts, learning, runs."""
 
+# ruff: noqa: F811 (fixtures)
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,15 @@ import torch
 
 from handgrad.api.model import load
 from handgrad.cli import main
+from handgrad.data.batches import mix
 from handgrad.data.prepare import prepare
 from handgrad.data.prompts import open_prompts, prompts_of
 from handgrad.data.recipe import PrepareOptions
 from handgrad.errors import AuditError, ConfigError, DataError, NumericsError, UsageError
+from handgrad.generation.rollouts import Rollout
 from handgrad.run.loop import Run
 from handgrad.run.open import open_run, train
+from handgrad.run.rollouts import HELD_OUT
 from handgrad.settings.config import RunConfig, check, read_toml
 from tests.conftest import small_run
 from tests.test_distill import divergence
@@ -24,21 +28,21 @@ from tests.test_runs import records, same_bits
 
 
 @pytest.fixture(scope="module")
-def teacher(base: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> str:  # noqa: F811
+def teacher(base: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A wider model with other positions, trained for longer than its student."""
     config = replace(base, out=str(tmp_path_factory.mktemp("teacher") / "run"), architecture="modern", num_heads=4)
     train(replace(config, channels=64, steps=60, eval_every=0, learning_rate=1e-2))
     return config.out
 
 
-def taught(base: RunConfig, folder: Path, out: Path, by: str, **settings: object) -> RunConfig:  # noqa: F811
+def taught(base: RunConfig, folder: Path, out: Path, by: str, **settings: object) -> RunConfig:
     more = {"objective": "distill", "teacher": by, "reward": "exact"}
     return rewarded(base, folder, out, **{**more, **settings})
 
 
-def loss_of(config: RunConfig, student: str, rows: list[dict[str, Any]], *, reverse: bool) -> float:
-    """The mean divergence at the tokens of stored rollouts, by the models' logits."""
-    (prompts,) = prompts_of(open_prompts(config.data, config.init_from), "train")
+def loss_of(config: RunConfig, student: str, rows: list[dict[str, Any]], *, reverse: bool, split: str = "train") -> float:
+    """The mean divergence at the tokens of rollouts, by the models' logits."""
+    (prompts,) = prompts_of(open_prompts(config.data, config.init_from), split)
     models, total, tokens = (load(student, device="cpu"), load(config.teacher, device="cpu")), 0.0, 0
     for row in rows:
         prompt = prompts.prompts[row["prompt"]]
@@ -48,7 +52,7 @@ def loss_of(config: RunConfig, student: str, rows: list[dict[str, Any]], *, reve
 
 
 @pytest.mark.parametrize("named", ["auto", "forward"])
-def test_the_loss_of_a_step(named: str, base: RunConfig, folder: Path, tmp_path: Path, teacher: str) -> None:  # noqa: F811
+def test_the_loss_of_a_step(named: str, base: RunConfig, folder: Path, tmp_path: Path, teacher: str) -> None:
     """The divergence at all tokens of the step's answers, in reverse unless asked for; so is a validation's, at answers
     that were sampled too."""
     config = taught(base, folder, tmp_path / "run", teacher, steps=1, teacher_divergence=named, precision="fp32")
@@ -58,19 +62,22 @@ def test_the_loss_of_a_step(named: str, base: RunConfig, folder: Path, tmp_path:
     (step,) = records(config.out, ("step",))
     assert step["loss"] == pytest.approx(expected, rel=1e-4) and step["trained_tokens"] > 16
     assert read_toml(f"{config.out}/config.toml")["teacher_divergence"] == ("reverse" if named == "auto" else "forward")
+    before, after = records(config.out, ("validation",))
     with open_run(replace(config, out=str(tmp_path / "other"))) as run:
         assert run.rollouts is not None
-        run.rollouts.before_step(0)
-        rollouts = run.rollouts.block(0).rollouts
-        assert run.rollouts.from_teacher(rollouts) == pytest.approx(expected, rel=1e-4)
-    before, after = records(config.out, ("validation",))
-    assert before["loss"] == before["divergence"] > 0 and "reward" in before
+        (held_out,) = prompts_of(run.dataset, "validation")
+        answers = [Rollout(prompt, mix(config.seed, HELD_OUT, row) >> 1) for row, prompt in enumerate(held_out.prompts)]
+        run.rollouts.complete(run.rollouts.sampler, answers)
+    asked = [{"prompt": row, "answer": one.answer} for row, one in enumerate(answers)]
+    expected = loss_of(config, base.out, asked, reverse=named == "auto", split="validation")
+    assert before["loss"] == before["divergence"] == pytest.approx(expected, rel=1e-4)
+    assert before["prompts"] == len(answers) and "reward" in before
     assert (
         f"divergence {after['divergence']:.4f} from the teacher, reward 0.0000" in Path(config.out, "log.txt").read_text()
     )
 
 
-def test_a_student_gets_nearer_to_its_teacher(base: RunConfig, folder: Path, tmp_path: Path, teacher: str) -> None:  # noqa: F811
+def test_a_student_gets_nearer_to_its_teacher(base: RunConfig, folder: Path, tmp_path: Path, teacher: str) -> None:
     """On prompts that it never trained on; the sampler's log-probabilities are the trainer's in every step."""
     config = taught(base, folder, tmp_path / "run", teacher, steps=40, eval_every=20, learning_rate=1e-2)
     train(config)
@@ -82,7 +89,7 @@ def test_a_student_gets_nearer_to_its_teacher(base: RunConfig, folder: Path, tmp
     assert f"{last:.4f}" in page and "from the teacher" in page and "Perplexity" not in page
 
 
-def test_another_log_probability_stops_the_run(base: RunConfig, folder: Path, tmp_path: Path, teacher: str) -> None:  # noqa: F811
+def test_another_log_probability_stops_the_run(base: RunConfig, folder: Path, tmp_path: Path, teacher: str) -> None:
     with open_run(taught(base, folder, tmp_path / "run", teacher)) as run:
         assert isinstance(run, Run) and run.rollouts is not None
         run.begin()
@@ -93,11 +100,7 @@ def test_another_log_probability_stops_the_run(base: RunConfig, folder: Path, tm
 
 @pytest.mark.parametrize("settings", [{}, {"updates": 3, "rollouts": 1}, {"lora": "rank=8,alpha=16"}], ids=str)
 def test_a_stopped_run_ends_at_the_same_bits(
-    settings: dict[str, Any],
-    base: RunConfig,  # noqa: F811
-    folder: Path,  # noqa: F811
-    tmp_path: Path,
-    teacher: str,
+    settings: dict[str, Any], base: RunConfig, folder: Path, tmp_path: Path, teacher: str
 ) -> None:
     whole, stopped = (taught(base, folder, tmp_path / name, teacher, save_every=2, **settings) for name in ("a", "b"))
     train(whole)
@@ -112,7 +115,7 @@ def test_a_stopped_run_ends_at_the_same_bits(
         assert ends[0] == ends[1]
 
 
-def test_a_replay_samples_anew(base: RunConfig, folder: Path, tmp_path: Path, teacher: str, capsys: Any) -> None:  # noqa: F811
+def test_a_replay_samples_anew(base: RunConfig, folder: Path, tmp_path: Path, teacher: str, capsys: Any) -> None:
     """The chain holds the answers and the teacher's hash; a replay with another teacher or other answers fails."""
     config = taught(base, folder, tmp_path / "run", teacher, audit_every=1, steps=3)
     train(config)
@@ -148,12 +151,7 @@ def test_a_replay_samples_anew(base: RunConfig, folder: Path, tmp_path: Path, te
     ],
 )
 def test_a_run_refuses(
-    settings: dict[str, Any],
-    problem: str,
-    base: RunConfig,  # noqa: F811
-    folder: Path,  # noqa: F811
-    tmp_path: Path,
-    teacher: str,
+    settings: dict[str, Any], problem: str, base: RunConfig, folder: Path, tmp_path: Path, teacher: str
 ) -> None:
     with (
         pytest.raises(UsageError, match=problem),
@@ -163,7 +161,7 @@ def test_a_run_refuses(
     assert not (tmp_path / "run").exists()
 
 
-def test_another_vocabulary_or_no_prompts(base: RunConfig, folder: Path, tmp_path: Path, teacher: str) -> None:  # noqa: F811
+def test_another_vocabulary_or_no_prompts(base: RunConfig, folder: Path, tmp_path: Path, teacher: str) -> None:
     (tmp_path / "text.txt").write_text("A few words, and then a few more words. " * 400)
     prepare(PrepareOptions(str(tmp_path / "text.txt"), tmp_path / "bpe", tokenizer="bpe:300"))
     other = replace(small_run(tmp_path / "bpe", tmp_path / "other"), sequence_length=LENGTH, sample_tokens=0, steps=1)
@@ -175,14 +173,14 @@ def test_another_vocabulary_or_no_prompts(base: RunConfig, folder: Path, tmp_pat
         train(taught(base, folder, tmp_path / "run", teacher, data=str(tmp_path / "none.jsonl")))
 
 
-def test_the_command_and_its_plan(base: RunConfig, folder: Path, tmp_path: Path, teacher: str, capsys: Any) -> None:  # noqa: F811
+def test_the_command_and_its_plan(base: RunConfig, folder: Path, tmp_path: Path, teacher: str, capsys: Any) -> None:
     """A teacher and a reward make the run; the plan holds the teacher and the rows of rollouts. Prompts need no answers."""
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"so {n}?"}) for n in range(160)))
     out = tmp_path / "run"
     words = ["--teacher", teacher, "--reward", "none", "--data", str(tmp_path / "rows.jsonl"), "--init-from", base.out]
     assert main(["train", *words, "--steps", "2", "--answer-tokens", "8", "--out", str(out)]) == 0
     log = (out / "log.txt").read_text()
-    assert "objective  distill, reward none: 8 prompts x 8 answers of up to 8 tokens a sampling" in log
+    assert "objective  distill on own answers, reward none: 8 prompts x 8 answers of up to 8 tokens a sampling" in log
     assert "the training loss is KL(student || teacher)" in log and "from the teacher" in log
     capsys.readouterr()
     assert main(["plan", *words]) == 0

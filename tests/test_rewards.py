@@ -168,7 +168,7 @@ def test_rewards_come_from_processes_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
-        ("reversed", "reward must be questions, reverse, exact, number or FILE.py:FUNCTION, found 'reversed'"),
+        ("reversed", "reward must be questions, reverse, exact, number, none or FILE.py:FUNCTION, found 'reversed'"),
         ("nowhere.py:mine", "reward names the file nowhere.py, found none"),
         ("{own}:other", "expected a function other in"),
         ("{broken}:mine", "cannot be loaded: SyntaxError"),

@@ -9,11 +9,12 @@ import importlib.util
 import math
 import multiprocessing
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from difflib import SequenceMatcher
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from handgrad.data import questions
@@ -128,7 +129,7 @@ class Rewards:
     def of(self, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[float]:
         """The reward of each answer. UsageError, with row and text: no finite number, an exception, or too slow."""
         if not self.inside:
-            return self.in_processes(list(zip(rows, answers, strict=True)))
+            return self.in_processes(rows, answers) if rows else []
         rewards = []
         for row, answer in zip(rows, answers, strict=True):
             try:
@@ -140,35 +141,27 @@ class Rewards:
             rewards.append(checked(value, named(row, answer)))
         return rewards
 
-    def in_processes(self, tasks: list[tuple[Mapping[str, Any], str]]) -> list[float]:
-        rewards = [0.0] * len(tasks)
+    def in_processes(self, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[float]:
         if not self.workers:
             assert isinstance(self.spec, str)
-            self.workers = [Worker(self.spec) for _ in range(min(WORKERS, len(tasks)))]
-        waiting, busy = list(range(len(tasks)))[::-1], dict[Connection, Worker]()
-        try:
-            while waiting or busy:
-                for worker in self.workers:
-                    if waiting and worker.number is None:
-                        worker.begin(waiting[-1], *tasks[waiting.pop()])
-                        busy[worker.connection] = worker
-                limit = min(worker.began for worker in busy.values()) + self.seconds - time.monotonic()
-                ready = [one for one in wait(list(busy), max(0.0, limit)) if isinstance(one, Connection)]
-                for connection in ready:
-                    worker = busy.pop(connection)
-                    number, value = worker.end(tasks)
-                    rewards[number] = checked(value, named(*tasks[number]))
-                late = [worker for worker in busy.values() if time.monotonic() - worker.began > self.seconds]
-                if late and late[0].number is not None:
-                    where = named(*tasks[late[0].number])
-                    raise UsageError(
-                        f"the reward of {where} took longer than {self.seconds:g} s; mend the function, or give it more:"
-                        f" --reward-seconds {math.ceil(2 * self.seconds)}"
-                    )
-        except BaseException:
-            self.close()
-            raise
-        return rewards
+            self.workers = [Worker(self.spec) for _ in range(min(WORKERS, len(rows)))]
+        free: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self.workers:
+            free.put(worker)
+
+        def earned(row: Mapping[str, Any], answer: str) -> float:
+            worker = free.get()
+            try:
+                return checked(worker.ask(row, answer, self.seconds), named(row, answer))
+            finally:
+                free.put(worker)
+
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            try:
+                return list(pool.map(earned, rows, answers))
+            except BaseException:
+                self.close()  # so that no thread waits for an answer
+                raise
 
     def close(self) -> None:
         for worker in self.workers:
@@ -187,24 +180,22 @@ class Worker:
         theirs.close()
         if self.connection.recv() is not None:  # loaded, so that a start does not count
             raise UsageError(f"reward {spec} could not be loaded in a process of its own; it must not depend on this one")
-        self.number: int | None = None
-        self.began = 0.0
 
-    def begin(self, number: int, row: Mapping[str, Any], answer: str) -> None:
-        self.number, self.began = number, time.monotonic()
+    def ask(self, row: Mapping[str, Any], answer: str, seconds: float) -> Any:
+        """An answer's reward. Raises `UsageError` if the function raised, ended the process or took longer."""
         self.connection.send((row, answer))
-
-    def end(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> tuple[int, Any]:
-        """(number of the task, its reward). Raises `UsageError` if the function raised or ended the process."""
-        assert self.number is not None
-        number, self.number = self.number, None
+        if not self.connection.poll(seconds):
+            raise UsageError(
+                f"the reward of {named(row, answer)} took longer than {seconds:g} s; mend the function, or give it more:"
+                f" --reward-seconds {math.ceil(2 * seconds)}"
+            )
         try:
             value, error = self.connection.recv()
         except EOFError:
             value, error = None, "an end of its process"
         if error:
-            raise UsageError(f"the reward of {named(*tasks[number])} raised {error:.200}; mend the function")
-        return number, value
+            raise UsageError(f"the reward of {named(row, answer)} raised {error:.200}; mend the function")
+        return value
 
 
 def serve(connection: Connection, spec: str) -> None:

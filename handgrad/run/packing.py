@@ -147,7 +147,8 @@ def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
         more = f", for {config.updates} updates" if config.updates > 1 else ""
         answers = f"{prompts} prompts x {config.rollouts} answers of up to {config.answer_tokens} tokens"
         answers += f", or up to {config.answer_stop!r}," if config.answer_stop else ""
-        return [f"objective  {config.objective}, reward {config.reward}: {answers} a sampling{more}"]
+        loss = REWARD if config.objective == REWARD else f"{DISTILL} on own answers, {REWARD}"
+        return [f"objective  {loss} {config.reward}: {answers} a sampling{more}"]
     if scores_all(dataset, config.packing):
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)

@@ -116,11 +116,7 @@ class RunConfig:
     )
     objective: str = option(AUTO, "tokens, dpo: pairs, distill: a teacher, reward: answers", choices=OBJECTIVES)
     teacher: str = option("", "of distill: the model to learn from, named like init_from's; same tokenizer", free=True)
-    teacher_divergence: str = option(
-        AUTO,
-        "forward: KL(teacher || student); reverse: KL(student || teacher). auto: reverse on own answers",
-        choices=DIVERGENCES,
-    )
+    teacher_divergence: str = option(AUTO, "KL(teacher || student), or reverse (auto: on own answers)", choices=DIVERGENCES)
     dpo_beta: float = option(0.1, "of dpo: how far a margin may move from the first model; smaller is freer", ABOVE_0)
     dpo_smoothing: float = option(0.0, "of dpo: share of pairs whose answers may be the wrong way round", between(0, 0.49))
     reward: str = option(
