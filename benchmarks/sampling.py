@@ -194,17 +194,17 @@ def compare(model: str, batches: list[int], chosen: str, device: torch.device, p
     finally:
         for peer in peers.values():
             peer.close()
+    settings = {"model": model, "new_tokens": NEW_TOKENS, "precision": precision}
+    figures = {"copy_bytes_per_second": round(bandwidth), "weight_bytes": weight_bytes, "rows": rows}
+
+    def record(**more: Any) -> None:
+        if out:
+            write_record(out, device, transformers=version("transformers"), **settings, **figures, **more)
+
+    record()
     first = first_texts(model, device, precision)
     print(f"a fresh process, {FIRST_PROMPT} tokens in, {FIRST_TOKENS} out: {first}")
-    if out:
-        settings = {"model": model, "new_tokens": NEW_TOKENS, "precision": precision}
-        figures = {
-            "copy_bytes_per_second": round(bandwidth),
-            "weight_bytes": weight_bytes,
-            "rows": rows,
-            "first_text": first,
-        }
-        write_record(out, device, transformers=version("transformers"), **settings, **figures)
+    record(first_text=first)
 
 
 def measured(peer: Peer, batch: int, tokens: int, limits: dict[str, float]) -> dict[str, Any]:
