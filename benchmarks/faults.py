@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--run", action="store_true", help="run the tests first")
     if parser.parse_args().run:
         workers = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
-        command = [sys.executable, "-m", "pytest", *workers, "-m", "fault"]
+        command = [sys.executable, "-m", "pytest", *workers, "--nightly", "-m", "fault"]
         command += ["--fault-record", str(RESULTS / "cpu-faults.json")]
         if code := subprocess.run([*command, *files()], cwd=ROOT).returncode:
             sys.exit(code)

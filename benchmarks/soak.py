@@ -34,7 +34,7 @@ def main() -> None:
     keep_commit()
     start, counts = time.monotonic(), {"PASSED": 0, "FAILED": 0, "ERROR": 0}
     seeds = ["--seeds", str(given.count), "--first-seed", str(given.seed)]
-    command = [sys.executable, "-m", "pytest", "-vv", "-n", given.workers, "-m", "soak", *seeds, *files()]
+    command = [sys.executable, "-m", "pytest", "-vv", "-n", given.workers, "--nightly", "-m", "soak", *seeds, *files()]
     with given.log.open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None
         for line in itertools.chain([f"seeds {given.seed} to {given.seed + given.count - 1}\n"], tests.stdout):

@@ -79,6 +79,7 @@ def test_it_learns_resumes_and_is_evaluated(another: RunConfig, capsys: pytest.C
     assert "loss" in capsys.readouterr().out
 
 
+@pytest.mark.nightly(but=["bf16"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_whole_blocks_recomputed_have_the_same_bits(another: RunConfig, precision: str, tmp_path: Path) -> None:
     short = replace(another, steps=4, eval_every=0, save_every=0, precision=precision)

@@ -29,13 +29,6 @@ def ctrl_c_means_something() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture
-def finished(config: RunConfig) -> RunConfig:
-    """The command's run."""
-    train(config)
-    return config
-
-
 @pytest.fixture(params=["serial", "ahead"])
 def launching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of the loop: each step waited for, as on a CPU, and the next one launched first, as on a GPU."""
@@ -231,6 +224,7 @@ def test_the_folder_is_held_until_it_is_closed(config: RunConfig) -> None:
         assert again.completed == 3
 
 
+@pytest.mark.nightly(but=["ahead-bf16-4", "serial-fp32-0"])
 @pytest.mark.parametrize(("precision", "lanes"), [("fp32", 0), ("bf16", 4)])
 def test_a_model_of_a_run_is_a_copy_of_now(config: RunConfig, launching: str, precision: str, lanes: int) -> None:
     """Also inside of a callback, while the next step may be under way: the weights of its checkpoint."""

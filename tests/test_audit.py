@@ -175,6 +175,7 @@ def test_an_untouched_run_holds(finished: Path, capsys: pytest.CaptureFixture[st
     assert "8 links and 2 checkpoints" in capsys.readouterr().out
 
 
+@pytest.mark.nightly(but=["0.1", "fp8", "modern"])
 @pytest.mark.parametrize(
     "settings",
     [

@@ -19,9 +19,7 @@ from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint
 from tests.test_commands import refused
-from tests.test_runs import elsewhere, finished, interrupt_at, same_bits
-
-__all__ = ["finished"]  # a fixture
+from tests.test_runs import elsewhere, interrupt_at, same_bits
 
 
 def scripted(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
@@ -133,6 +131,7 @@ def test_without_asking_nothing_more_is_saved(finished: RunConfig) -> None:
     assert checkpoint.find(f"{finished.out}/best").step == 12, "the best of those that are there"
 
 
+@pytest.mark.nightly(but=["before its record"])
 @pytest.mark.parametrize("moment", ["before its record", "a step later"])
 def test_the_best_checkpoint_survives(moment: str, config: RunConfig) -> None:
     """Ended between the checkpoint and the record of its loss, or later: the resumed run has the same checkpoints."""

@@ -17,9 +17,7 @@ from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint
 from handgrad.storage.checkpoint import Stored
-from tests.test_runs import elsewhere, finished, interrupt_at, same_bits, tensors
-
-__all__ = ["finished"]  # a fixture
+from tests.test_runs import elsewhere, interrupt_at, same_bits, tensors
 
 
 def stored(tensors: dict[str, torch.Tensor]) -> list[Stored]:

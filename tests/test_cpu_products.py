@@ -96,6 +96,7 @@ def test_few_rows_of_a_large_weight(rows: int, outputs: int, few: bool, monkeypa
         assert all(torch.equal(outputs_by_threads[0], out) for out in outputs_by_threads)
 
 
+@pytest.mark.nightly(but=["AVX2"])
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_the_instructions_of_other_cpus(instructions: str) -> None:
     """The tests above once more, as this CPU would run them with fewer instructions."""

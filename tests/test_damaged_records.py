@@ -10,9 +10,7 @@ from handgrad.run.listing import list_runs
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.training.step import TrainStep
-from tests.test_runs import elsewhere, finished, records
-
-__all__ = ["finished"]  # a fixture
+from tests.test_runs import elsewhere, records
 
 
 def change_byte(path: Path, line: int, at: int, byte: bytes) -> bytes:

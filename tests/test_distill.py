@@ -204,6 +204,7 @@ def test_a_student_learns(teacher: RunConfig, tmp_path: Path) -> None:
     assert "Training: the divergence from a teacher." in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.nightly(but=["{'lora': 'rank=4,alpha=8'}", "{'dropout': 0.1}"])
 @pytest.mark.parametrize("settings", [{}, {"lora": "rank=4,alpha=8"}, {"dropout": 0.1}, {"recompute": 3}], ids=str)
 def test_a_stopped_run_ends_at_the_same_bits(teacher: RunConfig, tmp_path: Path, settings: dict[str, Any]) -> None:
     """Also of adapters, with dropout and with recomputed blocks. A checkpoint holds nothing of the teacher."""

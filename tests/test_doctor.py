@@ -95,6 +95,7 @@ def scratch(ops: ModuleType, operation: str) -> dict[str, torch.Tensor]:
     return {"scratch": torch.empty(0, dtype=torch.uint8)} if takes else {}
 
 
+@pytest.mark.nightly(but=["torch.float32", "torch.bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_reference_passes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
@@ -214,6 +215,13 @@ def no_such_product(**arguments) -> None:
     raise RuntimeError("no algorithm for\ntypes 28 and 29")
 
 
+@pytest.mark.nightly(
+    but=[
+        "quantize-rounds_elsewhere-told0",
+        "linear_backward-one_percent_off-told3",
+        "rmsnorm_backward-leaves_the_old_scale-told6",
+    ]
+)
 @pytest.mark.parametrize(
     ("operation", "broken", "told"),
     [

@@ -51,6 +51,7 @@ SIZES = ["--sequence-length", "32", "--tokens-per-step", "8192", "--micro-batch"
 SMALL = ["--num-layers", "1", "--channels", "32", "--num-heads", "2", "--sample-tokens", "0"]
 
 
+@pytest.mark.nightly(but=["start1", "start3"])
 @pytest.mark.parametrize("start", [["tiny"], ["tiny", "--packing", "whole"], ["tiny", "--batch-schedule", "1:16384"], []])
 def test_epochs_become_steps_once(start: list[str], shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The run says how many, makes the fewest that suffice, keeps them in its folder, and resumes by the same command."""

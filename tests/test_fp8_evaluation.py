@@ -58,6 +58,7 @@ def evaluated(run: RunConfig, *more: str) -> list[str]:
     return ["evaluate", run.out, "--eval-tokens", str(run.eval_tokens), "--micro-batch", str(run.micro_batch), *more]
 
 
+@pytest.mark.nightly(but=["current", "moved", "modern", "head"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_fp8_the_loss_is_the_runs_own(kind: str, run: RunConfig, losses_found: list[float]) -> None:
     """To the bit; in bf16 it is another one."""

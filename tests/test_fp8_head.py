@@ -55,6 +55,7 @@ def test_a_run_keeps_the_head_that_it_began_with(config: RunConfig) -> None:
         train(dataclasses.replace(run, steps=3, fp8_head="forward"))
 
 
+@pytest.mark.nightly(but=["48-gpt2", "0-modern"])
 @pytest.mark.parametrize("architecture", ["gpt2", "modern"])
 @pytest.mark.parametrize("chunk", [0, 48])
 def test_recompute_levels_give_the_same_bits(fp8: RunConfig, architecture: str, chunk: int) -> None:

@@ -40,6 +40,7 @@ def test_a_step_has_one_quantised_part(run: RunConfig) -> None:
     assert names == {f"{name}.{form}" for name in ("lnf", "logits", weight) for form in ("rows", "columns")}
 
 
+@pytest.mark.nightly(but=["gemma3"])
 def test_it_learns_and_resumes_bit_by_bit(run: RunConfig, tmp_path: Path) -> None:
     """Near bf16's losses, and not theirs."""
     whole = replace(run, out=str(tmp_path / "whole"))
@@ -58,6 +59,7 @@ def test_it_learns_and_resumes_bit_by_bit(run: RunConfig, tmp_path: Path) -> Non
     assert math.isfinite(float(load(whole.out, device="cpu").logits([[1, 2, 3]])[0].sum()))
 
 
+@pytest.mark.nightly(but=["olmo"])
 def test_it_is_evaluated_in_fp8(run: RunConfig, capsys: pytest.CaptureFixture) -> None:
     """Near bf16's loss, and not it."""
     train(run)

@@ -183,6 +183,7 @@ def fp8(config: RunConfig) -> RunConfig:
     return replace(config, architecture="llama", llama=TEXTS["qwen2"], warmup_steps=0, learning_rate=1e-2, **settings)
 
 
+@pytest.mark.nightly(but=["qwen3"])
 @pytest.mark.parametrize("family", TEXTS)
 def test_training_in_fp8_learns_what_training_in_bf16_learns(fp8: RunConfig, family: str) -> None:
     """Ten steps that take the loss down by more than a half differ by less than a tenth of that."""
@@ -193,6 +194,7 @@ def test_training_in_fp8_learns_what_training_in_bf16_learns(fp8: RunConfig, fam
         assert abs(a.loss - b.loss) < 0.05
 
 
+@pytest.mark.nightly(but=["current-e4m3-qwen3", "delayed-mixed-qwen3"])
 @pytest.mark.parametrize(
     ("scaling", "gradients", "family"),
     [

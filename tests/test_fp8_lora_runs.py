@@ -47,6 +47,7 @@ def rows_of(training: Assembly) -> dict[str, torch.Tensor]:
     return {name: training.state.views[f"{name}.rows"].view(torch.uint8) for name in training.design.fp8_only}
 
 
+@pytest.mark.nightly(but=["llama-auto", "gpt2-auto"])
 @pytest.mark.parametrize(("name", "backend"), [("llama", "auto"), ("llama", "reference"), ("gpt2", "auto")])
 def test_it_learns_what_bf16_learns_and_resumes_bit_by_bit(
     bases: dict[str, RunConfig], tmp_path: Path, name: str, backend: str
@@ -85,6 +86,7 @@ def test_a_weight_has_the_scale_that_every_step_would_give_it(bases: dict[str, R
         )
 
 
+@pytest.mark.nightly(but=["llama-delayed", "gpt2-current"])
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_recompute_levels_give_the_same_bits(bases: dict[str, RunConfig], tmp_path: Path, name: str, scaling: str) -> None:
@@ -123,6 +125,7 @@ def test_rows_of_documents(bases: dict[str, RunConfig], tmp_path: Path, request:
     same_bits(whole.out, level.out, 6)
 
 
+@pytest.mark.nightly(but=["llama"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_its_checkpoint_is_a_model_like_any(bases: dict[str, RunConfig], tmp_path: Path, name: str) -> None:
     """Its adapters are merged with the weights as they were, not with the rounded ones."""

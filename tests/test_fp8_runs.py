@@ -134,6 +134,7 @@ def scales_at_the_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, dic
     return found
 
 
+@pytest.mark.nightly(but=["{'fp8_window': 5}", "{'fp8_scaling': 'current'}"])
 @pytest.mark.parametrize(
     "change",
     [{"fp8_window": 5}, {"fp8_margin": 2}, {"fp8_gradients": "e5m2"}, {"fp8_count_every": 5}, {"fp8_scaling": "current"}],

@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[ModuleType, type[RoundedProducts]]] = {
 }
 
 
+@pytest.mark.nightly(but=["heads of 64-gpt2", "an odd length-modern", "three heads-gpt2", "wider than long-modern"])
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_product_rounds_its_operands(name: str, architecture: str) -> None:
@@ -57,6 +58,7 @@ def test_every_product_rounds_its_operands(name: str, architecture: str) -> None
 LENGTH = {"sequence_length": 24, "precision": "fp8", "tokens_per_step": 192}
 
 
+@pytest.mark.nightly(but=["{'architecture': 'modern'}"])
 @pytest.mark.parametrize("settings", [{}, {"architecture": "modern"}, {"num_heads": 1}], ids=str)
 def test_a_run_whose_samples_are_no_multiple_of_16(config: RunConfig, settings: dict) -> None:
     config = check(dataclasses.replace(config, **LENGTH, micro_batch=2, **settings))

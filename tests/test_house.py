@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import is_nightly
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "handgrad"
 # `export --to hf` copies these beside the weights of a network that transformers lacks: data here, for another program.
@@ -202,3 +204,23 @@ def test_the_package_speaks_of_itself_alone() -> None:
         if path.suffix in (".py", ".md", ".toml", ".txt", ".json") or name in ("Makefile", ".ci/run", "NOTICE"):
             found = pattern.search(path.read_text(errors="replace"))
             assert not found, f"{name} mentions {found[0] if found else ''}"
+
+
+def test_what_make_test_leaves_out(request: pytest.FixtureRequest) -> None:
+    """Each file that docs/README.md names for a promise keeps a test in `make test`, and so does each test that keeps
+    some of its cases: a case that is misspelt would keep none."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    if len(items) < 5000:
+        pytest.skip("of the whole suite alone")
+    kept, named = dict[tuple[Path, str], list[str]](), dict[tuple[Path, str], list[str]]()
+    for item in items:
+        test, case = (item.path, item.originalname), item.callspec.id if hasattr(item, "callspec") else ""
+        kept.setdefault(test, []).extend([] if is_nightly(item) else [case])
+        for mark in item.iter_markers("nightly"):
+            named[test] = sorted(mark.kwargs.get("but", []))
+    misspelt = {str(test): cases for test, cases in named.items() if cases != sorted(kept[test])}
+    assert not misspelt
+    promises = (ROOT / "docs" / "README.md").read_text().partition("# The promises")[2]
+    files = [ROOT / name for name in re.findall(r"\]\(\.\./(tests/\S+\.py)\)", promises)]
+    runs = {path for (path, _), cases in kept.items() if cases}
+    assert len(runs.intersection(files)) >= 40 and not {path for path, _ in kept}.intersection(files) - runs

@@ -19,9 +19,7 @@ from handgrad.storage import checkpoint
 from handgrad.training.state import TrainingState
 from handgrad.training.step import TrainStep
 from tests.distributed.runs import Launcher, arguments, same_run, saved_steps
-from tests.test_runs import elsewhere, finished, same_bits
-
-__all__ = ["finished"]  # a fixture
+from tests.test_runs import elsewhere, same_bits
 
 
 def flip_bit_30(tensor: Tensor) -> None:
@@ -99,6 +97,7 @@ def test_a_jump_is_by_a_thousand() -> None:
     assert saves.unsound(before, {"a": float("nan"), "b": float("inf")}, {"a": 1, "b": 1}) == ["a", "b"]
 
 
+@pytest.mark.nightly(but=["0-0", "1-2"])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_refuse(launcher: Launcher, shards: Path, tmp_path: Path, zero: int, rank: int) -> None:

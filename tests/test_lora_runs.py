@@ -57,6 +57,7 @@ def adapting(base: RunConfig, out: Path, **settings: object) -> RunConfig:
     return replace(base, out=str(out), init_from=base.out, lora=LORA, **{**RUN, **settings})
 
 
+@pytest.mark.nightly(but=["llama-bf16", "gpt2-fp32"])
 @pytest.mark.parametrize(("name", "precision"), [("llama", "fp32"), ("llama", "bf16"), ("gpt2", "fp32")])
 def test_it_learns_and_resumes_bit_by_bit(bases: dict[str, RunConfig], tmp_path: Path, name: str, precision: str) -> None:
     whole = adapting(bases[name], tmp_path / "whole", precision=precision, sample_tokens=8)
@@ -76,6 +77,7 @@ def test_it_learns_and_resumes_bit_by_bit(bases: dict[str, RunConfig], tmp_path:
     assert {key.rpartition("_")[2] for key in stored} == {"A", "B"}
 
 
+@pytest.mark.nightly(but=["gpt2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_its_checkpoint_is_a_model_like_any(bases: dict[str, RunConfig], tmp_path: Path, name: str) -> None:
     """Merged it has the loss that the run measured beside its base; exported and started from, the same weights."""

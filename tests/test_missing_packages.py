@@ -41,6 +41,7 @@ def run_without(package: str, command: str, folder: Path) -> subprocess.Complete
     )
 
 
+@pytest.mark.nightly(but=["torch", "safetensors", "rich"])
 @pytest.mark.parametrize("package", NEEDS)
 def test_a_command_names_its_missing_package(package: str, tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt")
@@ -49,6 +50,7 @@ def test_a_command_names_its_missing_package(package: str, tmp_path: Path) -> No
     assert ended.stderr == f"handgrad: handgrad needs {package}, which is not installed: `pip install {package}`\n"
 
 
+@pytest.mark.nightly(but=["torch", "matplotlib"])
 @pytest.mark.parametrize("package", ["torch", "numpy", "rich", "matplotlib"])
 def test_doctor_names_each_missing_package(package: str, tmp_path: Path) -> None:
     ended = run_without(package, "doctor", tmp_path)

@@ -84,6 +84,7 @@ def places(batches: MixedBatches, samples: Any) -> list[tuple[str, int]]:
 # Which sample comes from where.
 
 
+@pytest.mark.nightly(but=["5 1 3 1 2", "1", "0.7 0.2999 1e-4"])
 @pytest.mark.parametrize("weights", WEIGHTS, ids=" ".join)
 def test_any_number_of_samples_keeps_the_weights(weights: list[str]) -> None:
     """Every set gives its samples in its own order. At the end of a block it is off by at most half a sample for each set,
@@ -216,6 +217,7 @@ def test_a_recipe_names_sets_as_the_flag_does(mixed: RunConfig, tmp_path: Path) 
 # A run.
 
 
+@pytest.mark.nightly(but=["{'batch_schedule': '3:512', 'lanes': 2}", "{'precision': 'bf16', 'dropout': 0.1}"])
 @pytest.mark.parametrize(
     "settings", [{}, {"batch_schedule": "3:512", "lanes": 2}, {"precision": "bf16", "dropout": 0.1}], ids=str
 )

@@ -35,6 +35,7 @@ def modern(config: RunConfig) -> RunConfig:
     return replace(config, **MODERN_RUN)
 
 
+@pytest.mark.nightly(but=["fp8", "new"])
 @pytest.mark.parametrize(
     "settings",
     [

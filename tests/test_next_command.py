@@ -31,6 +31,7 @@ def recommended(capsys: pytest.CaptureFixture, text: Path, tokenizer: str, out: 
     return words[2:]
 
 
+@pytest.mark.nightly(but=["300000-bpe:300", "2000-bytes", "2000-gpt2", "3-bytes"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300", "gpt2"])
 @pytest.mark.parametrize("size_bytes", [3, 2000, 300_000])
 def test_the_recommended_command_works(

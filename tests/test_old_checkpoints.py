@@ -123,6 +123,7 @@ def with_full_sized_state(folder: Path) -> None:
     assert checkpoint.open_checkpoint(folder).manifest["schema"] == 1
 
 
+@pytest.mark.nightly(but=["4"])
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_a_full_sized_state_of_muon_goes_on(lanes: int, config: RunConfig, tmp_path: Path) -> None:
     """With the bits of the unbroken run, whose own checkpoint is the smaller one."""

@@ -16,9 +16,7 @@ from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint, manifest
 from tests.test_checkpoints import damage
-from tests.test_runs import elsewhere, finished, interrupt_at, same_bits
-
-__all__ = ["finished"]  # a fixture
+from tests.test_runs import elsewhere, interrupt_at, same_bits
 
 NAMES = [f"step_{step:08d}" for step in (8, 12)]
 

@@ -19,6 +19,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.nightly(but=["1337"])
 @pytest.mark.parametrize("seed", [1337, 1, 2, 3])
 def test_a_first_run_has_no_spikes(stories: str, tmp_path: Path, seed: int) -> None:
     quiet = {"eval_every": 0, "sample_tokens": 0, "save_every": 0, "device": "cpu"}

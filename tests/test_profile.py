@@ -270,6 +270,7 @@ def test_rates_have_the_unit_of_their_ceiling() -> None:
     assert rate_text(4.123e12, 4.2e12, "B") == "4.12 TB/s" and rate_text(2e10, 3.2e11, "B") == "0.02 TB/s"
 
 
+@pytest.mark.nightly(but=["fp8"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_adapters(precision: str, capsys: pytest.CaptureFixture) -> None:
     """The frozen weights' products and the adapters' are counted; in fp8 so is what the former read."""

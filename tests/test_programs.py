@@ -76,6 +76,7 @@ assert "matplotlib" not in sys.modules, "a run imports it for its report alone"
 """
 
 
+@pytest.mark.nightly(but=["{} >&-"])
 @pytest.mark.parametrize("how", ["{} | head -1", "PYTHONIOENCODING=ascii {}", "{} >&-"])
 def test_consoles_that_show_little(how: str, shards: Path, tmp_path: Path) -> None:
     """`handgrad train | head -1` loses its console, not its run; an ASCII console, or none, is no reason to lose it."""

@@ -256,6 +256,7 @@ def test_broken_line_is_refused_by_number(tmp_path, broken):
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.nightly(but=["nan"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, "NaN", None])
 def test_values_that_are_not_finite(tmp_path, value):
     lines = run_lines()

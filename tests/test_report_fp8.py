@@ -122,6 +122,7 @@ def test_of_a_step_done_again_the_last_counts(tmp_path: Path) -> None:
     assert run.fp8[-1][1]["dqkv"].vanished_fraction == 0.25
 
 
+@pytest.mark.nightly(but=["nan"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
 def test_counts_that_are_not_finite(tmp_path: Path, value: float | None) -> None:
     """A step whose gradients were not."""

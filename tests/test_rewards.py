@@ -248,6 +248,7 @@ def test_a_run_learns_what_earns_a_reward(base: RunConfig, folder: Path, tmp_pat
     assert step["loss"] == pytest.approx(lines[0]["entropy"], rel=1e-5)
 
 
+@pytest.mark.nightly(but=["3-", "1-rank=8,alpha=16"])
 @pytest.mark.parametrize(("updates", "lora"), [(1, ""), (3, ""), (1, "rank=8,alpha=16")])
 def test_a_stopped_run_ends_at_the_same_bits(
     updates: int, lora: str, base: RunConfig, folder: Path, tmp_path: Path

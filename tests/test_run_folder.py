@@ -18,9 +18,7 @@ from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
 from handgrad.storage import checkpoint
 from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, METRICS_FILE, take_lock
-from tests.test_runs import finished, records, tensors
-
-__all__ = ["finished"]  # a fixture
+from tests.test_runs import records, tensors
 
 
 def test_a_lock_whose_file_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,13 +58,6 @@ def same_bits(a: str | Path, b: str | Path, step: int) -> None:
     assert (Path(a) / "main.log").read_text() == (Path(b) / "main.log").read_text()
 
 
-@pytest.fixture
-def finished(config: RunConfig) -> RunConfig:
-    """An uninterrupted run."""
-    train(config)
-    return config
-
-
 def elsewhere(config: RunConfig, name: str, **settings: object) -> RunConfig:
     return replace(config, out=str(Path(config.out).with_name(name)), **settings)
 
@@ -156,6 +149,7 @@ def test_launching_ahead_changes_nothing(finished: RunConfig, monkeypatch: pytes
     assert serial == pipelined
 
 
+@pytest.mark.nightly(but=["ahead-2", "serial-15", "serial-1"])
 @pytest.mark.fault(15)
 @pytest.mark.usefixtures("launching")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -177,6 +171,7 @@ def test_a_signal_saves_and_exits_75(finished: RunConfig, number: int, monkeypat
     same_bits(finished.out, stopped.out, finished.steps)
 
 
+@pytest.mark.nightly(but=["bf16"])
 @pytest.mark.fault(17)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resume_of_a_resume(finished: RunConfig, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:

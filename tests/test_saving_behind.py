@@ -32,9 +32,8 @@ from handgrad.storage.tensor_files import Stored
 from handgrad.training.step import TrainStep
 from tests.distributed.launching import wait_for
 from tests.distributed.runs import Launcher, same_run, saved_steps
-from tests.test_runs import elsewhere, finished, records, same_bits
+from tests.test_runs import elsewhere, records, same_bits
 
-__all__ = ["finished"]  # a fixture
 PATIENCE = 60.0  # seconds, reached by no machine that works
 
 
@@ -125,6 +124,7 @@ def test_a_stop_waits_for_both_saves(
     same_bits(finished.out, run.out, 12)
 
 
+@pytest.mark.nightly(but=["2-130"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
 def test_a_second_signal_waits_for_no_disk(
     number: int, code: int, config: RunConfig, launcher: Launcher, tmp_path: Path
@@ -285,6 +285,7 @@ def test_a_plan_has_the_bytes(finished: RunConfig, capsys: pytest.CaptureFixture
 SIZE = 400_000  # bytes of a checkpoint's tensors, about
 
 
+@pytest.mark.nightly(but=["1"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_at_any_byte(ranks: int, finished: RunConfig, launcher: Launcher, tmp_path: Path) -> None:
     """SIGKILL while the second checkpoint is written, after so many bytes of the one or the other rank: it exists or it

@@ -75,6 +75,7 @@ def events(config: RunConfig) -> list[str]:
     return [record["text"] for record in records(config.out, ("event",))]
 
 
+@pytest.mark.nightly(but=["waits-fp32", "waits-bf16", "ahead-fp8"])
 @pytest.mark.fault(38)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_a_transient_fault_leaves_no_trace(
@@ -94,6 +95,7 @@ def test_a_transient_fault_leaves_no_trace(
     same_state(config, struck)
 
 
+@pytest.mark.nightly(but=["waits-fp32", "ahead-fp8"])
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_a_lasting_fault_is_skipped_as_without_a_second_attempt(
     precision: str, ahead: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +148,7 @@ def outlier(config: RunConfig, before: Callable[[], object]) -> None:
         run.advance(config.steps)
 
 
+@pytest.mark.nightly(but=["ahead"])
 def test_an_outlier_is_made_again(ahead: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its z-score; the windows of both runs end alike."""
     config = dataclasses.replace(config, skip_norm_z=50.0)

@@ -175,6 +175,7 @@ def test_codes_go_to_pictures_and_back(text: str) -> None:
     assert torch.equal(vqvae.decode(*codec, codes), predicted)
 
 
+@pytest.mark.nightly(but=["size=8x8,codebook=64,latent=4"])
 @pytest.mark.parametrize("text", ["size=8x8", "size=8x8,codebook=64,latent=4"])
 def test_it_learns_and_resumes_bit_by_bit(small: RunConfig, text: str, tmp_path: Path) -> None:
     whole = replace(small, vqvae=text, out=str(tmp_path / "whole"))
@@ -205,6 +206,7 @@ def test_a_run_is_a_codec(small: RunConfig, config: RunConfig) -> None:
         open_codec(open_weights(text.out))
 
 
+@pytest.mark.nightly(but=["size=8x8"])
 @pytest.mark.parametrize("text", ["size=8x8", "size=8x8,codebook=64,latent=4"])
 def test_ranks_do_not_matter(text: str, launcher: Launcher, pictures: Path, tmp_path: Path) -> None:
     settings = {**SMALL, "architecture": "vqvae", "vqvae": text, "num_heads": 1, "steps": 4, "micro_batch": 4}

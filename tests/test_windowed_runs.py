@@ -29,6 +29,7 @@ def of_network(network: str) -> dict[str, str]:
     return {"architecture": network, network: WINDOWED[network]}
 
 
+@pytest.mark.nightly(but=["gemma3-bf16-2", "olmo-fp32-0"])
 @pytest.mark.parametrize(("precision", "recompute"), [("fp32", 0), ("bf16", 2)])
 @pytest.mark.parametrize("network", WINDOWED)
 def test_it_learns_and_resumes_bit_by_bit(
@@ -47,6 +48,7 @@ def test_it_learns_and_resumes_bit_by_bit(
     same_bits(whole.out, again.out, 12)
 
 
+@pytest.mark.nightly(but=["gemma3"])
 @pytest.mark.parametrize("network", WINDOWED)
 def test_ranks_do_not_matter(network: str, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     settings = {**of_network(network), "steps": 3, "micro_batch": 4, "packing": "masked", "recompute": 3}
@@ -55,6 +57,7 @@ def test_ranks_do_not_matter(network: str, launcher: Launcher, shards: Path, tmp
     same_run(tmp_path / "alone", tmp_path / "both", 3)
 
 
+@pytest.mark.nightly(but=["olmo"])
 @pytest.mark.parametrize("network", WINDOWED)
 def test_its_checkpoint_is_a_model_like_any(network: str, config: RunConfig, tmp_path: Path) -> None:
     """It speaks, and adapters start from it."""

@@ -29,12 +29,6 @@ from tests.test_report import make_run, start_line
 
 
 @pytest.fixture
-def finished(config: RunConfig) -> RunConfig:
-    train(config)
-    return config
-
-
-@pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A text file in the working folder, and a folder `texts` with another."""
     monkeypatch.chdir(tmp_path)

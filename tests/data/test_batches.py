@@ -45,6 +45,7 @@ def test_the_order_of_the_data_is_that_of_earlier_versions():
     assert [permute(i, 10, mix(1337, 2, 0, 3)) for i in range(10)] == [3, 2, 8, 5, 9, 0, 6, 1, 4, 7]
 
 
+@pytest.mark.nightly(but=["7", "100"])
 @pytest.mark.parametrize("size", [7, 16, 100, 300])
 def test_large_permutations_mix(size):
     keys = range(2000)

@@ -54,6 +54,7 @@ def read_back(dataset):
     return back
 
 
+@pytest.mark.nightly(but=["chatml", "thinks"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "chatml", "thinks", "wide"])
 def test_conversations_come_back(tmp_path, source, small_units, tokenizer):
     """In shards that cut them anywhere, written in several goes: each as its template says, and what the assistant says."""

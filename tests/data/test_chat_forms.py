@@ -119,6 +119,7 @@ def test_an_entry_too_long_to_hold(tmp_path, monkeypatch):
         list(sources.read_objects(tmp_path / "a.json"))
 
 
+@pytest.mark.nightly(but=["1"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_rows_are_left_out_on_request(tmp_path, monkeypatch, capsys, workers):
     """Those that are no conversation, and those that the template refuses: the others are prepared as if they stood alone,

@@ -14,6 +14,7 @@ from handgrad.errors import StorageError
 from tests.data.conftest import contents, everything
 
 
+@pytest.mark.nightly(but=["files"])
 @pytest.mark.parametrize("source", ["files", "stories"])
 def test_any_number_of_workers_gives_the_same_bytes(tmp_path, make_text, small_units, source):
     given = str(everything(tmp_path, make_text)) if source == "files" else "stories"

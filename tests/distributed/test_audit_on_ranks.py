@@ -27,6 +27,7 @@ def chain_of(run: Path) -> list[dict]:
     return [content_of(link) for link in links(read_chain(run / AUDIT_FILE))]
 
 
+@pytest.mark.nightly(but=["fp32", "fp8", "muon"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_verifies_four(kind: str, launcher: Launcher, shards: Path, tmp_path: Path, capsys) -> None:
     run, settings = tmp_path / "run", {**SETTINGS, **KINDS[kind], "steps": 6, "save_every": 3}
@@ -35,6 +36,7 @@ def test_one_rank_verifies_four(kind: str, launcher: Launcher, shards: Path, tmp
     assert "6 links and 2 checkpoints equal" in capsys.readouterr().out
 
 
+@pytest.mark.nightly(but=["2-2"])
 @pytest.mark.parametrize(("ranks", "zero"), [(1, 1), (2, 0), (2, 2)])
 def test_the_chain_does_not_depend_on_the_ranks(
     ranks: int, zero: int, launcher: Launcher, shards: Path, tmp_path: Path

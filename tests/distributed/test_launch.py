@@ -85,6 +85,7 @@ def test_one_node_starts_again(recipe: Path, launcher: Launcher, tmp_path: Path)
     assert files_of(tmp_path / "run", 6) == files_of(tmp_path / "alone", 6)
 
 
+@pytest.mark.nightly  # test_two_nodes.py has two nodes, test_one_node_starts_again a restart
 def test_two_agents_start_again_by_c10d(recipe: Path, launcher: Launcher, tmp_path: Path) -> None:
     """torchrun's agents of two nodes find each other by c10d. The one whose rank is killed counts a restart, the other one
     may not, and both keep the store of the first start: the ranks find each other all the same."""
@@ -156,6 +157,7 @@ def test_what_slurm_is_asked_for() -> None:
     )
 
 
+@pytest.mark.nightly  # test_launchers.py has its variables, test_kubeflow the same command
 def test_skypilot(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None:
     task = read("skypilot.yaml")
     known = {"name", "num_nodes", "resources", "volumes", "workdir", "envs", "setup", "run"}

@@ -42,6 +42,7 @@ def shared(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPathFa
     return run
 
 
+@pytest.mark.nightly(but=["4-1"])
 @pytest.mark.parametrize(("ranks", "zero"), [(2, 1), (4, 1), (4, 0)])
 def test_each_rank_writes_its_part(
     ranks: int, zero: int, launcher: Launcher, shards: Path, tmp_path: Path, alone: Path

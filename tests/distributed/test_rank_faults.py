@@ -108,6 +108,7 @@ def test_stopped_in_a_collective(launcher: Launcher, shards: Path, tmp_path: Pat
         assert told in stacks and "ranks.py" in stacks and " in wait" in stacks
 
 
+@pytest.mark.nightly(but=["break:0:3-AssertionError: a mistake of our own", "break-silent:1:3-KeyError"])
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -126,6 +127,7 @@ def test_an_error_of_one_rank_ends_the_others(
     assert "Traceback" in started.ranks[rank].errors and not started.ranks[rank].told
 
 
+@pytest.mark.nightly(but=["1"])
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_skipped_collective_is_found(zero: int, launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
@@ -147,6 +149,7 @@ def test_a_skipped_collective_is_found(zero: int, launcher: Launcher, shards: Pa
     same_run(unharmed, run, 8)
 
 
+@pytest.mark.nightly(but=["3"])
 @pytest.mark.fault(32)
 @pytest.mark.parametrize("step", [0, 3])
 def test_unequal_sizes_are_found(step: int, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
@@ -200,6 +203,7 @@ def test_a_rank_of_other_code_is_named(launcher: Launcher, shards: Path, tmp_pat
     assert not saved_steps(tmp_path / "run")
 
 
+@pytest.mark.nightly(but=["4-2-None-256", "2-1-None-512"])
 @pytest.mark.fault(34)
 @pytest.mark.parametrize(
     ("size", "zero", "every", "tokens"), [(2, 0, None, 512), (4, 0, 3, 512), (2, 1, None, 512), (4, 2, None, 256)]
@@ -219,6 +223,7 @@ def test_a_flipped_bit_of_a_weight_is_found(
     assert saved_steps(run) == [3]
 
 
+@pytest.mark.nightly(but=["2-1"])
 @pytest.mark.fault(34)
 @pytest.mark.parametrize(("size", "zero"), [(2, 1), (4, 0)])
 def test_a_flipped_bit_of_a_weight_is_not_saved(
@@ -235,6 +240,7 @@ def test_a_flipped_bit_of_a_weight_is_not_saved(
     assert saved_steps(run) == [3]
 
 
+@pytest.mark.nightly(but=["4-2-256"])
 @pytest.mark.fault(38)
 @pytest.mark.parametrize(("size", "zero", "tokens"), [(2, 1, 512), (2, 0, 512), (4, 2, 256)])
 def test_a_flipped_bit_of_a_gradient_leaves_no_trace(

@@ -101,6 +101,7 @@ def test_a_signal_ends_the_restarts(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert capfd.readouterr().err.splitlines()[-1] == "handgrad: stopped by SIGTERM before restart 1"
 
 
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_goes_on_with_the_same_bits(

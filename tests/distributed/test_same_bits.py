@@ -27,8 +27,8 @@ KINDS: dict[str, dict[str, object]] = {
     "rounded-bf16": {"precision": "bf16", "reduce_precision": "bf16", "recompute": 2, "skip_loss_z": 4.0},
 }
 
-# Kinds that have run on as many ranks, with another `zero`.
-MORE = [("fp32", 2, 0), ("fp32", 4, 1), ("fp8", 2, 1), ("rounded", 2, 1), ("growing", 4, 1)]
+ONCE = ["fp32-2-1", "fp8-4-1", "fp8-current-2-1", "dropout-2-1", "bf16-alone-4-0", "moments-2-1", "growing-2-1"]
+ONCE += ["rounded-bf16-2-1"]  # which is "bf16" and "rounded"
 
 
 def last_step(settings: dict) -> int:
@@ -50,6 +50,7 @@ def alone(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPathFac
     return run
 
 
+@pytest.mark.nightly(but=ONCE)
 @pytest.mark.parametrize(
     ("kind", "ranks", "zero"),
     [
@@ -59,7 +60,7 @@ def alone(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPathFac
         *(("bf16-alone", 2, 1), ("bf16-alone", 4, 0), ("moments", 2, 1), ("moments", 4, 0)),
         *(("rounded-bf16", 2, 1), ("dropout", 2, 1)),
         *(("growing", 2, 1), ("growing", 4, 0)),
-        *(pytest.param(*more, marks=pytest.mark.nightly) for more in MORE),
+        *(("fp32", 2, 0), ("fp32", 4, 1), ("fp8", 2, 1), ("rounded", 2, 1), ("growing", 4, 1)),
     ],
 )
 def test_ranks_do_not_matter(kind: str, ranks: int, zero: int, launcher: Launcher, shards: Path, tmp_path: Path, alone):
@@ -72,6 +73,7 @@ def test_ranks_do_not_matter(kind: str, ranks: int, zero: int, launcher: Launche
     assert min(norms) > 0.5, "every step must clip"
 
 
+@pytest.mark.nightly(but=["4-fp32", "2-fp8"])
 @pytest.mark.parametrize(("ranks", "kind"), [(4, "fp32"), (2, "fp32"), (2, "rounded-bf16"), (2, "fp8")])
 def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launcher, shards: Path, tmp_path: Path, alone):
     """zero 2, with so many blocks that their gradients take turns in the ring."""
@@ -80,6 +82,7 @@ def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launche
     same_run(alone(**settings), tmp_path / "run", 6)
 
 
+@pytest.mark.nightly(but=["fp32", "modern fp8"])
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [

@@ -24,6 +24,7 @@ def spiked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrainStep, "launch_norm", launch_norm)
 
 
+@pytest.mark.nightly(but=["8"])
 @pytest.mark.fault(37)
 @pytest.mark.parametrize("stopped_at", [SPIKE - 1, SPIKE + 1])
 def test_a_spike_is_skipped_in_a_resumed_run(config: RunConfig, stopped_at: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ TALK = talk("Hi \U0001f600!\nWhat is 2 + 2?", "It is 4.", "  and é?", system="B
 LLAMA = {"architecture": "llama", "sizes": (2, 4, 32, 96), "llama": "kv_heads=2,feed_forward=64,tied"}
 
 
+@pytest.mark.nightly(but=["base"])
 @pytest.mark.parametrize("kind", ["gpt2", "bytes", "bpe", "base"])
 def test_what_learned_to_talk_in_the_plain_template_talks_in_transformers(kind: str, tmp_path: Path) -> None:
     """A base has no template: its export has the one in which the run was trained, and ends where an answer ends."""

@@ -121,6 +121,7 @@ def in_their_order(values: torch.Tensor, width: int) -> torch.Tensor:
     return values[order]
 
 
+@pytest.mark.nightly(but=["gpt2", "llama", "qwen3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor(family: str, run: Callable, tmp_path: Path) -> None:
     """f16 and bf16: each number rounded once; q8_0: within half a step of its block. Vectors stay as they are."""
@@ -156,6 +157,7 @@ def test_interleaved_rows() -> None:
     assert torch.equal(in_halves(interleaved(values, 2), 2), values)
 
 
+@pytest.mark.nightly(but=["smollm3", "qwen2", "gpt2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_forward_over_the_file(family: str, run: Callable, tmp_path: Path) -> None:
     """Names, sizes, order of the channels, frequencies: greedy text of ours, of the weights as the file has them."""

@@ -61,6 +61,7 @@ class Olmo(GgufModel):
         return self.norm(x, "output_norm")[-1] @ self.tensors["output.weight"].T
 
 
+@pytest.mark.nightly(but=["olmo3"])
 @pytest.mark.parametrize("kind", OLMOS)
 def test_another_forward_over_the_file(kind: str, tmp_path: Path) -> None:
     """Names, sizes, frequencies, windows: greedy text of ours, of the weights as the file has them."""

@@ -49,6 +49,7 @@ def test_the_config_says_what_was_left_out_in_training(exported: Callable, tmp_p
         assert [config.resid_pdrop, config.embd_pdrop, config.attn_pdrop] == [dropout] * 3
 
 
+@pytest.mark.nightly(but=["gpt2-False"])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", SIZES)
 def test_what_transformers_saves_is_imported(kind: str, sharded: bool, tmp_path: Path) -> None:
@@ -97,6 +98,7 @@ def test_the_greedy_text_is_the_same(kind: str, exported: Callable, capsys: pyte
     assert capsys.readouterr().out == prompt + tokenizer.decode(written) + "\n"
 
 
+@pytest.mark.nightly(but=["bpe"])
 @pytest.mark.parametrize("kind", SIZES)
 def test_export_and_import_give_the_same_bits(kind: str, exported: Callable, tmp_path: Path) -> None:
     run, folder, _ = exported(kind)

@@ -133,6 +133,7 @@ def test_logits(kind: str, saved: Callable, run: Callable) -> None:
     assert len(check_logits(model, run(kind))) > 4 * model.config.sliding_window
 
 
+@pytest.mark.nightly(but=["4B"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_with_the_cache(kind: str, saved: Callable, run: Callable) -> None:
     """200 tokens after a prompt longer than a window, by both programs' generation."""
@@ -168,6 +169,7 @@ def test_the_embedding_is_scaled_as_theirs() -> None:
         assert embedding_scale(x) == scale and torch.equal(x, embedding(torch.arange(5)))
 
 
+@pytest.mark.nightly(but=["270M-dtype0", "4B-dtype1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_export_gives_the_folder_back(kind: str, dtype: torch.dtype, saved: Callable, tmp_path: Path) -> None:

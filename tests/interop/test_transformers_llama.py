@@ -74,6 +74,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
+@pytest.mark.nightly(but=["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_greedy_texts(kind: str, saved: Callable, run: Callable) -> None:
     model = theirs(saved(kind))
@@ -301,6 +302,7 @@ def test_parameters_of_published_sizes() -> None:
         assert flat_elements(table) >= parameters
 
 
+@pytest.mark.nightly(but=["smollm3", "mistral"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_with_the_cache(kind: str, saved: Callable, run: Callable) -> None:
     """200 tokens after a prompt, by both programs' generation."""

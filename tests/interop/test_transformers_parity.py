@@ -53,6 +53,7 @@ def check_both_ways(run: Path, folder: Path, capsys: pytest.CaptureFixture, dist
     assert our_text(folder / "back", capsys) == text
 
 
+@pytest.mark.nightly(but=["bpe-sizes0"])
 @pytest.mark.parametrize(("kind", "sizes"), [("bpe", (3, 3, 33, 263)), ("gpt2", (2, 5, 35, 241))])
 def test_the_same_200_tokens_at_odd_sizes(
     kind: str, sizes: tuple[int, int, int, int], tmp_path: Path, capsys: pytest.CaptureFixture
@@ -70,6 +71,7 @@ def test_the_same_200_tokens_after_training(shards: Path, tmp_path: Path, capsys
     check_both_ways(tmp_path / "run", tmp_path, capsys, distinct=8)
 
 
+@pytest.mark.nightly  # the same two directions as at small sizes
 def test_gpt2_124m(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2's own size with random weights: out, and back as the same bytes; the logits; and the text, which `sample`
     writes token by token from its cache. transformers sees it whole: if each token is what it finds likeliest after those

@@ -94,6 +94,7 @@ IN_PARTS = [
 ]
 
 
+@pytest.mark.nightly(but=["6-2-32-0", "6-2-32-65", "3-3-24-199"])
 @pytest.mark.parametrize(("H", "K", "D", "position"), IN_PARTS)
 def test_heads_in_parts(draw: Draw, H: int, K: int, D: int, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part with keys, some, all; parts of one tile and of several; heads that share keys."""

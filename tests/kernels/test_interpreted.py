@@ -72,6 +72,7 @@ def test_versions_and_instructions_belong_to_the_hash(tree: Path, monkeypatch: p
     assert hash_of(tree) != before
 
 
+@pytest.mark.nightly(but=["test_gelu_fp8.py", "test_reduction.py"])
 @pytest.mark.parametrize("path", interpreted.FILES, ids=lambda path: path.name)
 def test_no_source_hides_from_the_hash(path: Path) -> None:
     """Kernels and references are among the sources; and none imports by a text, runs a process or is the tests' conftest,
