@@ -10,6 +10,9 @@ from tests.distributed.runs import Launcher
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
+# In `make test` they run with fewer steps and documents, which teach little: what they learn, `make nightly` checks.
+FEWER = {'"steps": 500': '"steps": 100', '"steps": 60': '"steps": 6', "documents=4000": "documents=800", "20_000": "1_000"}
+
 # What each must print, in this order; numbers in it are captured.
 SHOWN = {
     "1_train": [
@@ -52,16 +55,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("examples")
 
 
+def shown(patterns: list[str], output: str) -> list[float]:
+    """The numbers that the patterns capture, each behind the one before."""
+    rest, numbers = output, []
+    for pattern in patterns:
+        found = re.search(pattern, rest)
+        assert found, f"{pattern!r} is not in what is left of\n{output}"
+        numbers += [float(number.replace(",", "")) for number in found.groups()]
+        rest = rest[found.start() + 1 :]
+    return numbers
+
+
+@pytest.mark.nightly  # test_example_with_fewer_steps
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example: Path, folder: Path, launcher: Launcher) -> None:
     done = launcher.run(1, [str(example)], cwds=[folder]).ranks[0]
-    rest, numbers = done.output, []
-    for pattern in SHOWN[example.stem]:
-        found = re.search(pattern, rest)
-        assert found, f"{pattern!r} is not in what is left of\n{done.output}"
-        numbers += [float(number.replace(",", "")) for number in found.groups()]
-        rest = rest[found.start() + 1 :]
-    CHECKS[example.stem](numbers)
+    CHECKS[example.stem](shown(SHOWN[example.stem], done.output))
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_with_fewer_steps(example: Path, other_folder: Path, launcher: Launcher) -> None:
+    text = example.read_text()
+    for old, new in FEWER.items():
+        text = text.replace(old, new)
+    script = other_folder / example.name
+    script.write_text(text)
+    patterns = [re.sub(r"\b500\b", "100", pattern) for pattern in SHOWN[example.stem]]
+    patterns = [pattern for pattern in patterns if "time \\w" not in pattern and "time' +" not in pattern]  # learnt words
+    numbers = shown(patterns, launcher.run(1, [str(script)], cwds=[other_folder]).ranks[0].output)
+    if example.stem == "5_transformers":
+        CHECKS[example.stem](numbers)
 
 
 def test_they_leave_the_folders_of_others_alone() -> None:

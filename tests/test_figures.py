@@ -162,6 +162,7 @@ def forged(page: str, figure: Figure, forgery: Callable, random_: random.Random)
         yield changed, claimed[:at] + " ".join(new.split()) + claimed[at + len(named) :]
 
 
+@pytest.mark.nightly  # of the check itself: the tests above run it on every page
 def test_a_forged_figure_is_found() -> None:
     """Forty figures by a fixed seed, each changed in four ways: a digit, the unit, the last digit by one, the sign; and all
     that are words."""

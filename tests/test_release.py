@@ -97,6 +97,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.nightly  # a release begins with `make nightly`
 def test_the_wheel_works_outside_a_checkout(installed: Path, tmp_path: Path) -> None:
     write_text(tmp_path / "mine.txt", words=5_000)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

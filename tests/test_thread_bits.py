@@ -30,7 +30,7 @@ from tests.conftest import small_run
 # 513 tokens a step: products, attention and every operation on each element have enough to do for several threads.
 ROOT = Path(__file__).parents[1]
 ODD = {"num_layers": 1, "num_heads": 5, "channels": 340, "sequence_length": 171, "micro_batch": 3, "tokens_per_step": 513}
-SHORT = {"steps": 2, "eval_every": 0, "save_every": 0, "sample_tokens": 0, "audit_every": 1}
+SHORT = {"steps": 1, "eval_every": 0, "save_every": 0, "sample_tokens": 0, "audit_every": 1}
 NETWORKS = {
     "gpt2": {},
     "gpt2 in bf16": {"precision": "bf16"},
@@ -144,6 +144,7 @@ class RepeatedCalls(TorchDispatchMode):
         return [tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in tensors]
 
 
+@pytest.mark.nightly  # the runs above have these calls
 def test_every_call_of_torch_repeats_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the cases of `doctor`, with just enough rows for several threads."""
     monkeypatch.setitem(operation_cases.SIZES, "T", 160)

@@ -269,6 +269,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.fault(28)
+@pytest.mark.nightly(but=["no blanks"])
 @pytest.mark.parametrize("shape", ["one line", "no blanks", "one row group"])
 def test_memory_is_bounded(tmp_path, make_text, shape):
     text, size = make_text(500_000), 60_000_000

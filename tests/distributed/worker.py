@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -23,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -285,6 +286,9 @@ def become(order: dict[str, Any]) -> None:
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["environment"])
+    # As `python -m handgrad` has it: processes that a run spawns would else import this module, and torch with it.
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"].__spec__ = importlib.util.find_spec("handgrad.__main__")
     try:
         code = run(order["fault"], order["command"])
     except SystemExit as left:

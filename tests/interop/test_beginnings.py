@@ -101,6 +101,7 @@ EXPORTS = {
 }
 
 
+@pytest.mark.nightly(but=["bytes", "bpe", "a Llama of ours", "modern", "Llama 3's", "Qwen's", "SmolLM's"])
 @pytest.mark.parametrize("kind", EXPORTS)
 def test_a_prompt_of_an_export_is_ours(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `tokenizer(prompt)`, unless a model's own tokenizer puts nothing there; then by the code of the card. llama.cpp's
