@@ -1,16 +1,19 @@
 """Attention's kernels as they are launched at GPT-2's sizes, compiled without a GPU (`tables`)."""
 
-import importlib
 from itertools import product
+from types import ModuleType
 
+from handgrad.joins.dropout import cuda as dropout
+from handgrad.joins.fp8.cuda import attention as fp8
 from handgrad.networks.fp8 import WIDEST_HEAD_OF_FP8
+from handgrad.ops.cuda import attention_triton
 from handgrad.ops.sizes import ATTENTION_TILES, TURING_TILES, AttentionTile, attention_tile
 from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
 
 RANDOM = {"samples": "*i64:16", "stream": "i32", "threshold": "i32", "dropout_scale": "fp32"}
 FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
-KINDS = {"plain": "ops.cuda.attention_triton", "grouped": "ops.cuda.attention_triton", "dropout": "joins.dropout.cuda"}
-KINDS |= dict.fromkeys(FORMATS, "joins.fp8.cuda.attention")
+KINDS: dict[str, ModuleType] = {"plain": attention_triton, "grouped": attention_triton, "dropout": dropout}
+KINDS |= dict.fromkeys(FORMATS, fp8)
 DOCUMENTS = " with documents"  # behind a kind
 OLDER = "dkdv", 256  # its tiles have too few rows for Hopper's tensor-core instructions: they run Ampere's
 # With documents. (kernel, head width, inputs of 16 bits), and the bytes of a thread: float32 is no precision for speed.
@@ -47,8 +50,7 @@ def arguments(kernel, D: int, dtype: str, config: AttentionTile, *, tail: bool, 
 def kernel_of(name: str, kind: str):
     """The kernel of a case."""
     base = kind.removesuffix(DOCUMENTS)
-    module = importlib.import_module(f"handgrad.{KINDS[base]}")
-    return getattr(module, "grouped_dkdv_kernel" if (base, name) == ("grouped", "dkdv") else f"{name}_kernel")
+    return getattr(KINDS[base], "grouped_dkdv_kernel" if (base, name) == ("grouped", "dkdv") else f"{name}_kernel")
 
 
 def compile_one(case: Case) -> dict[str, object]:

@@ -1,11 +1,12 @@
-"""Tests of interpreted kernels that passed before: for each of these files, a hash of everything that decides its results.
+"""Tests of interpreted and of compiled kernels that passed before: for each of these files, a hash of everything that
+decides its results.
 
     python -m tests.kernels.interpreted      runs the files whose hash is not recorded, and records those that pass
 
 The hash is of the code, without comments and docstrings, of the file and of every module of this repository that it
 imports, directly or not: kernels, references, comparisons, cases. Versions, the CPU's instructions and the interpreter's
-patches are in it. `make test` skips the tests of a file whose hash is recorded, but each day another fiftieth of them;
-`make nightly` skips none.
+patches are in it; for a table of compiled kernels, the record of `compiled_record` as well. `make test` skips the tests of
+a file whose hash is recorded, but each day another fiftieth of them; `make nightly` skips none.
 """
 
 import ast
@@ -30,13 +31,23 @@ DAYS = 50  # after which each recorded test has run once more
 NAMES = ("reduction", "llama_fp8", "long_attention", "modern_fp8", "document_kernels", "fp8_attention", "memory_kernels")
 NAMES += ("fp8_kernels", "gelu_fp8", "llama_kernels")
 FILES = [Path(__file__).with_name(f"test_{name}.py") for name in NAMES]
+# Tests of what a process with a Launcher compiles: theirs are the sources of the table.
+TABLES = {"attention_kernels": "attention", "decode_kernels": "decode", "fp8_kernels": "fp8", "gelu_fp8": "gelu_fp8"}
+TABLES |= {"llama_fp8": "llama_fp8", "memory_kernels": "memory", "modern_fp8": "modern_fp8", "modern_kernels": "modern"}
+COMPILED = {
+    Path(__file__).with_name(f"test_{name}_compile.py"): Path(__file__).with_name(f"{table}_kernel_table.py")
+    for name, table in TABLES.items()
+}
+COSTS = ROOT / "benchmarks" / "results" / "kernel-costs.json"
 ALWAYS = ROOT / "tests" / "quick_interpreter.py"
 
 
 def skip_passed(items: list[pytest.Item]) -> None:
     """Marks the tests that passed with the same sources and whose day is not today."""
     recorded = read_record().get(torch.backends.cpu.get_cpu_capability(), {})
-    passed = {path for path in {item.path for item in items} & {*FILES} if recorded.get(path.name) == file_hash(path)}
+    passed = {
+        path for path in {item.path for item in items} & {*FILES, *COMPILED} if recorded.get(path.name) == file_hash(path)
+    }
     reason = f"passed with the same sources ({RECORD.name}); --nightly runs it"
     for item in items:
         if item.path in passed and not is_due(item.nodeid):
@@ -57,7 +68,9 @@ def file_hash(path: Path, root: Path = ROOT, always: Path = ALWAYS) -> str:
     """The hash of everything that the results of a file of tests depend on."""
     versions = [platform.python_version(), torch.__version__, *map(version, ("triton", "numpy", "pytest"))]
     whole = [*versions, torch.backends.cpu.get_cpu_capability()]
-    for source in sorted({*sources(path, root), *sources(always, root)}):
+    if path in COMPILED:
+        whole += [COSTS.read_text(), parsed(path.read_text())[1]]
+    for source in sorted({*sources(COMPILED.get(path, path), root), *sources(always, root)}):
         whole += [str(source.relative_to(root)), parsed(source.read_text())[1]]
     return hashlib.sha256("\n".join(whole).encode()).hexdigest()[:16]
 
@@ -99,7 +112,7 @@ def parsed(text: str) -> tuple[list[str], str]:
 def main() -> None:
     recorded = read_record()
     passed = recorded.setdefault(torch.backends.cpu.get_cpu_capability(), {})
-    for path in FILES:
+    for path in (*FILES, *COMPILED):
         before = file_hash(path)
         if passed.get(path.name) != before:
             command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--nightly", str(path)]

@@ -1,4 +1,4 @@
-"""Attention's kernels: right in the interpreter (float32), and without spills when compiled for GPUs that are not there.
+"""Attention's kernels are right in the interpreter (float32).
 
 The interpreter's products of 16-bit inputs are garbage: those are checked on a GPU.
 """
@@ -19,9 +19,6 @@ from handgrad.joins.dropout.reference import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.sizes import AttentionTile, attention_scratch_bytes
-from tests.distributed.runs import Launcher
-from tests.kernels.attention_kernel_table import check
-from tests.kernels.tables import compiled_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-24
@@ -128,10 +125,3 @@ def test_scratch_is_checked() -> None:
     tensors = [torch.zeros(shape, device=DEVICE) for shape in [(16, 48), (16, 16), (16, 16), (1, 1, 16), (16, 48)]]
     with pytest.raises(AssertionError, match="scratch holds"):
         attention_triton.attention_backward(*tensors, scratch=torch.zeros(64, dtype=torch.uint8, device=DEVICE))
-
-
-def test_shipped_configurations_compile(launcher: Launcher) -> None:
-    """No spills, within shared memory, and on Hopper with its own tensor-core instructions."""
-    rows = compiled_rows(launcher, "attention")
-    assert len(rows) == 135
-    check(rows)

@@ -1,6 +1,7 @@
 """The record of interpreted kernels: what decides a result changes the hash, and every test runs again within its days."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,22 @@ def test_no_source_hides_from_the_hash(path: Path) -> None:
         for imported in {*interpreted.parsed(ast.unparse(tree))[0]} - {"handgrad.__version__"}:
             package, _, rest = imported.partition(".")
             assert package != "handgrad" or not rest or len({*interpreted.files_of(imported)}) > 1, (name, imported)
+
+
+@pytest.mark.parametrize(("path", "table"), interpreted.COMPILED.items(), ids=interpreted.TABLES)
+def test_the_hash_of_a_table_has_its_kernels(
+    path: Path, table: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the record of their costs, and the tests."""
+    names = {str(source.relative_to(interpreted.ROOT)) for source in interpreted.sources(table)}
+    assert path.is_file() and any(re.match(r"handgrad/(ops|joins/\w+)/cuda\b", name) for name in names)
+    assert "tests/kernels/compiling.py" in names and "import_module" not in table.read_text()
+    before = interpreted.file_hash(path)
+    (tmp_path / "costs.json").write_text("{}")
+    monkeypatch.setattr(interpreted, "COSTS", tmp_path / "costs.json")
+    assert interpreted.file_hash(path) != before
+    monkeypatch.undo()
+    assert interpreted.file_hash(path) == before
 
 
 def test_a_recorded_test_runs_once_in_its_days() -> None:
