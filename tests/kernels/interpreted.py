@@ -29,7 +29,8 @@ RECORD = Path(__file__).with_name("interpreted.json")  # the CPU's instructions:
 DAYS = 50  # after which each recorded test has run once more
 # The others import modules by a text, or a Launcher and with it nearly everything.
 NAMES = ("reduction", "llama_fp8", "long_attention", "modern_fp8", "document_kernels", "fp8_attention", "memory_kernels")
-NAMES += ("fp8_kernels", "gelu_fp8", "llama_kernels")
+NAMES += ("fp8_kernels", "gelu_fp8", "llama_kernels", "attention_kernels", "decode_kernels", "distill_kernels")
+NAMES += ("invariant_kernels", "modern_kernels", "picture_kernels")
 FILES = [Path(__file__).with_name(f"test_{name}.py") for name in NAMES]
 # Tests of what a process with a Launcher compiles: theirs are the sources of the table.
 TABLES = {"attention_kernels": "attention", "decode_kernels": "decode", "fp8_kernels": "fp8", "gelu_fp8": "gelu_fp8"}
