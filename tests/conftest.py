@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,63 +77,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Variables with which the libraries of a CPU use fewer instructions than it has.
 CPU_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 
-# The files that take more than six CPU seconds, those first that take most.
-LONGEST = (
-    "test_same_bits.py",
-    "test_transformers_parity.py",
-    "test_examples.py",
-    "test_rank_faults.py",
-    "test_prepare.py",
-    "test_audit_on_ranks.py",
-    "test_launch.py",
-    "test_fp8_lora_runs.py",
-    "test_lora_runs.py",
-    "test_report.py",
-    "test_parts.py",
-    "test_cpu_twin.py",
-    "test_interrupts.py",
-    "test_readme.py",
-    "test_attention_kernels.py",
-    "test_packed_runs.py",
-    "test_llama_fp8.py",
-    "test_fp8_saturation.py",
-    "test_release.py",
-    "test_doctor.py",
-    "test_climb.py",
-    "test_pages.py",
-    "test_llama_runs.py",
-    "test_benchmarks.py",
-    "test_saving_behind.py",
-    "test_runs.py",
-    "test_house.py",
-    "test_two_nodes.py",
-    "test_random_moments.py",
-    "test_figures.py",
-    "test_long_contexts.py",
-    "test_local_ranks.py",
-    "test_fp8_modern.py",
-    "test_lora_kernels.py",
-    "test_decode_kernels.py",
-    "test_report_fp8.py",
-    "test_audit.py",
-    "test_fp8_runs.py",
-    "test_programs.py",
-    "test_watch.py",
-    "test_thread_bits.py",
-    "test_fp8_steps.py",
-    "test_presets.py",
-    "test_cpu_products.py",
-    "test_huggingface.py",
-    "test_fp8_llama.py",
-    "test_next_command.py",
-    "test_suspicion.py",
-    "test_chat.py",
-    "test_llama_speed.py",
-    "test_planning.py",
-    "test_serve.py",
-    "test_devices.py",
-    "test_modern_kernels_compile.py",
-)
+# CPU seconds of each file, those first that take most (tests/cpu_times.py).
+CPU_TIMES = Path(__file__).parents[1] / "benchmarks" / "results" / "cpu-test-times.json"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -146,7 +92,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begins with the longest files: a worker takes a whole file, and the last one should be short."""
+    """Begins with the files that the record lacks and then its longest: a worker takes a whole file, and the last one
+    should be short."""
     fault_rows.note_rows(items, config)
     if not config.getoption("--nightly"):
         skip = pytest.mark.skip(reason="in `make nightly` alone, by --nightly")
@@ -154,8 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
         if importlib.util.find_spec("triton"):
             interpreted.skip_passed(items)
-    order = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    order = {name: place for place, name in enumerate(json.loads(CPU_TIMES.read_text())["files"])}
+    items.sort(key=lambda item: order.get(item.location[0], -1))
 
 
 def is_nightly(item: pytest.Item) -> bool:
@@ -355,11 +302,13 @@ def quickened_interpreter() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_report(request: pytest.FixtureRequest) -> Iterator[None]:
-    """`handgrad train` in this process draws no report, except in a test marked `report`: plots take longer than these
-    runs."""
+    """But in a test marked `report`, `handgrad train` in this process draws no report, since plots take longer than these
+    runs, and a page's PNGs, half of its time, are nothing but their first bytes."""
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("report") is None:
             patch.setattr("handgrad.commands.train.write_report", lambda runs, out: out)
+            if pages := sys.modules.get("handgrad.reports.page"):
+                patch.setattr(pages, "png", lambda plot, runs: b"\x89PNG")
         yield
 
 

@@ -40,6 +40,7 @@ def test_compare_gives_a_row_per_run(runs: list[Path]) -> None:
     assert math.isclose(float(lines[1].split()[1]), slow["validation_loss"], rel_tol=1e-5)
 
 
+@pytest.mark.report
 def test_plots_are_the_reports(runs: list[Path], tmp_path: Path) -> None:
     """The same pixels, from a plot of its own and from the page's folder."""
     page = handgrad.report(*runs, out=tmp_path / "page.html")

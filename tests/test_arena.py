@@ -64,8 +64,12 @@ def test_no_two_living_buffers_share_bytes(rows: list) -> None:
     assert all(plan.offsets[b.name] + b.size_bytes <= plan.size_bytes["k"] for b in buffers)
 
 
-@pytest.mark.parametrize("recompute", [0, 1, 2, 3])
-@pytest.mark.parametrize("use", ["training", "fp8 training", "evaluation"])
+USES, LEVELS = ["training", "fp8 training", "evaluation"], [0, 1, 2, 3]
+
+
+@pytest.mark.nightly(but=[f"{layers}-{use}-{level}" for layers in (1, 2, 12) for use in USES for level in LEVELS])
+@pytest.mark.parametrize("recompute", LEVELS)
+@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("layers", [1, 2, 12, 48])
 def test_the_activation_plan_is_tight(layers: int, recompute: int, use: str) -> None:
     shape = ModelShape(50257, 1024, layers, 12, 768)

@@ -35,6 +35,7 @@ def page_faults(allocator: str) -> list[int]:
     return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.nightly  # of speed; test_training.py sees the temporaries freed
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
 def test_a_step_takes_the_memory_that_the_last_one_freed() -> None:
     """Without asking the system for it, page by page, as it would otherwise."""

@@ -20,6 +20,7 @@ CONTENDERS = {
 }
 
 
+@pytest.mark.nightly  # the plans of three cards for each recipe: test_planning.py has the plans
 def test_the_tables_are_the_plans() -> None:
     """`python -m benchmarks.finetune_cards` writes them anew."""
     assert section(tables()) in PAGE.read_text() and section(in_short()) in README.read_text()

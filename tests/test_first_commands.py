@@ -38,7 +38,7 @@ def test_a_message_as_a_flag_of_chat(
 
 def test_an_export_names_its_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """By its place or as a flag, before or after the other flags; the format is hf unless --to names another."""
-    run = str(make_checkpoint(tmp_path / "run", "gpt2")[0])
+    run = str(make_checkpoint(tmp_path / "run", "bytes")[0])
     for number, words in enumerate((["--out", "DIR"], ["DIR"], ["--dtype", "bf16", "DIR"], ["--to", "llmc", "DIR"])):
         out = tmp_path / f"exported {number}"
         assert main(["export", run, *(str(out) if word == "DIR" else word for word in words)]) == 0, capsys.readouterr().err

@@ -110,6 +110,7 @@ def test_chunks_must_be_multiples_of_16(fp8: RunConfig) -> None:
     check(dataclasses.replace(fp8, head_chunk_tokens=40, fp8_head="forward,dgrad"))
 
 
+@pytest.mark.nightly  # of a measuring script
 def test_the_benchmark_makes_all_runs_once(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process: each run would spend ten times as long on importing torch."""
 

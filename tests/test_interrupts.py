@@ -233,6 +233,7 @@ def imports_torch(process: Path) -> bool:
         return False
 
 
+@pytest.mark.nightly  # of a measuring script
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_a_benchmark_takes_its_processes_along() -> None:
     process = start(["-m", "handgrad", "bench", "step", "--device", "cpu", "--model", "d12"], start_new_session=True)

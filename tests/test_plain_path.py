@@ -45,7 +45,8 @@ def test_a_command_is_few_frames_from_an_operation_and_from_a_kernel(
         operation = getattr(cpu, name)
 
         def walk(*arguments: Any, name: str = name, operation: Any = operation, **settings: Any) -> None:
-            stacks.setdefault(name, frames_above())
+            if name not in stacks:
+                stacks[name] = frames_above()
             operation(*arguments, **settings)
 
         monkeypatch.setattr(cpu, name, walk)

@@ -242,6 +242,7 @@ def test_a_csv_without_kernels_or_metrics() -> None:
         parse(CSV.replace("smsp__inst_executed.sum", "n"))
 
 
+@pytest.mark.nightly  # test_adapters profiles in this process
 def test_the_whole_command(tmp_path: Path) -> None:
     """In a process of its own: torch's profiler reads its log level when a process first uses it."""
     trace = tmp_path / "trace.json"

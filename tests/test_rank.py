@@ -166,6 +166,18 @@ def test_an_attack_is_refused(attack: str, ground: Ground, capsys: pytest.Captur
     assert shown.out == "" and shown.err.count("\n") == 1 and f"refused: {entry}" in shown.err and expected in shown.err
 
 
+def test_the_weights_of_a_run_score_its_entry(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the place of a replay: its chain is the entry's."""
+    by_run = ["--replay", "honest", "--run", str(ground.folder / "runs" / "honest")]
+    assert main(by_run, ground.rules, ground.entries) == 0, capsys.readouterr().err
+    score = ground.entries / "honest" / SCORE
+    first = json.loads(score.read_text())
+    assert first["links"] == "not replayed" and first["seed"] and first["excess"] > 0 and first["entropy"] > 30
+    assert rank.score_text(first) in table(ranked(ground.rules, ground.entries), ground.rules)
+    score.unlink()
+
+
+@pytest.mark.nightly  # test_the_weights_of_a_run_score_its_entry, without training it again
 def test_a_replay_scores_an_entry_and_refuses_a_forged_one(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     """The hashes of the forged chain are right; its settings did not make its links."""
     words = ["--data", str(ground.folder / "data")]

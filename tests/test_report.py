@@ -133,19 +133,17 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def report(tmp_path: Path, *runs: Path, pngs: bool = False, plots: bool = True) -> Page:
-    """The page; without `pngs`, which take longest, those are nothing but their first bytes; without `plots`, it has its
-    words alone."""
+def report(tmp_path: Path, *runs: Path, plots: bool = True) -> Page:
+    """The page; without `plots`, it has its words alone."""
     with pytest.MonkeyPatch.context() as patch:
-        if not pngs:
-            patch.setattr(pages, "png", lambda plot, runs: b"\x89PNG")
         if not plots:
             patch.setattr(pages, "choose_plots", lambda runs: [])
         return Page(write_report(runs, tmp_path / "report" / "page.html").read_text(encoding="utf-8"))
 
 
+@pytest.mark.report
 def test_page_of_one_run(tmp_path):
-    page = report(tmp_path, make_run(tmp_path / "demo"), pngs=True)
+    page = report(tmp_path, make_run(tmp_path / "demo"))
     assert "961,536 parameters" in page.text
     assert "60 of 60 steps of 8,192 tokens: 492k tokens, 1 times the training data, in 12.0 s" in page.text
     assert "2.0000" in page.text  # validation loss
@@ -207,6 +205,7 @@ def test_other_data_is_pointed_out(tmp_path):
     assert "not trained on the same shards" in page.text
 
 
+@pytest.mark.report
 def test_same_runs_same_bytes(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
     for name in ("one", "two"):
@@ -291,6 +290,7 @@ def test_resumed_run(tmp_path):
     assert "cpu: other" in report(tmp_path, run.folder, plots=False).text
 
 
+@pytest.mark.nightly  # of speed
 def test_long_run_is_quick_and_small(tmp_path):
     lines = [start_line(steps=20_000), *(step_line(s) for s in range(1, 20_001))]
     lines += [{"kind": "validation", "step": s, "loss": 2.0 + 1 / s} for s in range(1, 20_001)]
@@ -303,6 +303,7 @@ def test_long_run_is_quick_and_small(tmp_path):
     assert (tmp_path / "report" / "page.html").stat().st_size < 1_000_000
 
 
+@pytest.mark.nightly  # of size
 def test_many_runs_stay_small(tmp_path):
     runs = [make_run(tmp_path / f"run{i}", run_lines(1500), seed=i) for i in range(14)]
     page = report(tmp_path, *runs)
@@ -395,6 +396,6 @@ def test_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     paces = [(10, 1, 120.0, 100.0), (20, 1, 130.0, 100.0), (30, 0, 101.0, 100.0), (40, 1, 110.0, 100.0)]
     keys = ("step", "slowest", "slowest_ms", "median_ms")
     lines = [{"kind": "ranks", **dict(zip(keys, pace, strict=True))} for pace in paces]
-    text = report(tmp_path, make_run(tmp_path / "run", [*run_lines(), *lines])).text
+    text = report(tmp_path, make_run(tmp_path / "run", [*run_lines(), *lines]), plots=False).text
     assert "rank 1 75 % 20.0 % 130.0 ms" in text and "rank 0 25 % 1.0 % 101.0 ms" in text
-    assert "rank 1" not in report(tmp_path, make_run(tmp_path / "alone")).text
+    assert "rank 1" not in report(tmp_path, make_run(tmp_path / "alone"), plots=False).text

@@ -42,6 +42,7 @@ def scaling_rows() -> list[str]:
     return lines
 
 
+@pytest.mark.nightly(but=["scaling_rows"])
 @pytest.mark.parametrize("made", [scaling_rows, efficiency.lines])
 def test_the_tables_are_those_of_the_results(made) -> None:
     lines = (ROOT / "docs" / "distributed.md").read_text().split("\n")

@@ -52,6 +52,7 @@ def misses(source: str) -> list[str]:
     return [f"{line}: {' '.join(phrase.split())}" for line, phrase in sorted(bad)]
 
 
+@pytest.mark.nightly  # of style: nothing that the package promises rests on it
 def test_no_phrase_of_the_package_reads_as_translated() -> None:
     files = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "handgrad").rglob("*.py"))}
     bad = [

@@ -56,6 +56,10 @@ def test_enough_mistakes_are_planted() -> None:
     assert min(counts) >= 5 and sum(counts) > 100
 
 
+KERNEL = [row.id for row in planted() if row.id.startswith("15: ")]  # the interpreter takes a second for each
+
+
+@pytest.mark.nightly(but=[row.id for row in planted() if row.id not in KERNEL[2:]])
 @pytest.mark.parametrize(("step", "old", "new", "words"), planted())
 def test_a_planted_mistake_is_named(step: str, old: str, new: str, words: str, tmp_path: Path) -> None:
     source = solution(step)

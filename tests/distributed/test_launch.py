@@ -180,6 +180,7 @@ def shards_of(recipe: Path) -> str:
     return tomllib.loads(recipe.read_text())["data"]
 
 
+@pytest.mark.nightly  # test_launchers.py has its variables, test_two_nodes.py two nodes
 def test_kubeflow(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None:
     """Two nodes, as two pods would: each runs the command with what the runtime puts into its environment."""
     job = read("kubeflow_trainjob.yaml")
@@ -221,6 +222,7 @@ def test_kubeflow(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None
     assert files_of(out, 2) == alone
 
 
+@pytest.mark.nightly  # test_one_node_starts_again has torchrun, test_local_ranks.py the one line
 def test_torchrun_has_an_error_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake that all ranks make is said by one of them, and ends torchrun's own report."""
     monkeypatch.delenv("PYTHON_EXEC")

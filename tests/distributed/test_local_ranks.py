@@ -111,6 +111,7 @@ def test_ranks_do_not_outlive_their_launcher(program: Program, tmp_path: Path) -
         wait_for(tmp_path / f"{rank}.down")
 
 
+@pytest.mark.nightly  # the tour trains by --ranks, test_same_bits.py compares
 def test_the_bits_are_those_of_another_launcher(
     launcher: Launcher, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:

@@ -92,7 +92,7 @@ class Disturbed:
 
 
 @pytest.mark.fault(1)
-@pytest.mark.soak(20, 20)
+@pytest.mark.soak(8, 20)
 def test_killed_in_saves(seeds: Sequence[int], start: Callable, size_bytes: int) -> None:
     run = start(steps=20)
     for seed in seeds:

@@ -36,6 +36,7 @@ def test_the_same_from_a_run_and_its_exports(
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.nightly(but=["bytes", "bpe"])
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2"])
 def test_text_is_prepared_with_the_tokenizer_of_a_run_or_its_export(
     kind: str, exported: Callable[[str], tuple[Path, Path, ModelShape]]

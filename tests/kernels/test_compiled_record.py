@@ -39,6 +39,7 @@ OTHER_CALLS: list[dict[str, object]] = [
 OTHER_KERNELS = [("x * 2", "x * 3"), ("constexpr(3)", "constexpr(4)"), ("at < n)), at < n", "at < n)), at <= n")]
 
 
+@pytest.mark.nightly  # of the tests' own record
 def test_a_changed_kernel_is_compiled_and_a_false_record_is_found(tmp_path: Path) -> None:
     """In a process of its own: the interpreter's environment variable must not be in it."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
