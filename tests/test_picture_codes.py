@@ -44,6 +44,7 @@ def coded(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"size": SIDE, "validation_fraction": 0.2}
     handgrad.prepare(pictures, folder / "bytes", codes="rgb", **sizes)
     settings = {"data": str(folder / "bytes"), "out": str(folder / "vq"), "channels": 16, "steps": 20, "device": "cpu"}
+    settings |= {"tokens_per_step": 3072, "micro_batch": 8}
     train(run_config("", "", "", settings | {"sample_every": 20, "eval_every": 20}))
     handgrad.prepare(pictures, folder / "codes", codes=str(folder / "vq"), **sizes)
     return folder

@@ -305,6 +305,7 @@ def test_it_writes_no_text(small: RunConfig, capsys: pytest.CaptureFixture) -> N
 
 def test_the_next_command_takes_its_codes(small: RunConfig, pictures: Path, capsys: pytest.CaptureFixture) -> None:
     settings = ["--data", str(pictures), "--out", small.out, "--steps", "20", "--channels", "16", "--device", "cpu"]
+    settings += ["--tokens-per-step", "3072", "--micro-batch", "8"]
     assert main(["train", *settings]) == 0
     assert f"next       handgrad prepare --images FOLDER --codes {small.out}" in capsys.readouterr().out.replace(
         "\n           ", " "
