@@ -47,7 +47,7 @@ def rows_of(training: Assembly) -> dict[str, torch.Tensor]:
     return {name: training.state.views[f"{name}.rows"].view(torch.uint8) for name in training.design.fp8_only}
 
 
-@pytest.mark.nightly(but=["llama-auto", "gpt2-auto"])
+@pytest.mark.nightly(but=["llama-auto"])
 @pytest.mark.parametrize(("name", "backend"), [("llama", "auto"), ("llama", "reference"), ("gpt2", "auto")])
 def test_it_learns_what_bf16_learns_and_resumes_bit_by_bit(
     bases: dict[str, RunConfig], tmp_path: Path, name: str, backend: str
@@ -86,7 +86,7 @@ def test_a_weight_has_the_scale_that_every_step_would_give_it(bases: dict[str, R
         )
 
 
-@pytest.mark.nightly(but=["llama-delayed", "gpt2-current"])
+@pytest.mark.nightly(but=["gpt2-current"])
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_recompute_levels_give_the_same_bits(bases: dict[str, RunConfig], tmp_path: Path, name: str, scaling: str) -> None:

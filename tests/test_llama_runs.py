@@ -54,7 +54,7 @@ IN_FP8 = {"precision": "fp8", "fp8_head": "forward,dgrad", "fp8_window": 2, "fp8
 OTHERS = {"adamw": {}, "muon": {"optimizer": "muon"}, "fp8": IN_FP8, "muon in fp8": {"optimizer": "muon", **IN_FP8}}
 
 
-@pytest.mark.nightly(but=["muon in fp8", "adamw"])
+@pytest.mark.nightly(but=["muon in fp8"])
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_ranks_do_not_matter(other: dict, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     settings = {"architecture": "llama", "llama": "kv_heads=1,qkv_bias,qk_norm", "steps": 4, "micro_batch": 4, **other}

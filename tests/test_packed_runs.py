@@ -61,7 +61,7 @@ def packed(documents: Path, tmp_path: Path) -> RunConfig:
 # The same bits.
 
 
-@pytest.mark.nightly(but=["gpt2-chats-auto-settings0", "modern-documents-whole-settings2", "llama-chats-masked-settings3"])
+@pytest.mark.nightly(but=["gpt2-chats-auto-settings0", "modern-documents-whole-settings2"])
 @pytest.mark.parametrize(
     ("network", "data", "packing", "settings"),
     [

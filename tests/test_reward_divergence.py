@@ -41,13 +41,15 @@ def test_the_divergence_from_the_start(base: RunConfig, folder: Path, tmp_path: 
     assert all(map(torch.equal, tensors(config.out, 6).values(), tensors(tmp_path / "without", 6).values()))
 
 
-@pytest.mark.parametrize("lora", ["", "rank=8,alpha=16"])
+@pytest.mark.nightly(but=["whole"])
+@pytest.mark.parametrize("lora", [pytest.param("", id="whole"), "rank=8,alpha=16"])
 def test_a_resumed_run_opens_its_start_again(lora: str, base: RunConfig, folder: Path, tmp_path: Path) -> None:  # noqa: F811
     """For the same divergence. Without these weights, or with others in their place, it has none, and goes on."""
     shutil.copytree(base.out, tmp_path / "base")
     ends = list[float | None]()
     for name in ("whole", "stopped", *([] if lora else ["others", "gone"])):  # adapters need these weights
         config = rewarded(base, folder, tmp_path / name, init_from=str(tmp_path / "base"), lora=lora, learning_rate=1e-2)
+        config = replace(config, eval_every=6)
         if name != "whole":
             with open_run(replace(config, save_every=2)) as run:
                 run.begin()

@@ -75,7 +75,7 @@ def events(config: RunConfig) -> list[str]:
     return [record["text"] for record in records(config.out, ("event",))]
 
 
-@pytest.mark.nightly(but=["waits-fp32", "waits-bf16", "ahead-fp8"])
+@pytest.mark.nightly(but=["waits-fp32", "ahead-fp8"])
 @pytest.mark.fault(38)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_a_transient_fault_leaves_no_trace(

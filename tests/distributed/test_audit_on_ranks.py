@@ -27,7 +27,7 @@ def chain_of(run: Path) -> list[dict]:
     return [content_of(link) for link in links(read_chain(run / AUDIT_FILE))]
 
 
-@pytest.mark.nightly(but=["fp32", "fp8", "muon"])
+@pytest.mark.nightly(but=["fp8", "muon"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_verifies_four(kind: str, launcher: Launcher, shards: Path, tmp_path: Path, capsys) -> None:
     run, settings = tmp_path / "run", {**SETTINGS, **KINDS[kind], "steps": 6, "save_every": 3}

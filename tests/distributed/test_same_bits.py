@@ -73,7 +73,7 @@ def test_ranks_do_not_matter(kind: str, ranks: int, zero: int, launcher: Launche
     assert min(norms) > 0.5, "every step must clip"
 
 
-@pytest.mark.nightly(but=["4-fp32", "2-fp8"])
+@pytest.mark.nightly(but=["2-fp8"])
 @pytest.mark.parametrize(("ranks", "kind"), [(4, "fp32"), (2, "fp32"), (2, "rounded-bf16"), (2, "fp8")])
 def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launcher, shards: Path, tmp_path: Path, alone):
     """zero 2, with so many blocks that their gradients take turns in the ring."""
@@ -82,7 +82,7 @@ def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launche
     same_run(alone(**settings), tmp_path / "run", 6)
 
 
-@pytest.mark.nightly(but=["fp32", "modern fp8"])
+@pytest.mark.nightly(but=["modern fp8"])
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [

@@ -302,7 +302,7 @@ def test_parameters_of_published_sizes() -> None:
         assert flat_elements(table) >= parameters
 
 
-@pytest.mark.nightly(but=["smollm3", "mistral"])
+@pytest.mark.nightly(but=["smollm3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_with_the_cache(kind: str, saved: Callable, run: Callable) -> None:
     """200 tokens after a prompt, by both programs' generation."""

@@ -75,7 +75,7 @@ def test_logits_and_greedy_texts(kind: str, saved: Callable, run: Callable) -> N
     check_likeliest(model, run(kind), check_logits(model, run(kind))[:7])
 
 
-@pytest.mark.nightly(but=["olmo2"])
+@pytest.mark.nightly  # test_logits_and_greedy_texts has shorter ones
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_with_the_cache(kind: str, saved: Callable, run: Callable) -> None:
     """200 tokens, or up to the end of the text, after a prompt longer than a window, by both programs' generation."""

@@ -53,7 +53,7 @@ def check_both_ways(run: Path, folder: Path, capsys: pytest.CaptureFixture, dist
     assert our_text(folder / "back", capsys) == text
 
 
-@pytest.mark.nightly(but=["bpe-sizes0"])
+@pytest.mark.nightly  # test_the_same_200_tokens_after_training
 @pytest.mark.parametrize(("kind", "sizes"), [("bpe", (3, 3, 33, 263)), ("gpt2", (2, 5, 35, 241))])
 def test_the_same_200_tokens_at_odd_sizes(
     kind: str, sizes: tuple[int, int, int, int], tmp_path: Path, capsys: pytest.CaptureFixture

@@ -48,7 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.nightly(but=["GPT-2", "modern", "Qwen2, whole blocks"])
+@pytest.mark.nightly(but=["GPT-2", "Qwen2, whole blocks"])
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_are_as_good_as_the_reference(case: str) -> None:
