@@ -4,6 +4,10 @@ Accuracy is of held-out questions, answered greedily and sampled at temperature 
 
     HANDGRAD_COMMIT=COMMIT python -m benchmarks.reward_run --out FOLDER        within --seconds, on a GPU
     python -m benchmarks.reward_run --trial --out FOLDER                       every line of it, in minutes on a CPU
+    python -m benchmarks.reward_run --cpu --machine cpu --out FOLDER           a small model of two cores, three seeds
+
+On a CPU nothing is pretrained: a model of a million parameters reads questions alone until it answers a third, and each
+seed has five minutes of rewards.
 
 Each phase has a time limit: a training that reaches it saves and the next phase goes on from there. The record is written
 again after each phase. Last come two steps of `benchmarks.reward_speed` and, while time is left, further learning rates.
@@ -49,6 +53,20 @@ SETTINGS: dict[str, Any] = {
     "device": "cuda",
     "shapes": ["Qwen3-1.7B", "Llama-3.2-1B"],
     "speeds": "",
+}
+CPU = SETTINGS | {
+    "tokenizer": "bpe:512",
+    "conversations": 100_000,
+    "teaching": "--architecture modern --num-layers 3 --channels 128 --num-heads 4 --sequence-length 96 --micro-batch 32"
+    " --tokens-per-step 3072 --steps 1600 --save-every 100 --warmup-steps 100 --learning-rate 4e-3 --schedule linear"
+    " --final-learning-rate-fraction 0.5 --eval-every 400 --eval-tokens 16384",
+    "share": 1 / 3,
+    "rewards": {"steps": 200, "prompts": 32, "rollouts": 8, "micro_batch": 64, "answer_tokens": 4, "eval_every": 50},
+    "rates": ["1e-3"],
+    "asked": {"choice": 512, "test": 4000},
+    "seeds": [1, 2, 3],
+    "at_once": 64,
+    "device": "cpu",
 }
 TRIAL = SETTINGS | {
     "text_bytes": 300 << 10,
@@ -106,16 +124,16 @@ def shares(
 
 
 def half_taught(models: list[Path], settings: dict[str, Any], out: Path) -> None:
-    """Writes the accuracies of checkpoints, up to the first that answers half at temperature 1, and the one closest to
-    half. After each, so that a time limit leaves a choice."""
-    figures, distances = dict[str, Any](), dict[str, float]()
+    """Writes the accuracies of checkpoints, up to the first that answers a share (half) at temperature 1, and the one
+    closest to it. After each, so that a time limit leaves a choice."""
+    figures, distances, share = dict[str, Any](), dict[str, float](), settings.get("share", 0.5)
     for model in models:
         figures[model.name] = shares(model, CHOICE_SEED, settings, (1.0,))
         right, asked = figures[model.name]["temperature 1"]["all"]
-        distances[model.name] = abs(right / asked - 0.5)
+        distances[model.name] = abs(right / asked - share)
         chosen = min(distances, key=distances.__getitem__)
         out.write_text(json.dumps({"checkpoints": figures, "chosen": chosen}), encoding="utf-8")
-        if 2 * right >= asked:
+        if right >= share * asked:
             break
 
 
@@ -206,13 +224,13 @@ class Phases:
 
     def write(self) -> None:
         device = devices.resolve_device(self.settings["device"])
-        path = self.out / f"{self.machine}-reward-m12.json"
+        path = self.out / f"{self.machine}-reward{'' if 'seeds' in self.settings else '-m12'}.json"
         write_record(path, device, what=__doc__.split("\n")[0], figures=rounded(self.figures))
 
     def ask(self, name: str, models: list[Path], what: str, most_seconds: float) -> None:
         """Adds the accuracies of models, from a process of its own."""
         file = self.work / f"{name.replace(' ', '-')}.json"
-        trial = "--trial " if self.settings is TRIAL else ""
+        trial = "--trial " if self.settings is TRIAL else "--cpu " if "seeds" in self.settings else ""
         paths = " ".join(map(str, models))
         self.run(f"{name}, asked", f"benchmarks.reward_run {trial}--out {file} --{what} {paths}", most_seconds)
         self.add(name, lambda: json.loads(file.read_text()))
@@ -230,30 +248,49 @@ class Phases:
         rest = f"--init-from {work}/base --data {work}/questions --out {work}/taught --keep-checkpoints 0 --sample-tokens 0"
         self.run("teaching", f"{trainer} {rest} {settings['teaching']}", 75)
         self.add("taught", lambda: training(work / "taught"))
-        models = sorted((work / "taught" / "checkpoints").glob("step_*"))
+        return self.half_taught("taught", "half_taught", 75)
+
+    def half_taught(self, taught: str, name: str, most_seconds: float) -> Path:
+        """The checkpoint of a teaching to start from."""
+        models = sorted((self.work / taught / "checkpoints").glob("step_*"))
         if not models:
             raise SystemExit(f"expected checkpoints of the teaching, found none; see {self.out}/log.txt")
-        self.ask("half_taught", [model for model in models if int(model.name[5:])], "choose", 75)
-        chosen = self.figures["half_taught"].get("chosen", models[-1].name)
-        return work / "taught" / "checkpoints" / chosen
+        self.ask(name, [model for model in models if int(model.name[5:])], "choose", most_seconds)
+        return self.work / taught / "checkpoints" / self.figures[name].get("chosen", models[-1].name)
 
-    def reward(self, model: Path, rate: str) -> None:
-        """A run on rewards from `model`, and what it answers afterwards."""
-        numbers, device, out = self.settings["rewards"], self.settings["device"], self.work / f"rewarded-{rate}"
+    def reward(self, model: Path, rate: str, most_seconds: float = 120, seed: int = 0) -> None:
+        """A run on rewards from `model`, and what it answers afterwards. `seed`: of a run on a CPU."""
+        numbers, device = self.settings["rewards"], self.settings["device"]
+        name, more = (f"seed {seed}", f" --seed {seed}") if seed else (rate, "")
+        out = self.work / f"rewarded-{name.replace(' ', '-')}"
         data = f"questions:{'+'.join(KINDS)}"
         longest = longest_prompt(open_prompts(data, str(model))) + numbers["answer_tokens"]
-        length = -(-longest // 32) * 32
+        length = longest - 1 if seed else -(-longest // 32) * 32
         command = (
             f"handgrad train --reward questions --data {data} --init-from {model} --out {out} --steps {numbers['steps']}"
             f" --learning-rate {rate} --schedule constant --warmup-steps {min(10, numbers['steps'] // 2)} --weight-decay 0"
             f" --rollouts {numbers['rollouts']} --answer-tokens {numbers['answer_tokens']} --sequence-length {length}"
             f" --tokens-per-step {numbers['prompts'] * numbers['rollouts'] * length} --micro-batch {numbers['micro_batch']}"
-            f" --eval-every {numbers['eval_every']} --save-every 0 --device {device}"
+            f" --eval-every {numbers['eval_every']} --save-every 0 --device {device}{more}"
         )
-        self.run(f"rewards at {rate}", command, min(120, self.left() - 25))
-        self.add(f"rewarded at {rate}", lambda: curves(out))
-        shutil.copy(out / "metrics.jsonl", self.out / f"metrics-{rate}.jsonl")
-        self.ask(f"after rewards at {rate}", [out], "measure", 40)
+        self.run(f"rewards at {name}", command, min(most_seconds, self.left() - 25))
+        self.add(f"rewarded at {name}", lambda: curves(out))
+        shutil.copy(out / "metrics.jsonl", self.out / f"metrics-{out.name.partition('-')[2]}.jsonl")
+        self.ask(f"after rewards at {name}", [out], "measure", 120 if seed else 40)
+
+    def seeds(self) -> None:
+        """Questions and rewards on a CPU, for each seed a model of its own."""
+        work, settings = self.work, self.settings
+        asked = f"--tokenizer {settings['tokenizer']} --documents {settings['conversations']} --out {work}/questions"
+        self.run("questions", f"handgrad prepare questions {asked}", 120)
+        for seed in settings["seeds"]:
+            taught, rest = f"taught-{seed}", f"--keep-checkpoints 0 --sample-tokens 0 --device cpu --seed {seed}"
+            command = f"handgrad train {settings['teaching']} --data {work}/questions --out {work}/{taught} {rest}"
+            self.run(f"teaching of seed {seed}", command, 1800)
+            self.add(f"taught by seed {seed}", lambda taught=taught: training(work / taught))
+            model = self.half_taught(taught, f"chosen of seed {seed}", 300)
+            self.ask(f"before rewards at seed {seed}", [model], "measure", 120)
+            self.reward(model, settings["rates"][0], 300, seed)
 
     def speeds(self) -> None:
         self.reserve = 0.0
@@ -281,10 +318,11 @@ def main() -> None:
     parser.add_argument("--machine", default="h200", help="the first word of the records' names")
     parser.add_argument("--seconds", type=float, default=545, help="for all phases")
     parser.add_argument("--trial", action="store_true", help="tiny sizes, on a CPU")
+    parser.add_argument("--cpu", action="store_true", help="a small model on a CPU, three seeds, about 45 minutes")
     parser.add_argument("--choose", nargs="+", type=Path, metavar="MODEL", help="writes the half taught one into --out")
     parser.add_argument("--measure", type=Path, metavar="MODEL", help="writes its accuracies into --out")
     options = parser.parse_args()
-    settings = TRIAL if options.trial else SETTINGS
+    settings = TRIAL if options.trial else CPU if options.cpu else SETTINGS
     if options.choose or options.measure:
         if options.choose:
             half_taught(options.choose, settings, options.out)
@@ -294,7 +332,12 @@ def main() -> None:
     keep_commit()
     options.out.mkdir(parents=True, exist_ok=True)
     options.work.mkdir(parents=True)
-    Phases(settings, options.work.absolute(), options.out.absolute(), options.machine, options.seconds).all()
+    phases = Phases(settings, options.work.absolute(), options.out.absolute(), options.machine, options.seconds)
+    if options.cpu:
+        phases.deadline, phases.reserve = float("inf"), 0.0
+        phases.seeds()
+    else:
+        phases.all()
 
 
 if __name__ == "__main__":
