@@ -6,8 +6,8 @@ Accuracy is of held-out questions, answered greedily and sampled at temperature 
     python -m benchmarks.reward_run --trial --out FOLDER                       every line of it, in minutes on a CPU
     python -m benchmarks.reward_run --cpu --machine cpu --out FOLDER           a small model of two cores, three seeds
 
-On a CPU nothing is pretrained: a model of a million parameters reads questions alone until it answers a third, and each
-seed has five minutes of rewards.
+On a CPU nothing is pretrained: for each seed a small model reads questions alone until it answers `share` of them, then has
+rewards within `REWARD_SECONDS`.
 
 Each phase has a time limit: a training that reaches it saves and the next phase goes on from there. The record is written
 again after each phase. Last come two steps of `benchmarks.reward_speed` and, while time is left, further learning rates.
@@ -38,6 +38,7 @@ from handgrad.settings.config import read_toml
 KINDS, SUFFIXES = ("plus", "compare", "count", "world"), {".py", ".md", ".rst", ".txt"}
 CHOICE_SEED, TEST_SEED = 2, 3  # of questions that choose where teaching stops, and that measure (prompts have 1)
 LONGEST_FILE, GRACE = 1 << 20, 20  # bytes of a source; seconds to save after a time limit
+REWARD_SECONDS = 300  # of each seed on a CPU
 RESERVE, LEAST_FOR_A_RATE = 130, 70  # seconds for both speeds, and for rewards at one more learning rate
 SETTINGS: dict[str, Any] = {
     "text_bytes": 150 << 20,
@@ -290,7 +291,7 @@ class Phases:
             self.add(f"taught by seed {seed}", lambda taught=taught: training(work / taught))
             model = self.half_taught(taught, f"chosen of seed {seed}", 300)
             self.ask(f"before rewards at seed {seed}", [model], "measure", 120)
-            self.reward(model, settings["rates"][0], 300, seed)
+            self.reward(model, settings["rates"][0], REWARD_SECONDS, seed)
 
     def speeds(self) -> None:
         self.reserve = 0.0

@@ -42,8 +42,7 @@ def data_of(config: RunConfig, model: str, *, chat: bool = False) -> Dataset:
 def with_answers(config: RunConfig, dataset: Dataset) -> RunConfig:
     """`config` with what it leaves open: the divergence and, of own answers, what a row leaves after the longest prompt."""
     if config.teacher_divergence == AUTO:
-        own = config.reward and config.teacher
-        config = replace(config, teacher_divergence=REVERSE if own else FORWARD)
+        config = replace(config, teacher_divergence=REVERSE if config.reward and config.teacher else FORWARD)
     if not config.reward or config.answer_tokens:
         return config
     return replace(config, answer_tokens=max(0, config.sequence_length + 1 - longest_prompt(dataset)))
