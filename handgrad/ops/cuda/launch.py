@@ -52,12 +52,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 def load_ahead() -> Thread:
     """Does, once and beside the loading of weights, what Triton does at a process's first launch: it hashes its own files,
     which takes half a second, and imports Gluon."""
-
-    def load() -> None:
-        triton_key()
-        importlib.import_module("triton.experimental.gluon.nvidia.hopper")
-
-    thread = Thread(target=load, daemon=True)
+    gluon = "triton.experimental.gluon.nvidia.hopper"
+    thread = Thread(target=lambda: (triton_key(), importlib.import_module(gluon)), daemon=True)
     thread.start()
     return thread
 
