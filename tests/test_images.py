@@ -9,19 +9,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import handgrad
 from handgrad.cli import main
 from handgrad.commands import demo
 from handgrad.data import pieces, sprites
-from handgrad.data.codes import parts_of, text_of
+from handgrad.data.codes import FIRST_CODE, GREYS, Codes, codes_tokenizer, parts_of, text_of
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.evaluation.loss import floor_of
+from handgrad.generation.generate import END_OF_TEXT, Continuation, SamplingOptions, document
+from handgrad.generation.pictures import decoder_of
+from handgrad.memory.rows import named
+from handgrad.models import gpt2
+from handgrad.ops import reference
 from handgrad.reports.page import write_report
 from handgrad.run.open import train
-from tests.conftest import small_run
+from handgrad.settings.config import ModelShape
+from tests.conftest import make_model, small_run
+from tests.test_sampling import make_buffers
 
 ROOT = Path(__file__).parents[1]
 SIDE, RED, BLUE, GREEN = 6, (200, 0, 0), (0, 0, 200), (0, 150, 0)
@@ -238,6 +246,47 @@ def test_captions_join_pictures(pictures: Path, tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     assert main([*command, "--image-in", str(pictures / "cat" / "01.png")]) == 0
     assert capsys.readouterr().out.startswith("  1  a red bar\n")
+
+
+CAPTIONED = "(b*n)?C{12}[bn]*E?|b+|b{187,}nC+"
+FORMS = {  # C: a code, K: a class, b: a byte, n: a line's end, E: the end; a document begun with nothing, and with anything
+    "alone": ({}, "C{12}E", "C{12}E"),
+    "of a class": ({"classes": ("cat", "dog")}, "KC{12}E", "K?C{12}E"),
+    "with a caption": ({"captions": True}, CAPTIONED, CAPTIONED),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_knows_nothing_finishes_each_picture(form: str) -> None:
+    """All tokens are about equally likely to it. A document has its form wherever it begins, and the same tokens alone
+    as in a batch, whose texts are in other states. Only captions may be longer than the text."""
+    more, whole, continued = FORMS[form]
+    codes = Codes(3, 4, GREYS[:20], **more)
+    tokenizer = codes_tokenizer(codes)
+    letters = "C" * 20 + "K" * len(codes.classes) + "".join("bn"[byte == 10] for byte in range(256)) * codes.captions
+    model = make_model(ModelShape(tokenizer.vocab_size, 256, 1, 1, 16), 1, 256)
+    weights = named(gpt2.Weights, {row.name: row.view(model.flat).float() for row in model.table}, 1)
+    starts = ["", chr(FIRST_CODE + 7), text_of(np.arange(11))]
+    starts += ["<dog>", f"<dog>{text_of(np.arange(5))}"] * bool(codes.classes) + ["red\n", "re", "\n"] * codes.captions
+    prompts = [document(tokenizer, text) for text in starts * 5]
+
+    def written(prompts: list[list[int]], batch: int, temperature: float) -> list[str]:
+        options = SamplingOptions(temperature, repetition_penalty=1.1)
+        buf = make_buffers(model.shape, batch, torch.float32, prefill_tokens=256)
+        about = model.shape, reference, weights, buf, options
+        decoder = decoder_of(tokenizer, *about, end_of_text=tokenizer.end_of_text)
+        texts = [Continuation(prompt, 200, seed) for seed, prompt in enumerate(prompts)]
+        for _ in decoder.generate(texts):
+            pass
+        letters_of = ["".join(letters[token] for token in [*text.prompt[1:], *text.tokens]) for text in texts]
+        return [more + "E" * (text.stopped == END_OF_TEXT) for more, text in zip(letters_of, texts, strict=True)]
+
+    found = written(prompts, 4, 1.5)
+    assert not [text for text in found if not re.fullmatch(continued, text)]
+    assert all(re.fullmatch(whole, text) for text in found[:: len(starts)]), found
+    assert len({text for text in found if "C" in text}) > 2 * bool(codes.captions)
+    assert all(re.fullmatch(continued, text) for text in written(prompts[: len(starts)], 3, 0))
+    assert written(prompts[:4], 1, 1.5) == found[:4]
 
 
 @pytest.mark.parametrize(

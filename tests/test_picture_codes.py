@@ -148,6 +148,8 @@ def test_other_codes_are_refused(
         assert main(["prepare", "--images", str(pictures), *arguments, "--out", out]) != 0
         error = capsys.readouterr().err
         assert told in error and len(error.splitlines()) == 1
+    assert main(["train", "--architecture", "vqvae", "--data", str(coded / "codes"), "--out", out]) == 65
+    assert "codes was prepared as codes; prepare them with --codes rgb" in capsys.readouterr().err
     other = replace(open_weights(str(coded / "vq")).config, out=str(tmp_path / "vq"), seed=7, steps=1)
     train(other)
     handgrad.prepare(pictures, tmp_path / "codes", codes=other.out, size=SIDE, validation_fraction=0.2)

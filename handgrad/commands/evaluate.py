@@ -30,7 +30,7 @@ from handgrad.evaluation.load import (
     usual_window,
 )
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
-from handgrad.evaluation.pictures import CodesHeldOut, PicturesHeldOut, held_out_codes, held_out_pictures
+from handgrad.evaluation.pictures import CodesHeldOut, PicturesHeldOut, held_out
 from handgrad.evaluation.preferences import held_out_pairs
 from handgrad.evaluation.rewards import trusted
 from handgrad.evaluation.scoring import (
@@ -185,9 +185,8 @@ class LossPart:
             ]
         told |= {"packing": self.packing, "eval_tokens": parsed.eval_tokens}
         if dataset.codes and len(apart(dataset)) == 1:
-            if model.shape.network.pictures:
-                return self.lines_of_codes(held_out_codes(*forward, dataset, **told))
-            return self.lines_of_pictures(held_out_pictures(*forward, dataset, **told))
+            pictures = held_out(*forward, dataset, **told)
+            return self.lines_of_codes(pictures) if isinstance(pictures, CodesHeldOut) else self.lines_of_pictures(pictures)
         found = held_out_loss(*forward, dataset, eval_stride=stride, **told)
         if not math.isfinite(found.loss):
             raise NumericsError(f"the model's loss is not finite: {DIVERGED}")

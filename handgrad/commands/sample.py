@@ -32,7 +32,7 @@ from handgrad.generation.generate import (
     document,
     stream_text,
 )
-from handgrad.generation.pictures import form_of, picture_prompt, read_sheet, tokens_left
+from handgrad.generation.pictures import decoder_of, form_of, picture_prompt, read_sheet, tokens_left
 from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
@@ -110,9 +110,9 @@ def load_decoder(
     """The model, and a decoder for `batch` texts at a time of up to `longest` tokens, or `DataError`: too little memory."""
     buffers = decode_buffers(with_cache(weights.shape, longest), batch, on.dtype, on.ops)
     model = load_model(weights, on.device, on.dtype, on.ops, buffers)
-    buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
-    ends = listed_ends(model.tokenizer)
-    return model, Decoder(model.shape, on.ops, model.weights, buf, options, end_of_text=end_of_text, ends=ends)
+    about = model.shape, on.ops, model.weights, decode_tensors(model.shape, model.views), options
+    ends = {"end_of_text": model.tokenizer.end_of_text, "ends": listed_ends(model.tokenizer)}
+    return model, decoder_of(model.tokenizer, *about, **ends)
 
 
 def identity_of(

@@ -15,6 +15,7 @@ from handgrad.data.tokenizer_loading import read_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.generation.decode import LEAST_CACHE, decode_buffers, decode_tensors, with_cache
 from handgrad.generation.generate import Decoder, SamplingOptions
+from handgrad.generation.pictures import decoder_of
 from handgrad.machine import devices
 from handgrad.machine.backend import choose_backend
 from handgrad.memory.arena import Buffer, make_plan
@@ -222,8 +223,8 @@ class Writing:
             return self.last
         else:
             buffers = self.last.buf
-        model = self.model
-        self.last = Decoder(model.shape, model.ops, model.weights, buffers, options, end_of_text=None, ends=ends)
+        about = self.model.shape, self.model.ops, self.model.weights, buffers, options
+        self.last = decoder_of(self.model.tokenizer, *about, end_of_text=None, ends=ends)
         self.size = batch, shape.sequence_length
         return self.last
 

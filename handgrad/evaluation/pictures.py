@@ -54,7 +54,7 @@ class PicturesHeldOut:
         return self.code_loss / math.log(2) / CHANNELS
 
 
-def held_out_pictures(
+def held_out(
     shape: ModelShape,
     ops: Any,
     weights: Any,
@@ -65,49 +65,32 @@ def held_out_pictures(
     eval_tokens: int = 0,
     ranks: Ranks,
     progress: OnTokens | None = None,
-) -> PicturesHeldOut:
-    """The losses on the first `eval_tokens` tokens (0: all) of the validation split, equal on any number of ranks."""
+) -> CodesHeldOut | PicturesHeldOut:
+    """An autoencoder's error and codes, or the losses of a model of codes, on the first `eval_tokens` tokens (0: all) of
+    the validation split, equal on any number of ranks."""
     assert dataset.codes is not None
     first_other, length = len(dataset.codes.colours), act.tokens.shape[1]
     batches = Batches(dataset.splits["validation"], length, 0, shuffle=False, packing=packing)
-    samples = batches.samples_of(eval_tokens)
-    sums: list[float] = []
+    samples, codes = batches.samples_of(eval_tokens), family_of(shape).codes if shape.network.pictures else 0
+    width, sums = 1 + codes if codes else 4, list[float]()
     for first, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):
+        if codes:
+            uses = torch.bincount(act.codes[: len(losses)].flatten(), minlength=codes)
+            sums += [losses.sum().item(), *uses.tolist()]
+            continue
         batch_sums = np.zeros(4)
         for row, each in enumerate(losses):
             targets = batches.window(first + row)[1:]
             is_code, scored = targets < first_other, each[: len(targets)].numpy()
             batch_sums += scored[is_code].sum(), scored[~is_code].sum(), is_code.sum(), (~is_code).sum()
         sums += batch_sums.tolist()
-    every = in_order(sums, 4, -(-samples // act.tokens.shape[0]), ranks)
-    code_nats, other_nats, codes, others = (math.fsum(every[n::4]) for n in range(4))
+    every = np.array(in_order(sums, width, -(-samples // act.tokens.shape[0]), ranks)).reshape(-1, width)
+    if codes:
+        return CodesHeldOut(math.fsum(every[:, 0]) / (samples * length), every[:, 1:].sum(0), samples)
+    code_nats, other_nats, scored_codes, others = map(math.fsum, every.T)
     other_loss = other_nats / others if others else None
-    loss = (code_nats + other_nats) / (codes + others)
-    return PicturesHeldOut(loss, code_nats / codes, other_loss, int(codes), int(others))
-
-
-def held_out_codes(
-    shape: ModelShape,
-    ops: Any,
-    weights: Any,
-    act: Any,
-    dataset: Dataset,
-    *,
-    packing: str,
-    eval_tokens: int = 0,
-    ranks: Ranks,
-    progress: OnTokens | None = None,
-) -> CodesHeldOut:
-    """An autoencoder's squared error and codes on the first `eval_tokens` bytes (0: all) of the validation split."""
-    codes = family_of(shape).codes
-    batches = Batches(dataset.splits["validation"], act.tokens.shape[1], 0, shuffle=False, packing=packing)
-    samples = batches.samples_of(eval_tokens)
-    sums: list[float] = []
-    for _, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):
-        uses = torch.bincount(act.codes[: len(losses)].flatten(), minlength=codes)
-        sums += [losses.sum().item(), *uses.tolist()]
-    every = np.array(in_order(sums, 1 + codes, -(-samples // act.tokens.shape[0]), ranks)).reshape(-1, 1 + codes)
-    return CodesHeldOut(math.fsum(every[:, 0]) / (samples * act.tokens.shape[1]), every[:, 1:].sum(0), samples)
+    loss = (code_nats + other_nats) / (scored_codes + others)
+    return PicturesHeldOut(loss, code_nats / scored_codes, other_loss, int(scored_codes), int(others))
 
 
 def reconstructions(

@@ -126,8 +126,11 @@ class Decoder:
 
     def launch_step(self) -> None:
         """Launches a step, which computes and chooses each sequence's next token without the host."""
+        self.model.decode_step(self.ops.decode, self.weights, self.buf, self.shape)
+        self.choose()
+
+    def choose(self) -> None:
         buf, o = self.buf, self.options
-        self.model.decode_step(self.ops.decode, self.weights, buf, self.shape)
         self.ops.decode.choose_tokens(
             buf.chosen,
             buf.logits,
@@ -347,12 +350,3 @@ def stream_text(
         if text.stopped:
             del streams[text]
         yield text, piece
-
-
-def write_document(
-    shape: ModelShape, ops: ModuleType, weights: Any, buf: Any, tokenizer: Tokenizer, *, max_tokens: int, seed: int
-) -> str:
-    """Writes a document of up to `max_tokens` tokens without a prompt, with `handgrad sample`'s default options."""
-    decoder = Decoder(shape, ops, weights, buf, SamplingOptions(), end_of_text=tokenizer.end_of_text)
-    document = Continuation(list(tokenizer.prompt_start), max_tokens, seed)
-    return "".join(piece for _, piece in stream_text(decoder, tokenizer, iter([document])))

@@ -1,13 +1,80 @@
-"""Pictures from a model: prompts that begin with a class, a caption or a picture's upper rows, and a sheet of results."""
+"""Pictures from a model: prompts that begin with a class, a caption or a picture's upper rows, a decoder that finishes what
+it begins, and a sheet of results."""
 
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import numpy as np
+import torch
 
 from handgrad.data.codes import MISSING, Codes, View, codes_of, parts_of, text_of
 from handgrad.data.pictures import find_pictures, read_pictures
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import UsageError
+from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, stream_text
+from handgrad.settings.config import ModelShape
+
+# The codes that a document's picture still lacks; or, as a state, that none has begun. Both negative states also index the
+# last rows of a table of four.
+DONE, PICTURE, CAPTION, START = 0, 1, -2, -1
+NEVER = -1e30  # the logit of a token that may not follow: finite, as those of a model that has not diverged
+
+
+class PictureDecoder(Decoder):
+    """Keeps documents to the form of `data.codes`: a class or a line before a picture, then its codes alone, and after them
+    no further picture. The device counts the codes: the host reads a token only after the next is chosen."""
+
+    def __init__(self, codes: Codes, shape: ModelShape, *model: Any, **settings: Any):
+        super().__init__(shape, *model, **settings)
+        self.codes, self.last = codes, shape.vocab_size - 1
+        colours, device = len(codes.colours), self.buf.tokens.device
+        first_byte = colours + len(codes.classes)
+        self.begun = [codes.count - 1] * colours + [codes.count] * len(codes.classes)  # by the token: the state after it
+        self.begun += [codes.count if byte == ord("\n") else CAPTION for byte in range(self.last - first_byte)]
+        self.begun.append(START if codes.classes or codes.captions else codes.count)
+        of_state = {
+            DONE: (first_byte, self.last + 1),
+            PICTURE: (0, colours),
+            CAPTION: (first_byte, self.last),
+            START: (0 if codes.captions else colours, self.last),
+        }
+        self.states = torch.zeros_like(self.buf.tokens)
+        self.allowed = torch.tensor([*of_state.values()], device=device)  # the first id, and the first after them
+        self.after = torch.tensor(self.begun, device=device)
+        self.ids = torch.arange(self.buf.logits.shape[1], device=device)
+
+    def choose(self) -> None:
+        first, end = self.allowed[self.states.clamp(max=PICTURE)].T.unsqueeze(2)  # (B, 1) each
+        self.buf.logits.masked_fill_(
+            (self.ids < first) | (self.ids >= end), max(NEVER, torch.finfo(self.buf.logits.dtype).min)
+        )
+        super().choose()
+        after = self.after[self.buf.chosen.clamp(min=0)]
+        self.states.copy_(torch.where(self.states < 0, after, (self.states - 1).clamp(min=0)))
+
+    def enter(self, texts: dict[int, Continuation], most: int) -> None:
+        super().enter(texts, most)
+        for index, text in texts.items():
+            tokens = [*text.prompt, *text.tokens]
+            drawn = sum(token < len(self.codes.colours) for token in tokens)
+            self.states[index] = max(0, self.codes.count - drawn) if drawn else self.begun[tokens[-1]]
+
+
+def decoder_of(tokenizer: Tokenizer, *model: Any, **settings: Any) -> Decoder:
+    """The decoder of a model with this tokenizer; the rest as for `Decoder`."""
+    codes = codes_of(tokenizer)
+    return PictureDecoder(codes, *model, **settings) if codes else Decoder(*model, **settings)
+
+
+def write_document(
+    shape: ModelShape, ops: ModuleType, weights: Any, buf: Any, tokenizer: Tokenizer, *, max_tokens: int, seed: int
+) -> str:
+    """Writes a document of up to `max_tokens` tokens without a prompt, with `handgrad sample`'s default options."""
+    model = shape, ops, weights, buf, SamplingOptions()
+    decoder = decoder_of(tokenizer, *model, end_of_text=tokenizer.end_of_text)
+    document = Continuation(list(tokenizer.prompt_start), max_tokens, seed)
+    return "".join(piece for _, piece in stream_text(decoder, tokenizer, iter([document])))
 
 
 def form_of(tokenizer: Tokenizer) -> Codes:

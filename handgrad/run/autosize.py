@@ -26,6 +26,7 @@ from handgrad.data.shards import SPLITS, Dataset
 from handgrad.format import round_number
 from handgrad.joins.parallel.launchers import find_rank_info
 from handgrad.machine import devices
+from handgrad.run.checks import check_bytes
 from handgrad.run.packing import document_lengths, resolve_packing, row_that_holds
 from handgrad.run.resolve import resolve
 from handgrad.settings import presets
@@ -199,7 +200,10 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     if begun is not None:
         return {name: begun[name] for name in CHOSEN if name in begun}
     device = devices.resolve_device(settings.get("device", RunConfig.device))
-    return suited_settings(open_data(settings["data"]), device, settings.get("steps", 0))
+    dataset = open_data(settings["data"])
+    if settings.get("architecture") == "vqvae":  # no size but a picture's suits it
+        check_bytes("vqvae", settings["data"], dataset.codes)
+    return suited_settings(dataset, device, settings.get("steps", 0))
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:

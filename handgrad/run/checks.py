@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from handgrad.data.batches import validation_batches
-from handgrad.data.codes import RGB
+from handgrad.data.codes import RGB, Codes
 from handgrad.data.mixture import apart
 from handgrad.data.recommended import tokenizer_of
 from handgrad.data.shards import Dataset
@@ -38,12 +38,18 @@ def check_names(config: RunConfig) -> None:
             raise UsageError(f"{name} must be a path in UTF-8, found {os.fsencode(path)!r}; rename the folder") from None
 
 
+def check_bytes(architecture: str, data: str, codes: Codes | None) -> Codes:
+    """Returns the form of the pictures in `data`; raises `DataError` unless they are in bytes, which a vqvae reads."""
+    if codes is None or codes.decoder != RGB:
+        where = f"{data} was prepared {'as codes' if codes else 'from text'}"
+        raise DataError(f"{architecture} takes pictures in bytes, {where}; prepare them with --codes rgb")
+    return codes
+
+
 def check_pictures(config: RunConfig, dataset: Dataset) -> None:
     """Raises `DataError` unless the data are pictures in bytes, of the network's size."""
-    codes, (rows, columns) = dataset.codes, parse_vqvae(config.vqvae).sides
-    if codes is None or codes.decoder != RGB:
-        where = f"{config.data} was prepared {'as codes' if codes else 'from text'}"
-        raise DataError(f"{config.architecture} takes pictures in bytes, {where}; prepare them with --codes rgb")
+    codes = check_bytes(config.architecture, config.data, dataset.codes)
+    rows, columns = parse_vqvae(config.vqvae).sides
     if codes.size != (rows, columns):
         length, (height, width) = codes.rows * codes.columns, codes.size
         remedy = f"try --sequence-length {length} --vqvae size={height}x{width}"

@@ -19,7 +19,7 @@ from handgrad.evaluation.preferences import held_out_pairs
 from handgrad.evaluation.scoring import IN_TRAINING, TaskResult, make_requests, results_of, task_record
 from handgrad.evaluation.tasks import LLMC, TaskData, load_tasks, parse_tasks
 from handgrad.generation.decode import decode_tensors
-from handgrad.generation.generate import write_document
+from handgrad.generation.pictures import write_document
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.memory.arena import allocation_of, make_plan
 from handgrad.memory.rows import KIND

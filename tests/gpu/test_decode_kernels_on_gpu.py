@@ -10,8 +10,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from handgrad.data.codes import GREYS, Codes
 from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.generation.pictures import PictureDecoder
 from handgrad.machine.backend import choose_backend
 from handgrad.machine.graphs import Replayed
 from handgrad.memory.arena import Buffer, make_plan
@@ -177,6 +179,27 @@ def test_replayed_steps_write_the_same_text(batch: int, options: SamplingOptions
     assert texts[0] == texts[1] == texts[2] and all(len(text) == 400 for text in texts[0])
     # A random Gemma 3 repeats its last token: its head reads the embedding, which the stream holds scaled by sqrt(C).
     assert network == "gemma3" or len(set(texts[0][0])) > 20, "no text to speak of"
+
+
+@pytest.mark.parametrize("options", [SamplingOptions(0, repetition_penalty=1.2), SamplingOptions(0.9, top_k=20)], ids=str)
+def test_replayed_steps_finish_pictures(options: SamplingOptions) -> None:
+    """Pictures of 32 codes, begun by one code and by a line's end, have the others next and no more: the tokens of launches
+    one by one, which choose before the host has read the token before."""
+    backend, codes = choose_backend("kernels", torch.device("cuda")), Codes(4, 8, (GREYS * 196)[:50_000], captions=True)
+    shape, weights, buf = model(backend, torch.bfloat16, 3, "gpt2")
+    found = []
+    for replay in (True, False):
+        decoder = PictureDecoder(codes, shape, backend, weights, buf, options, end_of_text=50256)
+        if not replay:
+            decoder.step, decoder.graphs = decoder.launch_step, False
+        texts = [Continuation([50256, *begun], 60, seed) for seed, begun in enumerate(([7], [50_010], [50_100]))]
+        for _ in decoder.generate(texts):
+            pass
+        found.append([text.tokens for text in texts])
+    assert found[0] == found[1]
+    for tokens, left in zip(found[0], (31, 32), strict=False):
+        assert len(tokens) >= left
+        assert [token < 50_000 for token in tokens] == [place < left for place in range(len(tokens))]
 
 
 @pytest.mark.parametrize("network", [*WRITERS, ALL])
