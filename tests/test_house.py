@@ -144,7 +144,7 @@ def test_files_stay_short(folder: str) -> None:
 
 
 # A cap rises only beside an entry in docs/decisions.md that names what was cut for it.
-MOST_LINES, MOST_FILES = 50_540, 327
+MOST_LINES, MOST_FILES = 50_600, 328
 MOST_FILES_OF = {"run": 21, "models": 10, "networks": 10}
 
 
@@ -158,7 +158,7 @@ def test_the_package_keeps_its_budget() -> None:
         assert len([*(PACKAGE / folder).glob("*.py")]) <= most, folder
 
 
-MOST_WORDS = 76_100  # of all chapters, their code included
+MOST_WORDS = 76_500  # of all chapters, their code included
 
 
 def test_the_docs_keep_their_budget() -> None:

@@ -10,7 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from handgrad.ops import PICTURE_OPERATIONS, cases, cpu, cuda, reference
+from handgrad.ops import (
+    CONTROL_STEP,
+    CONTROLS,
+    NORM_OUTLIER,
+    PICTURE_OPERATIONS,
+    RESULT_VERDICT,
+    RESULTS,
+    UPDATE,
+    cases,
+    cpu,
+    cuda,
+    reference,
+)
+from handgrad.ops.reference import vq
 from tests.test_operations import close, equal_autograd, nan, randn
 
 
@@ -146,18 +159,100 @@ def test_extreme_inputs_have_the_outermost_codes(ops: ModuleType, large: float) 
 
 @pytest.mark.parametrize("commitment", [0.25, 1.0])
 def test_vq(ops: ModuleType, commitment: float) -> None:
-    """Equation 3: each term has a gradient on one side alone."""
+    """Equation 3's commitment has a gradient on the latents' side alone. Each code has the sum of its residuals, and their
+    number."""
 
     def definition(inp: Tensor, codebook: Tensor, **_: Any) -> dict[str, Tensor]:
-        z = inp.view(-1, inp.shape[3])
-        codes = torch.cdist(z, codebook).argmin(1)
-        chosen = codebook[codes]
-        errors, committed = ((a - b).square().sum(1) for a, b in ((z.detach(), chosen), (z, chosen.detach())))
-        return {"errors": (errors + commitment * (committed - committed.detach())).view(2, -1)}
+        z, vectors = inp.view(-1, inp.shape[3]), codebook[:, :-1]
+        chosen = vectors[torch.cdist(z, vectors).argmin(1)]
+        committed = (z - chosen).square().sum(1)
+        return {"errors": (committed.detach() + commitment * (committed - committed.detach())).view(2, -1)}
 
     ran = equal_autograd(ops, "vq_backward", definition, commitment=commitment)
-    codes, codebook = ran.after["codes"], ran.before["codebook"]
-    assert torch.equal(ran.after["out"].view(-1, 4), codebook[codes.view(-1)]) and len(codes.unique()) > 3
+    codes, codebook = ran.after["codes"].view(-1), ran.before["codebook"]
+    assert torch.equal(ran.after["out"].view(-1, 4), codebook[codes, :-1]) and len(codes.unique()) > 3
+    z, before, after = ran.before["inp"].view(-1, 4), ran.backward_before["sums_acc"], ran.backward_after["sums_acc"]
+    for code, row in enumerate((after - before) / ran.backward_before["scale"]):
+        own = codes == code
+        close(row, torch.cat([(codebook[code, :-1] - z[own]).sum(0), own.sum().view(1).double()]))
+
+
+def vq_step(codebook: Tensor, latents: Tensor, step: int, *, verdict: int = UPDATE) -> Tensor:
+    """Assigns latents (B, Y, X, Z), and updates the codebook in place; returns their codes."""
+    out, codes, errors = nan(*latents.shape), torch.full((len(latents), latents[0, ..., 0].numel()), -1), torch.empty(0)
+    out, errors, sums = out.to(latents), torch.empty_like(codes, dtype=latents.dtype), torch.zeros_like(codebook)
+    reference.vq_forward(out, codes, errors, latents, codebook)
+    scale = torch.tensor([0.01], dtype=latents.dtype)
+    reference.vq_backward(torch.zeros_like(latents), sums, latents, codes, codebook, scale, commitment=0.25)
+    controls, results = torch.zeros(CONTROLS, dtype=torch.float64), torch.zeros(RESULTS, dtype=torch.float64)
+    controls[CONTROL_STEP], results[RESULT_VERDICT] = step, verdict
+    reference.vq_update(codebook, codebook, sums, controls, results, decay=0.9)
+    return codes.view(-1)
+
+
+def test_a_codebook_has_the_papers_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Appendix A.1 keeps sums m and counts N apart, both from zero; a skipped step changes nothing."""
+    monkeypatch.setattr(vq, "RARE", 0.0)
+    codebook, m, N = torch.cat([randn(7, 3), torch.zeros(7, 1, dtype=torch.float64)], 1), 0.0, 0.0
+    for step in range(1, 60):
+        latents = randn(2, 3, 5, 3, seed=step) + 0.05 * step
+        codes = vq_step(codebook, latents, step)
+        uses = F.one_hot(codes, 7).double()
+        m, N = 0.9 * m + 0.1 * uses.T @ latents.view(-1, 3), 0.9 * N + 0.1 * uses.sum(0)
+        used = N > 0
+        assert (codebook[used, :-1] - (m / N[:, None])[used]).abs().max() <= 1e-10
+        assert (codebook[:, -1] - 0.01 * N).abs().max() <= 1e-10
+        before = codebook.clone()
+        vq_step(codebook, latents, step, verdict=NORM_OUTLIER)
+        assert torch.equal(codebook, before)
+    assert used.sum() > 4
+
+
+@pytest.mark.parametrize("start", ["far", "equal", "beyond float32"])
+def test_dead_codes_come_back_to_life(start: str) -> None:
+    """Of 33 codes one has all latents at first, or none is nearer than another: soon each has some, at a small error."""
+    codebook = torch.cat([randn(33, 4) * 1e-6 + {"far": 9.0, "equal": 0.0, "beyond float32": 1e8}[start], nan(33, 1)], 1)
+    codebook[:, -1] = 0
+    codebook[11, :-1] = 0.1
+    codebook, latents = codebook.float(), randn(4, 16, 16, 4).float()
+    for step in range(1, 120):
+        codes = vq_step(codebook, latents, step)
+        if step == 1:
+            assert len(codes.unique()) <= 33 * (start == "equal") + 1
+    error = (latents.view(-1, 4) - codebook[codes, :-1]).square().mean()
+    assert len(codes.unique()) == 33 and error < 0.3, error  # the optimum for 32 codes of 4 normal numbers is about 0.2
+    assert codes.bincount().max() < 6 * codes.bincount().min() + 50
+
+
+def test_a_dead_code_shares_with_a_busy_one() -> None:
+    """It moves by 2^-10 of each number, up or down by step and place, and takes half of the use; the others stay."""
+    usage = torch.tensor([0.5, 0, 4, 1, 0.01, 2], dtype=torch.float64)
+    before, signs = torch.cat([randn(6, 16), usage[:, None]], 1), list[list[bool]]()
+    for step in (3, 4):
+        controls, results = torch.zeros(CONTROLS, dtype=torch.float64), torch.zeros(RESULTS, dtype=torch.float64)
+        controls[CONTROL_STEP], results[RESULT_VERDICT] = step, UPDATE
+        after, published = before.clone(), nan(6, 17)
+        reference.vq_update(published, after, torch.zeros(6, 17, dtype=torch.float64), controls, results, decay=1.0)
+        assert torch.equal(published, after) and after[:, -1].tolist() == [0.5, 2, 2, 1, 1, 1]
+        assert torch.equal(after[[0, 2, 3, 5], :-1], before[[0, 2, 3, 5], :-1])
+        for dead, busy in ((1, 2), (4, 5)):
+            moved = after[dead, :-1] / before[busy, :-1] - 1
+            assert (moved.abs() - 2**-10).abs().max() < 1e-15
+            signs.append((moved > 0).tolist())
+    assert all(True in one and False in one for one in signs) and len({tuple(one) for one in signs}) == 4
+
+
+def test_threads_do_not_matter_to_a_codebook() -> None:
+    """Nor does a codebook of 32,768, the largest, fail."""
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        codebook = torch.cat([randn(1 << 15, 3), torch.zeros(1 << 15, 1, dtype=torch.float64)], 1).float()
+        for step in (1, 2):
+            vq_step(codebook, randn(1, 9, 9, 3, seed=step).float(), step)
+        found.append(codebook)
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("name", ["conv_backward", "transposed_conv_backward", "groupnorm_backward", "silu_backward"])
@@ -190,11 +285,17 @@ class Called(TorchDispatchMode):
 TORCH_FORMULAS = [name for name in PICTURE_OPERATIONS if name in cases.CALLS and "group" not in name]
 
 
-@pytest.mark.parametrize("name", TORCH_FORMULAS)
+@pytest.mark.parametrize("name", [*TORCH_FORMULAS, "vq_update"])
 def test_a_cuda_graph_can_capture_the_second_call(name: str) -> None:
     """No number goes to the host or comes from there, and no size depends on one."""
-    arguments = cases.Draw(torch.float32).arguments(name, V=256)
+    draw = cases.Draw(torch.float32)
+    updated = {"published": draw(8, 5), "weight_inout": draw(8, 5), "sums": draw(8, 5), "decay": 0.99}
+    updated |= {"controls": draw.float64(*range(CONTROLS)), "results": draw.float64(*range(RESULTS))}
+    arguments = updated if name == "vq_update" else draw.arguments(name, V=256)
     for _ in range(2):
         with Called() as called:
-            cases.call(getattr(cuda, name), name, cases.copies(arguments))
+            if name == "vq_update":
+                cuda.vq_update(**arguments)
+            else:
+                cases.call(getattr(cuda, name), name, cases.copies(arguments))
     assert not called.names & {f"aten::{op}" for op in ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select")}

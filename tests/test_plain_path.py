@@ -111,7 +111,7 @@ def test_a_plain_step_runs_few_lines_and_no_room_beside_it(config: RunConfig) ->
 
 CORE = ("memory", "models", "ops", "optimizers", "training")
 # docs/architecture.md says what they count. Aim: a core of 10,500 lines.
-CORE_LINES, PATH_LINES = 13_210, 5_107
+CORE_LINES, PATH_LINES = 13_210, 5_111
 
 
 def imported_files(path: Path) -> set[Path]:

@@ -32,7 +32,7 @@ LAYERS = re.compile(r"blocks\.(\d+)-(\d+)(\..*)?")  # a range of blocks in a nam
 KIND = "activations"  # the arena's allocation of a model's activations
 
 Dims = Mapping[str, int]  # the size of each letter
-Group = Literal["matrix", "embedding", "vector"]  # optimizer groups
+Group = Literal["matrix", "embedding", "vector", "codebook"]  # optimizer groups
 T = TypeVar("T")
 
 
@@ -46,6 +46,7 @@ class Init:
     residual: bool = False
     by_inputs: bool = False
     value: float = 0.0
+    end: int | None = None  # of the columns that a distribution fills; the rest hold `value`
 
     def std_of(self, shape: tuple[int, ...], layers: int) -> float:
         inputs = shape[-1] if self.by_inputs else 1
@@ -207,7 +208,8 @@ def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], ob
         row = table[index]
         values = torch.full(row.stored_shape, row.init.value)
         if row.init.kind == "normal":
-            values.normal_(0.0, row.std, generator=torch.Generator().manual_seed(seed * 1_000_003 + index))
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+            values[..., : row.init.end].normal_(0.0, row.std, generator=generator)
         put(row, values)
 
     # A thread per processor: one tensor's draws are sequential, different tensors are independent.

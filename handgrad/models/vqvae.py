@@ -119,7 +119,7 @@ def backward(
     recompute: int,
 ) -> list[Stage]:
     """Runs after `forward`. Computes act.losses (N), and adds scale (1) * the gradient of their sum to `g`; a codebook adds
-    the second and third term of equation 3, which the losses leave out."""
+    the third term of equation 3, which the losses leave out, and `g.codebook` receives its step's sums."""
     last = act.decoder[-1].after, d.decoder[-1].dstream
     stages = [Stage("head", partial(head_backward, ops, w, g, act, d, scale, *last), done=True)]
     inputs = [act.decoded, *(block.after for block in act.decoder)]
@@ -235,7 +235,7 @@ def bytes_of(prediction: Tensor) -> Tensor:
 CONV = Init("normal", 1.0, by_inputs=True)
 TRANSPOSED = Init("normal", 2.0, by_inputs=True)  # with a stride of 2 an output has fewer terms
 RESIDUAL = Init("normal", 1.0, residual=True, by_inputs=True)
-CODEBOOK = Init("normal", 1.0)
+CODEBOOK = Init("normal", 1.0, end=-1)  # no vector has been used
 
 
 @dataclass
@@ -264,7 +264,7 @@ class Weights:
     encoder: list[LevelWeights] = repeated(LevelWeights)
     code_weight: Tensor = parameter("Z 9C", CONV, "matrix", bucket="codes")
     code_bias: Tensor = parameter("Z", ZEROS, "vector", bucket="codes")
-    codebook: Tensor | None = parameter("E Z", CODEBOOK, "vector", bucket="codes", optional=True)
+    codebook: Tensor | None = parameter("E Z1", CODEBOOK, "codebook", bucket="codes", optional=True)
     decode_weight: Tensor = parameter("C 9Z", CONV, "matrix", bucket="decoding")
     decode_bias: Tensor = parameter("C", ZEROS, "vector", bucket="decoding")
     decoder: list[DecoderWeights] = repeated(DecoderWeights)

@@ -123,7 +123,7 @@ def letters(shape: "ModelShape") -> dict[str, int]:
     """J J C of 3 x 3 and 4 x 4 kernels, and the rows and columns of pictures (Y, X) and of codes (Yc, Xc)."""
     family, C, (Yc, Xc) = family_of(shape), shape.channels, sides_of(shape, shape.num_layers)
     Y, X, Z = *family.sides, family.latent_channels
-    channels = {"3": 3, "27": 27, "9C": 9 * C, "16C": 16 * C, "9Z": 9 * Z, "Z": Z, "Q": family.groups}
+    channels = {"3": 3, "27": 27, "9C": 9 * C, "16C": 16 * C, "9Z": 9 * Z, "Z": Z, "Z1": Z + 1, "Q": family.groups}
     return {**channels, "E": family.codebook, "Y": Y, "X": X, "Yc": Yc, "Xc": Xc, "YcXc": Yc * Xc}
 
 

@@ -52,7 +52,7 @@ PICTURE_OPERATIONS = (
     *("pixels_forward", "squared_error_forward", "squared_error_forward_backward"),
     *("conv_forward", "conv_backward", "transposed_conv_forward", "transposed_conv_backward"),
     *("groupnorm_forward", "groupnorm_backward", "silu_forward", "silu_backward"),
-    *("fsq_forward", "fsq_backward", "fsq_round", "fsq_values", "vq_forward", "vq_backward", "vq_values"),
+    *("fsq_forward", "fsq_backward", "fsq_round", "fsq_values", "vq_forward", "vq_backward", "vq_values", "vq_update"),
 )
 
 # Generation takes one token per sequence at a time; its operations are in the backend's module `decode`.

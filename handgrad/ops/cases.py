@@ -96,8 +96,8 @@ CALLS = {
     "silu_backward": "dhidden_inout[N F] <- inp[N F]*3",
     "fsq_forward": "out[B Y X Z] <- inp[B Y X Z] | levels",
     "fsq_backward": "dhidden_inout[B Y X Z] <- inp[B Y X Z] | levels",
-    "vq_forward": "out[B Y X Z] codes[B YX] errors[B YX] <- inp[B Y X Z] codebook[E Z]",
-    "vq_backward": "dinp_inout[B Y X Z] dcodebook_acc[E Z] <- inp[B Y X Z] codes[B YX] codebook[E Z] scale[1] | commitment",
+    "vq_forward": "out[B Y X Z] codes[B YX] errors[B YX] <- inp[B Y X Z] codebook[E Z1]",
+    "vq_backward": "dinp_inout[B Y X Z] sums_acc[E Z1] <- inp[B Y X Z] codes[B YX] codebook[E Z1] scale[1] | commitment",
 }
 TENSOR = re.compile(r"(\w+)\[([^]]+)\](\*\d+|\+|\^2)?")
 WIDE = {"mean", "rstd", "lse", "losses", "errors", "gate", "scale"}  # tensors in the accumulator dtype
@@ -122,7 +122,7 @@ def complete(stated: Sizes) -> Sizes:
     s["C"] = s["H"] * s["D"] if "D" in stated else s["C"]
     s = {"N": s["B"] * s["T"], "K": s["H"], "M": s["T"]} | s
     convolved = {f"{side}o": (s[side] + 2 * ((s["J"] - 1) // 2) - s["J"]) // s["S"] + 1 for side in "YX"}
-    pictures = {"YX": s["Y"] * s["X"], "JJC": s["J"] * s["J"] * s["C"], **convolved}
+    pictures = {"YX": s["Y"] * s["X"], "JJC": s["J"] * s["J"] * s["C"], "Z1": s["Z"] + 1, **convolved}
     return s | pictures | {"P": (s["H"] + 2 * s["K"]) * s["D"], "R": s["H"] + s["K"], "": 1}
 
 
@@ -320,7 +320,7 @@ GRADIENTS = {
     "groupnorm_backward": "out:dout <- inp:dresidual_inout weight:dweight_acc bias:dbias_acc",
     "silu_backward": "out:dhidden_inout <- inp:dhidden_inout",
     "fsq_backward": "out:dhidden_inout <- inp:dhidden_inout",
-    "vq_backward": "errors:scale <- inp:dinp_inout codebook:dcodebook_acc",
+    "vq_backward": "errors:scale <- inp:dinp_inout",
 }
 
 

@@ -32,6 +32,7 @@ from handgrad.networks import NETWORKS
 from handgrad.networks.fp8 import takes_micro_batch
 from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
+from handgrad.optimizers.codebook import CodebookAdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.settings.config import TUNED, ModelShape, RunConfig
 from handgrad.settings.objective import DPO, REVERSE
@@ -219,7 +220,8 @@ def teacher_of(config: RunConfig, shape: ModelShape) -> distill.Teacher | None:
 
 
 def optimizer_of(config: RunConfig) -> AdamW | Muon:
-    adamw = AdamW(config.beta1, config.beta2, config.adam_epsilon, config.weight_decay, config.seed)
+    adamw_of = CodebookAdamW if config.architecture == "vqvae" else AdamW
+    adamw = adamw_of(config.beta1, config.beta2, config.adam_epsilon, config.weight_decay, config.seed)
     if config.optimizer == "adamw":
         return adamw
     rate = config.matrix_learning_rate / config.learning_rate if config.matrix_learning_rate else 1.0

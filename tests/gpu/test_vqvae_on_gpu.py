@@ -19,7 +19,7 @@ from handgrad.errors import UsageError
 from handgrad.evaluation.codec import open_codec
 from handgrad.interop.sources import open_weights
 from handgrad.machine import devices
-from handgrad.ops import PICTURE_OPERATIONS, cases, cpu, cuda as kernels, reference
+from handgrad.ops import CONTROLS, PICTURE_OPERATIONS, UPDATE, cases, cpu, cuda as kernels, reference
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
@@ -56,7 +56,7 @@ def exact_products() -> None:
 def test_an_operation(operation: str, sizes: dict[str, int]) -> None:
     """Parameter gradients are sums over all places; a convolution sums the elements of a patch at once, which the reference
     adds in shorter sums."""
-    sums = dict.fromkeys(("dweight_acc", "dbias_acc", "dcodebook_acc"), sizes["B"] * sizes["Y"] * sizes["X"])
+    sums = dict.fromkeys(("dweight_acc", "dbias_acc", "sums_acc"), sizes["B"] * sizes["Y"] * sizes["X"])
     if "conv" in operation:
         sums |= dict.fromkeys(("out", "dinp"), sizes["J"] ** 2 * max(sizes["D"], sizes["F"]))
     inputs, run = case(Draw(torch.float32, CUDA), operation, **sizes, Z=4, E=64, V=256)
@@ -93,6 +93,24 @@ def test_codes_have_the_values_of_a_cpu() -> None:
         getattr(reference, name)(out, codes, *more, **settings)
         getattr(kernels, name)(on_gpu, codes.cuda(), *(tensor.cuda() for tensor in more), **settings)
         assert torch.equal(on_gpu.cpu(), out)
+
+
+@pytest.mark.parametrize("E", [9, 1000, 1 << 15])
+def test_a_codebook_moves_as_on_a_cpu(E: int) -> None:
+    """Over three steps in which many dead codes move; twice with the same bits."""
+    draw, found = Draw(torch.float32), []
+    before, sums = draw(E, 9), [draw(E, 9, scale=0.01) for _ in range(3)]
+    before[:, -1] = before[:, -1].abs() ** 8
+    for device in (CPU, CUDA, CUDA):
+        codebook = before.to(device, copy=True)
+        for step, each in enumerate(sums, start=1):
+            controls = torch.tensor([step, 1e-3, *[0.0] * (CONTROLS - 2)], dtype=torch.float64, device=device)
+            results = torch.tensor([0.0, 0.0, 0.0, UPDATE, 1.0], dtype=torch.float64, device=device)
+            given = torch.cat([each[:, :-1], each[:, -1:].abs()], 1).to(device)
+            kernels.vq_update(codebook, codebook, given, controls, results, decay=0.9)
+        found.append(codebook.cpu())
+    assert torch.equal(found[1], found[2]) and (found[0] - found[1]).abs().max() <= 1e-5 * found[0].abs().max()
+    assert (found[0][:, :-1] - before[:, :-1]).abs().gt(0.1).any(1).sum() > E // 9
 
 
 @pytest.mark.parametrize("text", ["size=4x4", "size=4x4,codebook=64,latent=4"], ids=TEXTS)

@@ -68,7 +68,7 @@ from handgrad.ops.reference import residual_forward, store_keys_values  # plain 
 from handgrad.ops.reference.activations import silu_backward, silu_forward  # and more plain torch, for pictures
 from handgrad.ops.reference.fsq import fsq_backward, fsq_forward, fsq_round, fsq_values
 from handgrad.ops.reference.pixels import pixels_forward, squared_error_forward, squared_error_forward_backward
-from handgrad.ops.reference.vq import vq_backward, vq_forward, vq_values
+from handgrad.ops.reference.vq import vq_backward, vq_forward, vq_update, vq_values
 from handgrad.ops.sizes import muon_scratch_bytes, scratch_bytes
 
 compose.bind_norms_and_gemms(__name__)

@@ -71,7 +71,7 @@ from handgrad.ops.reference.rotary import (
     rotary_forward,
 )
 from handgrad.ops.reference.value_embedding import value_embedding_backward, value_embedding_forward
-from handgrad.ops.reference.vq import vq_backward, vq_forward, vq_values
+from handgrad.ops.reference.vq import vq_backward, vq_forward, vq_update, vq_values
 
 compose.bind_norms_and_gemms(__name__)
 mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)  # out = RMSnorm(r x + s x0) W^T
