@@ -158,7 +158,7 @@ def test_the_package_keeps_its_budget() -> None:
         assert len([*(PACKAGE / folder).glob("*.py")]) <= most, folder
 
 
-MOST_WORDS = 76_500  # of all chapters, their code included
+MOST_WORDS = 76_800  # of all chapters, their code included
 
 
 def test_the_docs_keep_their_budget() -> None:
