@@ -136,8 +136,7 @@ class Page(HTMLParser):
 def report(tmp_path: Path, *runs: Path, plots: bool = True) -> Page:
     """The page; without `plots`, it has its words alone."""
     with pytest.MonkeyPatch.context() as patch:
-        if not plots:
-            patch.setattr(pages, "choose_plots", lambda runs: [])
+        patch.setattr(pages, "choose_plots", pages.choose_plots if plots else lambda runs: [])
         return Page(write_report(runs, tmp_path / "report" / "page.html").read_text(encoding="utf-8"))
 
 
@@ -388,14 +387,14 @@ def test_numbers_as_text(tmp_path):
         "2 d 7 h",
     ]
     assert perplexity(1e6) == math.inf
-    run = read_run(make_run(tmp_path / "run"), "run")
-    assert bits_per_byte(run, 4 * math.log(2)) == pytest.approx(1.0)  # 1 token is 4 bytes here, each worth one bit
+    read = read_run(make_run(tmp_path / "run"), "run")  # 1 token is 4 bytes here, each worth one bit
+    assert bits_per_byte(read, 4 * math.log(2)) == pytest.approx(1.0)
 
 
 def test_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     paces = [(10, 1, 120.0, 100.0), (20, 1, 130.0, 100.0), (30, 0, 101.0, 100.0), (40, 1, 110.0, 100.0)]
-    keys = ("step", "slowest", "slowest_ms", "median_ms")
-    lines = [{"kind": "ranks", **dict(zip(keys, pace, strict=True))} for pace in paces]
+    names = ("step", "slowest", "slowest_ms", "median_ms")
+    lines = ({"kind": "ranks", **dict(zip(names, pace, strict=True))} for pace in paces)
     text = report(tmp_path, make_run(tmp_path / "run", [*run_lines(), *lines]), plots=False).text
     assert "rank 1 75 % 20.0 % 130.0 ms" in text and "rank 0 25 % 1.0 % 101.0 ms" in text
     assert "rank 1" not in report(tmp_path, make_run(tmp_path / "alone"), plots=False).text

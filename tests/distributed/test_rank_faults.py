@@ -223,7 +223,6 @@ def test_a_flipped_bit_of_a_weight_is_found(
     assert saved_steps(run) == [3]
 
 
-@pytest.mark.nightly(but=["2-1"])
 @pytest.mark.fault(34)
 @pytest.mark.parametrize(("size", "zero"), [(2, 1), (4, 0)])
 def test_a_flipped_bit_of_a_weight_is_not_saved(

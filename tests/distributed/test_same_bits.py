@@ -23,12 +23,13 @@ KINDS: dict[str, dict[str, object]] = {
     "dropout": {"dropout": 0.3, "steps": 6, "eval_every": 3},
     "bf16-alone": {"precision": "bf16", "master_weights": "false"},
     "moments": {"precision": "bf16", "moments": "bf16"},
+    "16-bits": {"precision": "bf16", "master_weights": "false", "moments": "bf16"},
     "growing": {"tokens_per_step": 256, "batch_schedule": "2:512,5:1536"},  # 1, 2 and 6 micro-steps a lane
     "rounded-bf16": {"precision": "bf16", "reduce_precision": "bf16", "recompute": 2, "skip_loss_z": 4.0},
 }
 
-ONCE = ["fp32-2-1", "fp8-4-1", "fp8-current-2-1", "dropout-2-1", "bf16-alone-4-0", "moments-2-1", "growing-2-1"]
-ONCE += ["rounded-bf16-2-1"]  # which is "bf16" and "rounded"
+ONCE = ["fp32-2-1", "fp8-4-1", "fp8-current-2-1", "dropout-2-1", "growing-2-1"]
+ONCE += ["rounded-bf16-2-1", "16-bits-4-0"]  # which have the settings of "bf16", "rounded", "bf16-alone" and "moments"
 
 
 def last_step(settings: dict) -> int:
@@ -59,7 +60,7 @@ def alone(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPathFac
         *(("rounded", 2, 0), ("rounded", 4, 1)),
         *(("bf16-alone", 2, 1), ("bf16-alone", 4, 0), ("moments", 2, 1), ("moments", 4, 0)),
         *(("rounded-bf16", 2, 1), ("dropout", 2, 1)),
-        *(("growing", 2, 1), ("growing", 4, 0)),
+        *(("growing", 2, 1), ("growing", 4, 0), ("16-bits", 4, 0)),
         *(("fp32", 2, 0), ("fp32", 4, 1), ("fp8", 2, 1), ("rounded", 2, 1), ("growing", 4, 1)),
     ],
 )
