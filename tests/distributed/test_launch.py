@@ -157,7 +157,7 @@ def test_what_slurm_is_asked_for() -> None:
     )
 
 
-@pytest.mark.nightly  # test_launchers.py has its variables, test_kubeflow the same command
+@pytest.mark.nightly  # test_launchers.py has its variables, test_one_node_starts_again torchrun
 def test_skypilot(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None:
     task = read("skypilot.yaml")
     known = {"name", "num_nodes", "resources", "volumes", "workdir", "envs", "setup", "run"}
