@@ -189,14 +189,15 @@ def test_batches_hold_pairs_and_their_references(pairs: Path) -> None:
     dataset = open_dataset(pairs)
     batches, references = pair_batches(dataset, "train", LENGTH, 7), read_references(dataset, "train")
     n = batches.samples_per_epoch
-    assert n == 96 and [batches.locate(s) ^ 1 for s in range(0, n, 2)] == [batches.locate(s) for s in range(1, n, 2)]
+    assert n == 96 and (batches.locate_all(0, n)[::2] ^ 1).tolist() == batches.locate_all(0, n)[1::2].tolist()
     for epoch in (0, 1):
-        assert sorted(map(batches.locate, range(epoch * n, (epoch + 1) * n))) == list(range(n))
-    assert list(map(batches.locate, range(n))) != list(map(batches.locate, range(n, 2 * n)))
+        assert sorted(batches.locate_all(epoch * n, n)) == list(range(n))
+    both = batches.locate_all(0, 2 * n).tolist()
+    assert both[:n] != both[n:] == batches.locate_all(n, n).tolist()
     inputs, targets = (torch.zeros(4, LENGTH, dtype=torch.int64) for _ in range(2))
     out = torch.zeros(4)
     batches.fill(inputs, targets, 2, out)
-    assert out.tolist() == [references[batches.locate(s)] for s in range(2, 6)]
+    assert out.tolist() == references[batches.locate_all(2, 4)].tolist()
     decode = dataset.tokenizer.decode
     for row in range(4):
         answer, text = decode([t for t in targets[row].tolist() if t >= 0]), decode(inputs[row].tolist())

@@ -19,7 +19,7 @@ import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,9 +41,9 @@ def mix(*values: int) -> int:
     return functools.reduce(mixed_in, values, len(values))
 
 
-def mixed_in(state: int, value: int) -> int:
-    """A step of `mix`."""
-    state = (state * 0x9E3779B97F4A7C15 + value + 1) & MASK64
+def mixed_in(state: int, value: Any) -> Any:
+    """A step of `mix`; elementwise for an array of uint64."""
+    state = ((state * 0x9E3779B97F4A7C15 + 1 & MASK64) + value) & MASK64
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
     return state ^ state >> 31
@@ -56,22 +56,27 @@ def round_keys(key: int) -> list[int]:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """The position of `index` in a shuffle of range(`size`) that `key` chooses; a bijection of range(`size`).
+    """`permute_all` of one index."""
+    return int(permute_all(np.array([index]), size, key)[0])
+
+
+def permute_all(indices: np.ndarray, size: int, key: int) -> np.ndarray:
+    """The positions of `indices` in a shuffle of range(`size`) that `key` chooses, int64; a bijection of range(`size`).
 
     A Feistel network on a grid of `rows` x `columns` >= `size` cells: a round adds a hash of one coordinate to the
     other, which is invertible for any hash. The grid exceeds `size` by less than one column of cells; an index that lands
     in the excess is permuted again until it is below `size` (cycle walking, Black and Rogaway 2002): still a bijection."""
-    assert 0 <= index < size
     rows = max(2, int(size**0.5))
     columns, keys = (-(-size // rows), round_keys(key))
-    while True:
-        row, column = divmod(index, columns)
+    cells, outside = indices.astype(np.uint64), np.arange(len(indices))
+    while len(outside):
+        row, column = divmod(cells[outside], columns)
         for n in range(0, 2 * ROUNDS, 2):
-            column = (column + mixed_in(keys[n], row)) % columns
-            row = (row + mixed_in(keys[n + 1], column)) % rows
-        index = row * columns + column
-        if index < size:
-            return index
+            column = (column + mixed_in(keys[n], row) % columns) % columns
+            row = (row + mixed_in(keys[n + 1], column) % rows) % rows
+        cells[outside] = row * columns + column
+        outside = outside[cells[outside] >= size]
+    return cells.astype(np.int64)
 
 
 def rows_of_whole_documents(
@@ -195,8 +200,7 @@ class Batches:
         Raises DataError: a shard that is read for the first time is damaged."""
         assert first_sample >= 0 and inputs.shape == targets.shape and inputs.shape[1] == self.sequence_length
         inputs_array, targets_array = inputs.numpy(), targets.numpy()  # share the memory, also of pinned tensors
-        for row in range(len(inputs_array)):
-            shard, start, length = self.locate(first_sample + row)
+        for row, (shard, start, length) in enumerate(self.locate_all(first_sample, len(inputs_array)).tolist()):
             window = self.shards[shard].read(start, length)
             predicted = length - 1
             inputs_array[row, :predicted] = window[:-1]
@@ -214,7 +218,8 @@ class Batches:
         row[:] = 0
         if self.packing != STREAM:
             starts = self.shards[shard].document_starts
-            first, end = np.searchsorted(starts, (start, start + min(length, len(row))))
+            # Of their own dtype: another one would copy all of them.
+            first, end = starts.searchsorted(np.array((start, start + min(length, len(row))), starts.dtype))
             within = starts[first:end].astype(np.int64) - start
             row[within] = within
             if length < len(row):
@@ -223,10 +228,9 @@ class Batches:
 
     def trained_tokens(self, first_sample: int, samples: int) -> int:
         """The number of targets of samples `first_sample`, ... that are not -1."""
-        return sum(self._trained_of(sample) for sample in range(first_sample, first_sample + samples))
+        return sum(self._trained_of(*place) for place in self.locate_all(first_sample, samples).tolist())
 
-    def _trained_of(self, sample: int) -> int:
-        shard, start, length = self.locate(sample)
+    def _trained_of(self, shard: int, start: int, length: int) -> int:
         trained = self._targets(shard)
         return length - 1 if trained is None else int(trained.count(start + 1, start + length))
 
@@ -245,22 +249,30 @@ class Batches:
         shard, start, length = self.locate(sample)
         return self.shards[shard].tokens[start : start + length]
 
-    def locate(self, sample: int) -> tuple[int, int, int]:
+    def locate(self, sample: int) -> tuple[int, ...]:
         """(shard number, offset of the first token in that shard, number of tokens) of a sample."""
-        epoch, position = divmod(sample, self.samples_per_epoch)
-        if epoch != self._epoch:
-            self._enter(epoch)
-        visit = int(np.searchsorted(self._first, position, side="right")) - 1
-        shard, window, offset = self._order[visit], position - int(self._first[visit]), 0
-        if self.shuffle:
-            window = permute(window, self._windows[shard], mix(self.seed, WINDOW_ORDER, epoch, shard))
-        if self.packing == WHOLE:
-            first, lengths = self._rows[shard]
-            return shard, int(first[window]), int(lengths[window])
-        if self.shuffle:
-            slack = self.shards[shard].token_count - 1 - self._windows[shard] * self.sequence_length
-            offset = mix(self.seed, OFFSET, epoch, shard) % (slack + 1)
-        return shard, offset + window * self.stride, self.sequence_length + 1
+        return tuple(self.locate_all(sample, 1)[0].tolist())
+
+    def locate_all(self, first_sample: int, samples: int) -> np.ndarray:
+        """`locate` of samples `first_sample`, ..., (samples, 3) int64: a shard's at once."""
+        places, begin = np.full((samples, 3), self.sequence_length + 1), 0
+        while begin < samples:
+            epoch, position = divmod(first_sample + begin, self.samples_per_epoch)
+            if epoch != self._epoch:
+                self._enter(epoch)
+            visit, offset = int(np.searchsorted(self._first, position, side="right")) - 1, 0
+            shard, window = self._order[visit], position - int(self._first[visit])
+            windows = np.arange(window, min(window + samples - begin, self._windows[shard]))
+            rows = places[begin : begin + len(windows)]
+            if self.shuffle:
+                windows = permute_all(windows, self._windows[shard], mix(self.seed, WINDOW_ORDER, epoch, shard))
+                slack = self.shards[shard].token_count - 1 - self._windows[shard] * self.sequence_length
+                offset = mix(self.seed, OFFSET, epoch, shard) % (slack + 1) if self.packing != WHOLE else 0
+            rows[:, 0], rows[:, 1] = shard, offset + windows * self.stride
+            if self.packing == WHOLE:
+                rows[:, 1], rows[:, 2] = (column[windows] for column in self._rows[shard])
+            begin += len(windows)
+        return places
 
     def context(self, sample: int) -> int:
         """The number of leading targets of a sample that it does not score, because the previous sample does."""
@@ -313,7 +325,7 @@ class Batches:
         used = [shard for shard, windows in enumerate(self._windows) if windows]
         if self.shuffle:
             key = mix(self.seed, SHARD_ORDER, epoch)
-            used = [used[permute(i, len(used), key)] for i in range(len(used))]
+            used = [used[place] for place in permute_all(np.arange(len(used)), len(used), key).tolist()]
         self._order = used
         self._first = np.cumsum([0] + [self._windows[shard] for shard in used[:-1]])
         self._epoch = epoch

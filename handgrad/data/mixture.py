@@ -19,7 +19,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from handgrad.data.batches import Batches, mix, permute
+import numpy as np
+
+from handgrad.data.batches import Batches, mix, permute_all
 from handgrad.data.preferences import has_pairs
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.errors import DataError, UsageError
@@ -191,7 +193,7 @@ def order_of(weights: tuple[Fraction, ...], block: int, key: int) -> list[int]:
     """The set of each sample in a block, as an index into `weights`."""
     before, after = (shares(weights, blocks * BLOCK) for blocks in (block, block + 1))
     sets = [index for index, (a, b) in enumerate(zip(before, after, strict=True)) for _ in range(b - a)]
-    return [sets[permute(index, BLOCK, key)] for index in range(BLOCK)]
+    return [sets[place] for place in permute_all(np.arange(BLOCK), BLOCK, key).tolist()]
 
 
 class MixedBatches:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from handgrad.data.batches import WINDOW_ORDER, documents_of, mix, permute
+from handgrad.data.batches import WINDOW_ORDER, documents_of, mix, permute_all
 from handgrad.data.chat import Conversation, Messages, messages_of
 from handgrad.data.shards import MANIFEST_FILE, Dataset, Shard
 from handgrad.data.sources import SourceFile, keys_of, read_objects, reading
@@ -126,13 +126,14 @@ class PairBatches:
                 f" --sequence-length {longest - 1}, or take it out"
             )
 
-    def locate(self, sample: int) -> int:
-        """The document of a sample."""
-        epoch, place = divmod(sample, self.samples_per_epoch)
-        pair, side = divmod(place, 2)
-        if self.shuffle:
-            pair = permute(pair, self.samples_per_epoch // 2, mix(self.seed, WINDOW_ORDER, epoch))
-        return 2 * pair + side
+    def locate_all(self, first_sample: int, samples: int) -> np.ndarray:
+        """The documents of samples `first_sample`, ..., int64."""
+        epochs, places = divmod(np.arange(first_sample, first_sample + samples), self.samples_per_epoch)
+        pairs, sides = divmod(places, 2)
+        for epoch in np.unique(epochs).tolist() if self.shuffle else ():
+            key, at = mix(self.seed, WINDOW_ORDER, epoch), epochs == epoch
+            pairs[at] = permute_all(pairs[at], self.samples_per_epoch // 2, key)
+        return 2 * pairs + sides
 
     @functools.cached_property
     def trained(self) -> np.ndarray:
@@ -146,8 +147,7 @@ class PairBatches:
         their sums into `references` (B), float32."""
         inputs.fill_(self.shard.end_of_text)
         targets.fill_(-1)
-        for row in range(len(inputs)):
-            document = self.locate(first_sample + row)
+        for row, document in enumerate(self.locate_all(first_sample, len(inputs)).tolist()):
             start, length = int(self.starts[document]), int(self.lengths[document])
             tokens = self.shard.read(start, length).astype(np.int64)
             inputs.numpy()[row, : min(length, self.sequence_length)] = tokens[: self.sequence_length]
@@ -158,7 +158,7 @@ class PairBatches:
 
     def references_of(self, first_sample: int, samples: int) -> np.ndarray:
         """The sums of samples `first_sample`, ..., float32."""
-        return self.references[[self.locate(first_sample + row) for row in range(samples)]]
+        return self.references[self.locate_all(first_sample, samples)]
 
 
 def pair_batches(dataset: Dataset, split: str, sequence_length: int, seed: int, *, shuffle: bool = True) -> PairBatches:

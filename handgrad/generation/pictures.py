@@ -46,9 +46,8 @@ class PictureDecoder(Decoder):
 
     def choose(self) -> None:
         first, end = self.allowed[self.states.clamp(max=PICTURE)].T.unsqueeze(2)  # (B, 1) each
-        self.buf.logits.masked_fill_(
-            (self.ids < first) | (self.ids >= end), max(NEVER, torch.finfo(self.buf.logits.dtype).min)
-        )
+        never = max(NEVER, torch.finfo(self.buf.logits.dtype).min)
+        self.buf.logits.masked_fill_((self.ids < first) | (self.ids >= end), never)
         super().choose()
         after = self.after[self.buf.chosen.clamp(min=0)]
         self.states.copy_(torch.where(self.states < 0, after, (self.states - 1).clamp(min=0)))

@@ -65,11 +65,11 @@ def decode_rows(
 
 def step_attention(ops: ModuleType, block: Any, sequences: Sequences, layer: int, window: int = 0) -> Attention:
     """One token per sequence attends over the layer's cache, or over the last `window` tokens of it."""
-    cache, options = (sequences.keys[layer], sequences.values[layer]), {"window": window, **step_memory(sequences)}
+    cache, memory = (sequences.keys[layer], sequences.values[layer]), step_memory(sequences)
 
     def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         tensors = residual, block.qkv, sequences.positions, weight, bias
-        ops.attention_linear_residual_forward(out, block.atty, *cache, *tensors, **options)
+        ops.attention_linear_residual_forward(out, block.atty, *cache, *tensors, window=window, **memory)
 
     return attention
 

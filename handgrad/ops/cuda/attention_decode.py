@@ -63,13 +63,12 @@ def attention_decode(
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
     elements, warps = FEW_ATTENTIONS if B * H < FEW_PROGRAMS else MANY_ATTENTIONS
     tile, warps = (max(16, elements // block), block), max(warps, block // 64)  # two warps spill heads of 256
-    parts = 1 if arrivals is None else parts_of(B * H, maxT, tile[0])
-    numbers, rows = None, B * H * parts
+    parts, numbers = 1 if arrivals is None else parts_of(B * H, maxT, tile[0]), (None, None, None)
     if parts > 1:
-        needed = 4 * rows * (block + 2)
+        rows, needed = B * H * parts, 4 * B * H * parts * (block + 2)
         assert scratch.numel() >= needed, f"scratch of {scratch.numel()} bytes, {needed} needed"
         numbers = scratch[:needed].view(torch.float32).split([rows * block, rows, rows])
-    tensors = out, *(numbers or (None, None, None)), arrivals, keys_inout, values_inout, qkv, positions
+    tensors = out, *numbers, arrivals, keys_inout, values_inout, qkv, positions
     sizes = H, maxT, D, scale, *tile, H // K, parts
     launch(_attention, (H, parts, B), *tensors, *sizes, WINDOW=window, **overlapping(out, warps))
 
