@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -235,8 +236,15 @@ def other_rate(patching: pytest.MonkeyPatch) -> None:
 
 
 def swapped_sample(patching: pytest.MonkeyPatch) -> None:
-    original, swapped = Batches.locate, {FAULTY * 8 + 1: 3}
-    patching.setattr(Batches, "locate", lambda batches, sample: original(batches, swapped.get(sample, sample)))
+    original = Batches.locate_all
+
+    def other(batches: Batches, first_sample: int, samples: int) -> np.ndarray:
+        places = original(batches, first_sample, samples)
+        if first_sample <= FAULTY * 8 + 1 < first_sample + samples:
+            places[FAULTY * 8 + 1 - first_sample] = original(batches, 3, 1)[0]
+        return places
+
+    patching.setattr(Batches, "locate_all", other)
 
 
 @pytest.mark.parametrize(

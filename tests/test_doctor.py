@@ -311,6 +311,7 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
     asked = {"versions": lambda: told, "tuning": lambda: "algorithms from a table"}
     ops, fp8_ops = backend(**asked), backend(fp8_reference, **asked)
     modules = {"handgrad.ops.cuda": ops, "handgrad.joins.fp8.cuda": fp8_ops}
+    modules["handgrad.ops.cuda.launch"] = backend(load_ahead=lambda: None)
     monkeypatch.setattr("importlib.import_module", modules.__getitem__)
     without_muon = {line: make for line, make in doctor.CASES.items() if not line.startswith("muon")}
     expected = ops, CUDA, torch.float16, without_muon

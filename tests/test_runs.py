@@ -253,7 +253,9 @@ def test_other_data_is_refused(finished: RunConfig, shards: Path, tmp_path: Path
 @pytest.mark.fault(12)
 def test_two_trainers_in_one_folder(finished: RunConfig) -> None:
     held = RunFolder(
-        replace(finished, lanes=1, precision="fp32", packing="stream", objective="tokens"), Ranks(), allow_changes=False
+        replace(finished, lanes=1, precision="fp32", packing="stream", objective="tokens", teacher_divergence="forward"),
+        Ranks(),
+        allow_changes=False,
     )
     try:
         with pytest.raises(ConfigError, match="another process is training"):
