@@ -7,7 +7,6 @@ the GPU may hang for good. So this module compares the code's length with its he
 """
 
 import functools
-import importlib
 import json
 import os
 import struct
@@ -52,8 +51,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 def load_ahead() -> Thread:
     """Does, once and beside the loading of weights, what Triton does at a process's first launch: it hashes its own files,
     which takes half a second, and imports Gluon."""
-    gluon = "triton.experimental.gluon.nvidia.hopper"
-    thread = Thread(target=lambda: (triton_key(), importlib.import_module(gluon)), daemon=True)
+
+    def load() -> None:
+        triton_key()
+        import triton.experimental.gluon.nvidia.hopper  # noqa: F401
+
+    thread = Thread(target=load, daemon=True)
     thread.start()
     return thread
 
