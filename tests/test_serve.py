@@ -282,7 +282,7 @@ def test_a_model_that_has_diverged(client: Client, monkeypatch: pytest.MonkeyPat
 def test_the_command(run: Path, capsys: pytest.CaptureFixture) -> None:
     """It says where it is, answers, and ends by Ctrl-C; a port that is taken is told."""
     process = start(["-m", "handgrad", "serve", str(run), "--device", "cpu", "--system", "Be kind.", "--temperature", "0"])
-    assert process.stdout and process.stdout.readline() == f"model      {run}, context of 160 (309.0 KiB when it is full)\n"
+    assert process.stdout and process.stdout.readline() == f"model      {run}, context of 160 (309.5 KiB when it is full)\n"
     page, api = process.stdout.readline(), process.stdout.readline()
     assert page.startswith("page       http://127.0.0.1:") and api.startswith("API        http://127.0.0.1:")
     port = int(page.split(":")[2].split("/")[0])

@@ -26,6 +26,7 @@ from handgrad.data.shards import SPLITS, Dataset
 from handgrad.format import round_number
 from handgrad.joins.parallel.launchers import find_rank_info
 from handgrad.machine import devices
+from handgrad.networks import NETWORKS
 from handgrad.run.checks import check_bytes
 from handgrad.run.packing import document_lengths, resolve_packing, row_that_holds
 from handgrad.run.resolve import resolve
@@ -201,8 +202,9 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
         return {name: begun[name] for name in CHOSEN if name in begun}
     device = devices.resolve_device(settings.get("device", RunConfig.device))
     dataset = open_data(settings["data"])
-    if settings.get("architecture") == "vqvae":  # no size but a picture's suits it
-        check_bytes("vqvae", settings["data"], dataset.codes)
+    network = NETWORKS.get(settings.get("architecture", ""))
+    if network and network.pictures:  # no size but a picture's suits it
+        check_bytes(settings["architecture"], settings["data"], dataset.codes)
     return suited_settings(dataset, device, settings.get("steps", 0))
 
 

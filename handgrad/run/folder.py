@@ -172,8 +172,8 @@ def model_of(config: RunConfig) -> str:
 def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """(`config` with the settings that the run in `config.out` keeps, a line that names these; no line for a new run)."""
     begun = inherited_settings(config)
-    in_fp8 = begun.get("precision", config.precision) == "fp8"
-    named = {name: value for name, value in begun.items() if value not in (TOKENS, 0) and (in_fp8 or name != "fp8_head")}
+    told = {"fp8_head": begun.get("precision", config.precision) == "fp8", "teacher_divergence": config.teacher}
+    named = {name: value for name, value in begun.items() if value not in (TOKENS, 0) and told.get(name, True)}
     kept = ", ".join(f"{name} {value or 'none'}" for name, value in named.items())
     line = f"begun      {config.out}, which keeps the settings of its start: {kept}"
     return check(replace(config, **begun)), [line] if begun else []

@@ -65,7 +65,8 @@ def resolve(
     devices.check_optimizer(device, config.optimizer)
     plain_ops = sizes or ops or plain_backend(config.backend, device, config.precision)
     plain_ops = invariant_backend(plain_ops) if config.reward and sizes is None else plain_ops
-    shape, optimizer = config.shape(vocab_size), optimizer_of(config)
+    shape = config.shape(vocab_size)
+    optimizer = optimizer_of(config, pictures=shape.network.pictures)
     model = models.architecture(shape)
     sharding = Sharding(max(1, config.lanes), rank, ranks, config.zero, config.reduce_precision == "bf16")
 
@@ -219,8 +220,9 @@ def teacher_of(config: RunConfig, shape: ModelShape) -> distill.Teacher | None:
     return distill.Teacher(ModelShape(shape.vocab_size, **sizes), config.teacher_divergence == REVERSE)
 
 
-def optimizer_of(config: RunConfig) -> AdamW | Muon:
-    adamw_of = CodebookAdamW if config.architecture == "vqvae" else AdamW
+def optimizer_of(config: RunConfig, *, pictures: bool = False) -> AdamW | Muon:
+    """`pictures`: of a network that may have a codebook."""
+    adamw_of = CodebookAdamW if pictures else AdamW
     adamw = adamw_of(config.beta1, config.beta2, config.adam_epsilon, config.weight_decay, config.seed)
     if config.optimizer == "adamw":
         return adamw

@@ -20,7 +20,7 @@ from handgrad.networks.lora import check_lora
 from handgrad.networks.modern import SOFTCAP as SOFTCAP, TECHNIQUES as TECHNIQUES, of_stored, resolve_techniques
 from handgrad.parsing import parse_toml
 from handgrad.settings.batch_schedule import BatchSchedule, parse_schedule
-from handgrad.settings.objective import DIVERGENCES, OBJECTIVES, TOKENS, check_objective
+from handgrad.settings.objective import DIVERGENCES, FORWARD, OBJECTIVES, TOKENS, check_objective
 
 GPT2_VOCABULARY = 50257
 EPOCHS = "epochs"  # no field: another way to set `steps`
@@ -393,8 +393,8 @@ def to_toml(config: RunConfig) -> str:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Differences of two configs that change the numbers: ['seed: 1 -> 2', ...]. A missing setting has its default."""
-    old = {"lanes": 1, "packing": STREAM, "objective": TOKENS, "fp8_head": "", **of_stored(old)}
+    older = {"objective": TOKENS, "teacher_divergence": FORWARD}  # on either side
+    old = {"lanes": 1, "packing": STREAM, "fp8_head": "", **older, **of_stored(old)}
     known = {name: field.default for name, field in FIELDS.items() if not field.metadata["free"]}
-    both = old, {"objective": TOKENS, **new}  # a record of an older run may be on either side
-    then, now = ({name: config.get(name, default) for name, default in known.items()} for config in both)
+    then, now = ({name: one.get(name, default) for name, default in known.items()} for one in (old, older | new))
     return [f"{name}: {value!r} -> {now[name]!r}" for name, value in then.items() if value != now[name]]
