@@ -54,7 +54,7 @@ from handgrad.memory.arena import ALWAYS, Plan, make_plan
 from handgrad.memory.rows import Table, flat_elements, initialize, named
 from handgrad.models import architecture, document_buffers, named_weights, parameter_table
 from handgrad.ops import reference
-from handgrad.run.open import train
+from handgrad.run.open import open_run, train
 from handgrad.settings.config import ModelShape, RunConfig
 from handgrad.settings.presets import tiny
 from handgrad.storage.manifest import content_sha256
@@ -358,6 +358,15 @@ def finished(config: RunConfig, finished_once: RunConfig) -> RunConfig:
         content["sha256"] = content_sha256(content)
         path.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return config
+
+
+def train_in_two(config: RunConfig, steps: int) -> None:
+    """Trains, stopped after so many steps and then resumed."""
+    with open_run(config) as run:
+        run.begin()
+        run.advance(steps)
+        run.save()
+    train(config)
 
 
 def small_run(shards: Path, out: Path) -> RunConfig:

@@ -21,7 +21,7 @@ from handgrad.run.loop import Run
 from handgrad.run.open import open_run, train
 from handgrad.run.rollouts import HELD_OUT
 from handgrad.settings.config import RunConfig, check, read_toml
-from tests.conftest import small_run
+from tests.conftest import small_run, train_in_two
 from tests.test_distill import divergence
 from tests.test_rewards import LENGTH, base, folder, rewarded  # noqa: F401 (fixtures)
 from tests.test_runs import records, same_bits
@@ -104,11 +104,7 @@ def test_a_stopped_run_ends_at_the_same_bits(
 ) -> None:
     whole, stopped = (taught(base, folder, tmp_path / name, teacher, save_every=2, **settings) for name in ("a", "b"))
     train(whole)
-    with open_run(stopped) as run:
-        run.begin()
-        run.advance(4)
-        run.save()
-    train(stopped)
+    train_in_two(stopped, 4)
     same_bits(Path(whole.out), Path(stopped.out), 6)
     for kind in ("validation", "step"):
         ends = [records(out, (kind,))[-1]["loss"] for out in (whole.out, stopped.out)]

@@ -210,7 +210,8 @@ def test_a_codebook_has_the_papers_averages(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("start", ["far", "equal", "beyond float32"])
 def test_dead_codes_come_back_to_life(start: str) -> None:
-    """Of 33 codes one has all latents at first, or none is nearer than another: soon each has some, at a small error."""
+    """33 codes, where the first step gives every latent to one code, or all codes are equal: soon each code has latents,
+    and the error is small."""
     codebook = torch.cat([randn(33, 4) * 1e-6 + {"far": 9.0, "equal": 0.0, "beyond float32": 1e8}[start], nan(33, 1)], 1)
     codebook[:, -1] = 0
     codebook[11, :-1] = 0.1

@@ -29,7 +29,7 @@ from handgrad.run.open import open_run, train
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check, read_toml
 from handgrad.tools.references import add_references
-from tests.conftest import small_run
+from tests.conftest import small_run, train_in_two
 from tests.test_operations import close, randn
 from tests.test_runs import records, same_bits
 
@@ -257,11 +257,7 @@ def test_a_run_prefers_what_was_chosen(base: RunConfig, pairs: Path, tmp_path: P
 def test_a_stopped_run_ends_at_the_same_bits(base: RunConfig, pairs: Path, tmp_path: Path) -> None:
     whole, stopped = (preferring(base, pairs, tmp_path / name, save_every=3) for name in ("whole", "stopped"))
     train(whole)
-    with open_run(stopped) as run:
-        run.begin()
-        run.advance(5)
-        run.save()
-    train(stopped)
+    train_in_two(stopped, 5)
     same_bits(Path(whole.out), Path(stopped.out), 8)
 
 

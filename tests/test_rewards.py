@@ -22,7 +22,7 @@ from handgrad.run.loop import Run
 from handgrad.run.open import open_run, train
 from handgrad.run.rollouts import Rollouts
 from handgrad.settings.config import RunConfig, read_toml
-from tests.conftest import small_run
+from tests.conftest import small_run, train_in_two
 from tests.test_operations import close, randn
 from tests.test_runs import records, same_bits
 
@@ -257,11 +257,7 @@ def test_a_stopped_run_ends_at_the_same_bits(
     settings = {"updates": updates, "lora": lora, "save_every": 2}
     whole, stopped = (rewarded(base, folder, tmp_path / name, **settings) for name in ("whole", "stopped"))
     train(whole)
-    with open_run(stopped) as run:
-        run.begin()
-        run.advance(4)
-        run.save()
-    train(stopped)
+    train_in_two(stopped, 4)
     same_bits(Path(whole.out), Path(stopped.out), 6)
     assert records(whole.out, ("rollouts",))[-1]["reward"] == records(stopped.out, ("rollouts",))[-1]["reward"]
 

@@ -18,7 +18,7 @@ from handgrad.settings.config import ModelShape
 # The codes that a document's picture still lacks; or, as a state, that none has begun. Both negative states also index the
 # last rows of a table of four.
 DONE, PICTURE, CAPTION, START = 0, 1, -2, -1
-NEVER = -1e30  # the logit of a token that may not follow: finite, as those of a model that has not diverged
+NEVER = -1e30  # logit of a forbidden token: finite, since `choose_tokens` takes an infinite one for divergence
 
 
 class PictureDecoder(Decoder):

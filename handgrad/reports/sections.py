@@ -235,11 +235,10 @@ def history(run: Run) -> str:
 
 def validations(run: Run) -> str:
     if run.rewards:
-        losses = dict(run.validations)  # with a teacher: the divergence from it
-        rewarded = [
-            [f"{step:,}", *map(loss_text, (*figures, losses.get(step, math.nan)))] for step, figures in run.rewards.items()
-        ]
-        return table(["step", "reward", "standard error", "KL from the start", "KL from the teacher"], rewarded)
+        taught = dict(run.validations)  # with a teacher: the divergence from it
+        figures = {step: (*known, taught[step]) if step in taught else known for step, known in run.rewards.items()}
+        names = ["step", "reward", "standard error", "KL from the start", *(["KL from the teacher"] if taught else [])]
+        return table(names, [[f"{step:,}", *map(loss_text, known)] for step, known in figures.items()])
     unit, name, other_unit = results.measure_of(run)
     rows, sets = [], list(dict.fromkeys(name for losses in run.sets.values() for name in losses))
     for index in thin(len(run.validations), ROWS):

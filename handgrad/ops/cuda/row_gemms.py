@@ -26,9 +26,9 @@ FEWEST_WARPS = 4
 LONGEST_ROW = 1 << 15  # channels of the longest row that one tile holds
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, as long as a tile has rows to give up
 # With more tiles than this, at most as many programs share them: six per multiprocessor. Their loads in flight are more
-# bytes than the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
+# bytes than the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor). Five are resident.
 MOST_PROGRAMS = 792
-MOST_SWIGLU_PROGRAMS = 1056  # eight, whose tile of each half is twice as much
+MOST_SWIGLU_PROGRAMS = 1056  # eight: a program reads a tile of both halves (h200-decode-parts.json compares the numbers)
 # Tiles that a program holds: one in use and one in flight; two in flight if it has more than `FEW_TILES`. With one, the
 # programs of the next kernel find room in shared memory while these run.
 STAGES, FEW_TILES, STAGES_OF_MANY = 2, 4, 3
