@@ -32,6 +32,10 @@ REWARD = """
 def share(row, answer):
     "The share of e among the letters, and a little for an end."
     return answer.count("e") / max(1, len(answer))
+
+
+def has_e(row, answer):
+    return float("e" in answer)
 """
 
 
@@ -246,6 +250,21 @@ def test_a_run_learns_what_earns_a_reward(base: RunConfig, folder: Path, tmp_pat
     step = records(tmp_path / "run", ("step",))[0]
     assert step["trained_tokens"] == round(lines[0]["answer_tokens"] * 16)
     assert step["loss"] == pytest.approx(lines[0]["entropy"], rel=1e-5)
+
+
+def test_a_micro_batch_whose_groups_are_equal_needs_no_pass(
+    base: RunConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the pass and without it: the same weights, losses, norms and log."""
+    settings = {"reward": f"{folder / 'reward.py'}:has_e", "rollouts": 2, "micro_batch": 2, "steps": 4}
+    passed, skipping = (rewarded(base, folder, tmp_path / name, **settings) for name in ("passed", "skipping"))
+    answers, decide = list[bool](), Rollouts.has_gradient
+    monkeypatch.setattr(Rollouts, "has_gradient", lambda *at: answers.append(decide(*at)) or answers[-1])
+    train(skipping)
+    assert len(answers) == 4 * 8 and 0 < sum(answers) < len(answers)
+    monkeypatch.setattr(Rollouts, "has_gradient", lambda *at: True)
+    train(passed)
+    same_bits(Path(passed.out), Path(skipping.out), 4)
 
 
 @pytest.mark.nightly(but=["3-", "1-rank=8,alpha=16"])

@@ -8,7 +8,8 @@ et al. 2025, https://arxiv.org/abs/2503.20783). With p the probability of a toke
     dL/d(-log p) = rho A, or 0 where the clip holds                                     https://arxiv.org/abs/1707.06347)
 
 So the gradient is the classifier's with a weight for each token. In the first step after sampling rho is 1, exactly:
-sampler and trainer compute the same bits, and the program reports their largest difference, which must be 0. Further steps
+sampler and trainer compute the same bits, and the program reports their largest difference, which must be 0. Groups whose
+answers all earn the same have no gradient, and known losses: a micro-batch of such groups alone has no pass. Further steps
 on the same rollouts (`updates` above 1) need the weights after a forward, and pass the head twice.
 
 With a teacher the loss of these tokens is the divergence from it (`joins.distill`), and the rewards are only measured.
@@ -16,6 +17,7 @@ With a teacher the loss of these tokens is the divergence from it (`joins.distil
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,11 +72,11 @@ def with_weights(program: Program, state: TrainingState, model_ops: Any, weigh: 
     return replace(program, micro_step=[*program.micro_step[:ahead], weighed, *program.micro_step[ahead:]])
 
 
-def program(state: TrainingState, ops: Any, model_ops: Any, about: Policy, make_rollouts: Callable[[int], None]) -> Program:
-    """The plain program, of a loss without a teacher with a weight for each token. `make_rollouts(step)`: called before a
-    step's first micro-batch."""
+def program(state: TrainingState, ops: Any, model_ops: Any, about: Policy, rollouts: Any) -> Program:
+    """The plain program, of a loss without a teacher with a weight for each token. `rollouts` has `before_step(step)`,
+    called before a step's first micro-batch, and `has_gradient(first_sample)` of a micro-batch."""
     if state.design.teacher is not None:
-        return on_rollouts(plain_program(state, ops, model_ops), state, state.views[OWN_LOSSES], make_rollouts)
+        return on_rollouts(plain_program(state, ops, model_ops), state, state.views[OWN_LOSSES], rollouts.before_step)
     act, w, shape, scale = state.activations, state.weights, state.design.shape, state.loss_scale[:1]
     weights, advantages, sampled = (state.views[name] for name in (WEIGHTS, ADVANTAGES, SAMPLED))
     plain = plain_program(state, ops, model_ops, (weights, act.losses))
@@ -87,7 +89,11 @@ def program(state: TrainingState, ops: Any, model_ops: Any, about: Policy, make_
         weigh(weights, act.losses, advantages, sampled, scale, about.clip_ratio)
 
     weighed = with_weights(plain, state, model_ops, weigh_first if about.updates == 1 else weigh_further)
-    return on_rollouts(weighed, state, act.losses, make_rollouts)
+    if about.updates == 1:
+        sum_losses = plain.micro_step[-1].run
+        alone: list[Callable[[], object]] = [partial(act.losses.copy_, sampled), sum_losses]
+        weighed = replace(weighed, has_gradient=rollouts.has_gradient, losses_alone=alone)
+    return on_rollouts(weighed, state, act.losses, rollouts.before_step)
 
 
 def on_rollouts(program: Program, state: TrainingState, losses: Tensor, make_rollouts: Callable[[int], None]) -> Program:

@@ -174,8 +174,7 @@ def bind(
     if design.preference is not None:
         program = preference.program(state, design.ops, model_ops, design.preference)
     elif design.policy is not None:
-        rollouts: Any = source
-        program = policy.program(state, design.ops, model_ops, design.policy, rollouts.before_step)
+        program = policy.program(state, design.ops, model_ops, design.policy, source)
     else:
         program = plain_program(state, design.ops, model_ops)
     if design.teacher is not None:

@@ -141,6 +141,11 @@ class Rollouts:
                 advantages[stretch] = advantage
             sampled[stretch] = torch.tensor(rollout.losses, dtype=torch.float64).to(sampled.dtype)
 
+    def has_gradient(self, first_sample: int) -> bool:
+        """True if an answer of the micro-batch has an advantage."""
+        step, first = divmod(first_sample, self.samples)
+        return any(self.block(step).advantages[first : first + self.training.design.batch.micro_batch])
+
     @property
     def pad(self) -> int:
         return min(self.sampler.ends)

@@ -58,6 +58,8 @@ class Program:
     norms: list[Callable[[], object]]
     update: list[Callable[[], object]]
     trained_tokens: Callable[[int], int]  # step number -> divisor of its means
+    has_gradient: Callable[[int], bool] = lambda _: True  # a micro-batch's first sample -> whether it is worth a pass
+    losses_alone: list[Callable[[], object]] = field(default_factory=list)  # the launches of one without a gradient; eager
     before_step: list[Callable[[int], None]] = field(default_factory=list)  # called with the step number
     before_update: list[Callable[[], None]] = field(default_factory=list)  # between norms and update; eager
     after_update: list[Callable[[], None]] = field(default_factory=list)  # eager
@@ -242,10 +244,14 @@ class TrainStep:
         state.gradients.zero_()
         state.sum_of_losses.zero_()
         for micro_step in range(batch.micro_steps(step)):
-            self.feed.fill(first + micro_step * batch.micro_batch)
-            for launch in self.micro_step:
-                launch()
+            self.pass_over(first + micro_step * batch.micro_batch)
         state.losses_of_step.copy_(state.sum_of_losses)
+
+    def pass_over(self, first_sample: int) -> None:
+        """Adds the gradient and the losses of a micro-batch."""
+        self.feed.fill(first_sample)
+        for launch in self.micro_step if self.program.has_gradient(first_sample) else self.program.losses_alone:
+            launch()
 
     def finish(self, step: int) -> None:
         """Launches the update of `step`."""

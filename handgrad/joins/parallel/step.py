@@ -73,13 +73,13 @@ class ParallelStep(TrainStep):
         self.sync.gradients.zero_()
         state.sum_of_losses.zero_()
         for micro_step in range(micro_steps):
-            self.feed.fill(first + micro_step * batch.micro_batch)
+            first_sample = first + micro_step * batch.micro_batch
             kind = lane == micro_step == 0, lane == lanes - 1 and micro_step == micro_steps - 1
             if kind in self.paused:
+                self.feed.fill(first_sample)
                 self.paused[kind](self.at_pause)
             else:
-                for launch in self.micro_step:
-                    launch()
+                self.pass_over(first_sample)
         state.losses_of_step[place].copy_(state.sum_of_losses[0])
         last = lane == lanes - 1
         if not last or self.ranks.size == 1:
