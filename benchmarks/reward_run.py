@@ -48,6 +48,7 @@ SETTINGS: dict[str, Any] = {
     "teaching": "--sequence-length 256 --tokens-per-step 32768 --micro-batch 128 --steps 240 --save-every 20"
     " --warmup-steps 20 --schedule constant --learning-rate 3e-4 --eval-every 120 --eval-tokens 131072",
     "rewards": {"steps": 200, "prompts": 32, "rollouts": 16, "micro_batch": 256, "answer_tokens": 8, "eval_every": 25},
+    "schedule": "constant",
     "rates": ["2e-5", "6e-5", "6e-6"],
     "asked": {"choice": 512, "test": 4000},
     "at_once": 256,
@@ -56,15 +57,16 @@ SETTINGS: dict[str, Any] = {
     "speeds": "",
 }
 CPU = SETTINGS | {
-    "tokenizer": "bpe:512",
+    "tokenizer": "bpe:1024",
     "conversations": 100_000,
-    "teaching": "--architecture modern --num-layers 3 --channels 128 --num-heads 4 --sequence-length 96 --micro-batch 32"
-    " --tokens-per-step 3072 --steps 1600 --save-every 100 --warmup-steps 100 --learning-rate 4e-3 --schedule linear"
-    " --final-learning-rate-fraction 0.5 --eval-every 400 --eval-tokens 16384",
+    "teaching": "--architecture modern --num-layers 3 --channels 128 --num-heads 4 --sequence-length 96 --micro-batch 16"
+    " --tokens-per-step 3072 --steps 1300 --save-every 200 --warmup-steps 100 --learning-rate 4e-3 --schedule linear"
+    " --final-learning-rate-fraction 0.5 --eval-every 650 --eval-tokens 16384 --ranks 2",
     "share": 1 / 3,
-    "rewards": {"steps": 200, "prompts": 32, "rollouts": 8, "micro_batch": 64, "answer_tokens": 4, "eval_every": 50},
+    "rewards": {"steps": 160, "prompts": 64, "rollouts": 4, "micro_batch": 4, "answer_tokens": 4, "eval_every": 50},
+    "schedule": "linear --final-learning-rate-fraction 0 --ranks 2",
     "rates": ["1e-3"],
-    "asked": {"choice": 512, "test": 4000},
+    "asked": {"choice": 512, "test": 2000},
     "seeds": [1, 2, 3],
     "at_once": 64,
     "device": "cpu",
@@ -269,7 +271,8 @@ class Phases:
         length = longest - 1 if seed else -(-longest // 32) * 32
         command = (
             f"handgrad train --reward questions --data {data} --init-from {model} --out {out} --steps {numbers['steps']}"
-            f" --learning-rate {rate} --schedule constant --warmup-steps {min(10, numbers['steps'] // 2)} --weight-decay 0"
+            f" --learning-rate {rate} --schedule {self.settings['schedule']} --weight-decay 0"
+            f" --warmup-steps {min(10, numbers['steps'] // 2)}"
             f" --rollouts {numbers['rollouts']} --answer-tokens {numbers['answer_tokens']} --sequence-length {length}"
             f" --tokens-per-step {numbers['prompts'] * numbers['rollouts'] * length} --micro-batch {numbers['micro_batch']}"
             f" --eval-every {numbers['eval_every']} --save-every 0 --device {device}{more}"
@@ -277,7 +280,7 @@ class Phases:
         self.run(f"rewards at {name}", command, min(most_seconds, self.left() - 25))
         self.add(f"rewarded at {name}", lambda: curves(out))
         shutil.copy(out / "metrics.jsonl", self.out / f"metrics-{out.name.partition('-')[2]}.jsonl")
-        self.ask(f"after rewards at {name}", [out], "measure", 120 if seed else 40)
+        self.ask(f"after rewards at {name}", [out], "measure", 240 if seed else 40)
 
     def seeds(self) -> None:
         """Questions and rewards on a CPU, for each seed a model of its own."""
@@ -290,7 +293,7 @@ class Phases:
             self.run(f"teaching of seed {seed}", command, 1800)
             self.add(f"taught by seed {seed}", lambda taught=taught: training(work / taught))
             model = self.half_taught(taught, f"chosen of seed {seed}", 300)
-            self.ask(f"before rewards at seed {seed}", [model], "measure", 120)
+            self.ask(f"before rewards at seed {seed}", [model], "measure", 240)
             self.reward(model, settings["rates"][0], REWARD_SECONDS, seed)
 
     def speeds(self) -> None:
