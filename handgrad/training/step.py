@@ -243,15 +243,11 @@ class TrainStep:
         first = batch.first_sample(step)
         state.gradients.zero_()
         state.sum_of_losses.zero_()
-        for micro_step in range(batch.micro_steps(step)):
-            self.pass_over(first + micro_step * batch.micro_batch)
+        for first_sample in range(first, first + batch.samples(step), batch.micro_batch):
+            self.feed.fill(first_sample)
+            for launch in self.micro_step if self.program.has_gradient(first_sample) else self.program.losses_alone:
+                launch()
         state.losses_of_step.copy_(state.sum_of_losses)
-
-    def pass_over(self, first_sample: int) -> None:
-        """Adds the gradient and the losses of a micro-batch."""
-        self.feed.fill(first_sample)
-        for launch in self.micro_step if self.program.has_gradient(first_sample) else self.program.losses_alone:
-            launch()
 
     def finish(self, step: int) -> None:
         """Launches the update of `step`."""

@@ -74,12 +74,13 @@ class ParallelStep(TrainStep):
         state.sum_of_losses.zero_()
         for micro_step in range(micro_steps):
             first_sample = first + micro_step * batch.micro_batch
+            self.feed.fill(first_sample)
             kind = lane == micro_step == 0, lane == lanes - 1 and micro_step == micro_steps - 1
             if kind in self.paused:
-                self.feed.fill(first_sample)
                 self.paused[kind](self.at_pause)
             else:
-                self.pass_over(first_sample)
+                for launch in self.micro_step if self.program.has_gradient(first_sample) else self.program.losses_alone:
+                    launch()
         state.losses_of_step[place].copy_(state.sum_of_losses[0])
         last = lane == lanes - 1
         if not last or self.ranks.size == 1:
