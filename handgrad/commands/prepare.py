@@ -154,11 +154,9 @@ def show_prepared(prepared: Prepared) -> None:
         )
     if codes := dataset.codes:
         more = "captions" if codes.captions else f"{len(codes.classes)} classes" if codes.classes else "no classes"
-        kinds = {
-            "": f"palette    {len(codes.colours)} colours, {more}",
-            RGB: "bytes      red, green and blue, for an autoencoder",
-        }
-        text = kinds.get(codes.decoder, f"codes      {len(codes.colours)}, {more}")
+        colours = len(codes.colours)
+        kinds = {"": f"palette    {colours} colours, {more}", RGB: "bytes      red, green and blue, for an autoencoder"}
+        text = kinds.get(codes.decoder, f"codes      {colours}, {more}")
         print(f"{text}; {dataset.tokenizer.vocab_size} tokens")
         return
     print(f"tokenizer  {dataset.tokenizer.kind}, {dataset.tokenizer.vocab_size} words")
