@@ -6,10 +6,11 @@ from pathlib import Path
 import handgrad
 from handgrad.commands.prepare import prepare_with_progress, show_prepared
 from handgrad.data import sprites
-from handgrad.data.codes import codes_of, parts_of
+from handgrad.data.codes import parts_of
 from handgrad.data.prepare import PrepareOptions
 from handgrad.data.recipe import SPRITES, STORIES
 from handgrad.files import check_above
+from handgrad.generation.pictures import form_of
 from handgrad.reports.page import write_report
 from handgrad.run.folder import check_place
 from handgrad.run.open import train
@@ -42,8 +43,7 @@ def pictures_right(run: str) -> int:
     """The number of `DRAWN` pictures, for captions of another corpus, that the checker reads as their captions."""
     captions = [sprites.sprite(HELD_OUT_SEED, number).caption for number in range(DRAWN)]
     model = handgrad.load(run)
-    codes = codes_of(model.tokenizer)
-    assert codes is not None
+    codes = form_of(model.tokenizer)
     texts = model.generate([f"{caption}\n" for caption in captions], max_tokens=codes.count, temperature=0, batch=DRAWN)
     right = 0
     for caption, text in zip(captions, texts, strict=True):
