@@ -191,7 +191,7 @@ class LossPart:
         if not math.isfinite(found.loss):
             raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
         if not isinstance(found, HeldOut):
-            return self.lines_of_codes(found) if isinstance(found, CodesHeldOut) else self.lines_of_pictures(found)
+            return self.lines_of_pictures(found)
         windows = f", windows of {context}" if stride or context < model.shape.sequence_length else ""
         spacing = windows + (f" every {stride}" if stride else "")
         lines = [
@@ -210,17 +210,18 @@ class LossPart:
         floor = floor_of(self.dataset, self.packing)
         return [f"source's entropy  {floor:.4f} nats per token; the loss is {loss / floor - 1:+.1%}"] if floor else []
 
-    def lines_of_codes(self, found: CodesHeldOut) -> list[str]:
-        return [
-            f"pictures          {found.pictures} in {self.parsed.data or self.source.config.data}",
-            f"squared error     {found.loss:.6f} of a byte, on a scale from -1 to 1; PSNR {psnr(found.loss):.2f} dB",
-            f"codes             {found.used} of {len(found.uses)} in use; perplexity of codes {found.perplexity:.1f}",
-        ]
-
-    def lines_of_pictures(self, found: PicturesHeldOut) -> list[str]:
-        codes, loss, data = self.dataset.codes, found.code_loss, self.parsed.data or self.source.config.data
+    def lines_of_pictures(self, found: CodesHeldOut | PicturesHeldOut) -> list[str]:
+        codes, data = self.dataset.codes, self.parsed.data or self.source.config.data
         assert codes is not None
-        of_pixels = f"pixels            {loss:.4f} nats per pixel, {found.bits_per_dimension:.4f} bits per dimension"
+        if isinstance(found, CodesHeldOut):
+            used = (found.uses > 0).sum()
+            return [
+                f"pictures          {found.pictures} in {data}",
+                f"squared error     {found.loss:.6f} of a byte, on a scale from -1 to 1; PSNR {psnr(found.loss):.2f} dB",
+                f"codes             {used} of {len(found.uses)} in use; perplexity of codes {found.perplexity:.1f}",
+            ]
+        loss, bits = found.code_loss, found.code_loss / math.log(2) / 3  # of a channel: a pixel has three
+        of_pixels = f"pixels            {loss:.4f} nats per pixel, {bits:.4f} bits per dimension"
         of_codes = f"codes             {loss:.4f} nats per code, {loss * codes.count:.2f} per picture"
         lines = [
             f"validation tokens {found.tokens} of {self.dataset.tokens('validation')} in {data}",

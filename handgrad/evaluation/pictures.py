@@ -25,11 +25,6 @@ class CodesHeldOut:
     pictures: int
 
     @property
-    def used(self) -> int:
-        """Different codes."""
-        return int(np.count_nonzero(self.uses))
-
-    @property
     def perplexity(self) -> float:
         """exp of the entropy of the codes: as many equally frequent ones would tell as much."""
         share = self.uses[self.uses > 0] / self.uses.sum()
@@ -44,11 +39,6 @@ class PicturesHeldOut:
     code_loss: float  # of a picture's codes
     other_loss: float | None  # of classes, captions and ends; None if there are none
     tokens: int  # scored
-
-    @property
-    def bits_per_dimension(self) -> float:
-        """The code's loss in bits per channel of a pixel, of which there are three, for codes that are pixels."""
-        return self.code_loss / math.log(2) / 3
 
 
 def held_out(

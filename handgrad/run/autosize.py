@@ -108,10 +108,8 @@ def codec_settings(dataset: Dataset, device: torch.device, steps: int) -> dict[s
     pictures = min(PICTURES_PER_STEP, power_of_two(max(1, dataset.tokens("train") // (1 + length))))
     sizes = {"sequence_length": length, "tokens_per_step": pictures * length, "vqvae": f"size={rows}x{columns}"}
     config = replace(preset, **sizes, micro_batch=min(preset.micro_batch, pictures))
-    return {
-        **{name: getattr(config, name) for name in (*CODEC, *CHOSEN_SIZES)},
-        **paced(config, dataset, device, EPOCHS, WARMUP_SHARE, steps),
-    }
+    chosen = {name: getattr(config, name) for name in (*CODEC, *CHOSEN_SIZES)}
+    return chosen | paced(config, dataset, device, EPOCHS, WARMUP_SHARE, steps)
 
 
 def fitted(size: Size, dataset: Dataset) -> RunConfig:
