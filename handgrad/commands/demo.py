@@ -18,7 +18,6 @@ from handgrad.run.settings import run_config
 from handgrad.storage.run_files import REPORT_FILE
 
 DOCUMENTS = {STORIES: 60_000, SPRITES: 12_000}
-DEMO_TOKENIZER = "bpe:1024"
 CAPTION = "a red cat top left, a blue fish bottom right, on cream"
 PRESETS = {STORIES: "demo", SPRITES: "sprites"}
 DRAWN, HELD_OUT_SEED = 32, 1  # pictures that are drawn and checked, for captions of a corpus that training does not read
@@ -57,7 +56,7 @@ def run(parsed: Namespace) -> int:
     out, data = parsed.out or f"runs/{PRESETS[corpus]}", parsed.data or f"shards/{corpus}"
     check_place(Path(out))
     check_above(Path(out))
-    tokenizer = "auto" if parsed.images else DEMO_TOKENIZER
+    tokenizer = "auto" if parsed.images else "bpe:1024"
     options = PrepareOptions(corpus, Path(data), tokenizer=tokenizer, documents=DOCUMENTS[corpus], validation_fraction=0.01)
     show_prepared(prepare_with_progress(options))
     print()

@@ -83,10 +83,9 @@ def text_of(codes: np.ndarray) -> str:
 
 def parts_of(text: str, codes: Codes) -> Iterator[str | np.ndarray]:
     """The strings and the pictures (rows, columns), int64, of a text, in order; unfinished ones end in `MISSING`."""
-    for part in CODES.split(text):
+    for part in filter(None, CODES.split(text)):
         if not CODES.match(part):
-            if part:
-                yield part
+            yield part
             continue
         every = np.frombuffer(part.encode("utf-32-le"), "<u4").astype(np.int64) - FIRST_CODE
         for first in range(0, len(every), codes.count):
@@ -126,11 +125,8 @@ def _encode(codes: Codes, text: str) -> np.ndarray:
             continue
         plain(text[end : special.start()])
         end = special.end()
-        if name is not None:
-            parts.append(np.array([classes[name]], np.uint16))
-            continue
-        values = np.frombuffer(run.encode("utf-32-le"), "<u4") - FIRST_CODE
-        if (largest := int(values.max())) >= len(codes.colours):
+        values = np.frombuffer(run.encode("utf-32-le"), "<u4") - FIRST_CODE if name is None else np.array([classes[name]])
+        if run and (largest := int(values.max())) >= len(codes.colours):
             raise DataError(f"expected codes below {len(codes.colours)}, found {largest}: the picture has another palette")
         parts.append(values.astype(np.uint16))
     plain(text[end:])

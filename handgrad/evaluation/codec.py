@@ -66,8 +66,7 @@ def open_codec(weights: Weights, device: str = "cpu") -> Codec:
     on = machine(resolve_device(device), "fp32", "auto")
     buffers = forward_buffers(shape, AT_ONCE, shape.sequence_length, on.dtype, on.ops)
     model = load_model(weights, on.device, on.dtype, on.ops, buffers)
-    family = family_of(shape)
-    grid = sides_of(shape, shape.num_layers)
+    family, grid = family_of(shape), sides_of(shape, shape.num_layers)
     return Codec(model, named_activations(shape, model.views), family.sides, grid, family.codes)
 
 
