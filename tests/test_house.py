@@ -144,7 +144,7 @@ def test_files_stay_short(folder: str) -> None:
 
 
 # A cap rises only beside an entry in docs/decisions.md that names what was cut for it.
-MOST_LINES, MOST_FILES = 50_600, 328
+MOST_LINES, MOST_FILES = 50_485, 328
 MOST_FILES_OF = {"run": 21, "models": 10, "networks": 10}
 
 

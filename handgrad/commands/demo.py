@@ -6,10 +6,11 @@ from pathlib import Path
 import handgrad
 from handgrad.commands.prepare import prepare_with_progress, show_prepared
 from handgrad.data import sprites
-from handgrad.data.codes import codes_of, parts_of
+from handgrad.data.codes import parts_of
 from handgrad.data.prepare import PrepareOptions
 from handgrad.data.recipe import SPRITES, STORIES
 from handgrad.files import check_above
+from handgrad.generation.pictures import form_of
 from handgrad.reports.page import write_report
 from handgrad.run.folder import check_place
 from handgrad.run.open import train
@@ -17,7 +18,6 @@ from handgrad.run.settings import run_config
 from handgrad.storage.run_files import REPORT_FILE
 
 DOCUMENTS = {STORIES: 60_000, SPRITES: 12_000}
-DEMO_TOKENIZER = "bpe:1024"
 CAPTION = "a red cat top left, a blue fish bottom right, on cream"
 PRESETS = {STORIES: "demo", SPRITES: "sprites"}
 DRAWN, HELD_OUT_SEED = 32, 1  # pictures that are drawn and checked, for captions of a corpus that training does not read
@@ -42,8 +42,7 @@ def pictures_right(run: str) -> int:
     """The number of `DRAWN` pictures, for captions of another corpus, that the checker reads as their captions."""
     captions = [sprites.sprite(HELD_OUT_SEED, number).caption for number in range(DRAWN)]
     model = handgrad.load(run)
-    codes = codes_of(model.tokenizer)
-    assert codes is not None
+    codes = form_of(model.tokenizer)
     texts = model.generate([f"{caption}\n" for caption in captions], max_tokens=codes.count, temperature=0, batch=DRAWN)
     right = 0
     for caption, text in zip(captions, texts, strict=True):
@@ -57,7 +56,7 @@ def run(parsed: Namespace) -> int:
     out, data = parsed.out or f"runs/{PRESETS[corpus]}", parsed.data or f"shards/{corpus}"
     check_place(Path(out))
     check_above(Path(out))
-    tokenizer = "auto" if parsed.images else DEMO_TOKENIZER
+    tokenizer = "auto" if parsed.images else "bpe:1024"
     options = PrepareOptions(corpus, Path(data), tokenizer=tokenizer, documents=DOCUMENTS[corpus], validation_fraction=0.01)
     show_prepared(prepare_with_progress(options))
     print()

@@ -29,7 +29,7 @@ from handgrad.evaluation.load import (
     machine,
     usual_window,
 )
-from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
+from handgrad.evaluation.loss import HeldOut, floor_of, held_out_loss, open_held_out
 from handgrad.evaluation.pictures import CodesHeldOut, PicturesHeldOut, held_out
 from handgrad.evaluation.preferences import held_out_pairs
 from handgrad.evaluation.rewards import trusted
@@ -185,11 +185,13 @@ class LossPart:
             ]
         told |= {"packing": self.packing, "eval_tokens": parsed.eval_tokens}
         if dataset.codes and len(apart(dataset)) == 1:
-            pictures = held_out(*forward, dataset, **told)
-            return self.lines_of_codes(pictures) if isinstance(pictures, CodesHeldOut) else self.lines_of_pictures(pictures)
-        found = held_out_loss(*forward, dataset, eval_stride=stride, **told)
+            found = held_out(*forward, dataset, **told)
+        else:
+            found = held_out_loss(*forward, dataset, eval_stride=stride, **told)
         if not math.isfinite(found.loss):
             raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
+        if not isinstance(found, HeldOut):
+            return self.lines_of_pictures(found)
         windows = f", windows of {context}" if stride or context < model.shape.sequence_length else ""
         spacing = windows + (f" every {stride}" if stride else "")
         lines = [
@@ -208,33 +210,24 @@ class LossPart:
         floor = floor_of(self.dataset, self.packing)
         return [f"source's entropy  {floor:.4f} nats per token; the loss is {loss / floor - 1:+.1%}"] if floor else []
 
-    def lines_of_codes(self, found: CodesHeldOut) -> list[str]:
-        if not math.isfinite(found.loss):
-            raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
-        return [
-            f"pictures          {found.pictures} in {self.parsed.data or self.source.config.data}",
-            f"squared error     {found.loss:.6f} of a byte, on a scale from -1 to 1; PSNR {psnr(found.loss):.2f} dB",
-            f"codes             {found.used} of {len(found.uses)} in use; perplexity of codes {found.perplexity:.1f}",
-        ]
-
-    def lines_of_pictures(self, found: PicturesHeldOut) -> list[str]:
-        tokens = found.codes + found.others
-        if not math.isfinite(found.loss):
-            raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
-        lines = [
-            f"validation tokens {tokens} of {self.dataset.tokens('validation')} in"
-            f" {self.parsed.data or self.source.config.data}",
-            f"loss              {found.loss:.4f} nats per token",
-        ]
-        codes = self.dataset.codes
+    def lines_of_pictures(self, found: CodesHeldOut | PicturesHeldOut) -> list[str]:
+        codes, data = self.dataset.codes, self.parsed.data or self.source.config.data
         assert codes is not None
-        if codes.decoder:
-            lines.append(
-                f"codes             {found.code_loss:.4f} nats per code, {found.code_loss * codes.count:.2f} per picture"
-            )
-        else:
-            dimensions = f"{found.bits_per_dimension:.4f} bits per dimension"
-            lines.append(f"pixels            {found.code_loss:.4f} nats per pixel, {dimensions}")
+        if isinstance(found, CodesHeldOut):
+            used = (found.uses > 0).sum()
+            return [
+                f"pictures          {found.pictures} in {data}",
+                f"squared error     {found.loss:.6f} of a byte, on a scale from -1 to 1; PSNR {psnr(found.loss):.2f} dB",
+                f"codes             {used} of {len(found.uses)} in use; perplexity of codes {found.perplexity:.1f}",
+            ]
+        loss, bits = found.code_loss, found.code_loss / math.log(2) / 3  # of a channel: a pixel has three
+        of_pixels = f"pixels            {loss:.4f} nats per pixel, {bits:.4f} bits per dimension"
+        of_codes = f"codes             {loss:.4f} nats per code, {loss * codes.count:.2f} per picture"
+        lines = [
+            f"validation tokens {found.tokens} of {self.dataset.tokens('validation')} in {data}",
+            f"loss              {found.loss:.4f} nats per token",
+            of_codes if codes.decoder else of_pixels,
+        ]
         if found.other_loss is not None:
             name = "captions" if codes.captions else "classes"
             lines.append(f"{name:<17} {found.other_loss:.4f} nats per token")

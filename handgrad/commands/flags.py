@@ -155,12 +155,8 @@ def prepare(parser: Parser) -> None:
     parser.number("--documents", "at most N documents (0: all; of stories and questions 100,000)", default=0)
     parser.number("--workers", "processes (0: one per core)", default=0)
     parser.number("--seed", "of the stories, the questions and the validation rows", default=0)
-    parser.text(
-        "--codes",
-        "palette:N",
-        "of pictures: a pixel is one of N colours, by k-means; or rgb: bytes, for an autoencoder; or a RUN of one: its"
-        " codes (default: palette:512)",
-    )
+    codes = "of pictures: a pixel is one of N colours, by k-means; or rgb: bytes, for an autoencoder; or a RUN of one: its"
+    parser.text("--codes", "palette:N", f"{codes} codes (default: palette:512)")
     parser.text("--size", "ROWSxCOLUMNS", "of a picture in codes, or one number for both (default: 32)", default="32")
     parser.text("--join", "FILE.jsonl", 'captions of pictures, a {"image": PATH, "caption": TEXT} a line')
     parser.switch("--strict", "refuse pictures of another size; the default crops and resizes them")

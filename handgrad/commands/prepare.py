@@ -124,41 +124,30 @@ class PlainProgress:
 
 
 def show_prepared(prepared: Prepared) -> None:
-    dataset = prepared.dataset
+    dataset, codes = prepared.dataset, prepared.dataset.codes
     assert dataset.manifest is not None
     if prepared.already_prepared:
         print(f"{dataset.folder} is prepared already")
     for name, split in dataset.manifest["splits"].items():
-        marks = "end-of-text and begin-of-text" if dataset.tokenizer.begins else "end-of-text"
+        tokens, documents = split["tokens"], split["documents"]
         if dataset.is_chat:
-            share, count = split["trained_tokens"] / split["tokens"], f"{split['documents']} conversations"
-            if has_pairs(dataset):
-                count = f"{split['documents'] // 2} pairs"
-            print(
-                f"{name:<10} {split['tokens']} tokens in {count}, {split['trained_tokens']} of"
-                f" them trained ({share:.0%}), {len(split['shards'])} shard(s)"
-            )
-            if split.get("left_out"):
-                print(f"           {split['left_out']} rows left out, the first: {split['first_left_out']}")
-            continue
-        if codes := dataset.codes:
+            trained = split["trained_tokens"]
+            count = f"{documents // 2} pairs" if has_pairs(dataset) else f"{documents} conversations"
+            text = f"{tokens} tokens in {count}, {trained} of them trained ({trained / tokens:.0%})"
+        elif codes:
             (rows, columns), unit = codes.size, " codes" if codes.decoder not in ("", RGB) else ""
-            print(
-                f"{name:<10} {split['documents']} pictures of {rows} x {columns}{unit}, {split['tokens']} tokens,"
-                f" {len(split['shards'])} shard(s)"
-            )
-            continue
-        print(
-            f"{name:<10} {split['text_tokens']} text tokens + {split['tokens'] - split['text_tokens']} {marks}"
-            f" in {split['documents']} documents, {len(split['shards'])} shard(s)"
-        )
-    if codes := dataset.codes:
+            text = f"{documents} pictures of {rows} x {columns}{unit}, {tokens} tokens"
+        else:
+            marks = "end-of-text and begin-of-text" if dataset.tokenizer.begins else "end-of-text"
+            text = f"{split['text_tokens']} text tokens + {tokens - split['text_tokens']} {marks} in {documents} documents"
+        print(f"{name:<10} {text}, {len(split['shards'])} shard(s)")
+        if split.get("left_out"):
+            print(f"           {split['left_out']} rows left out, the first: {split['first_left_out']}")
+    vocab_size = dataset.tokenizer.vocab_size
+    if codes:
         more = "captions" if codes.captions else f"{len(codes.classes)} classes" if codes.classes else "no classes"
-        kinds = {
-            "": f"palette    {len(codes.colours)} colours, {more}",
-            RGB: "bytes      red, green and blue, for an autoencoder",
-        }
-        text = kinds.get(codes.decoder, f"codes      {len(codes.colours)}, {more}")
-        print(f"{text}; {dataset.tokenizer.vocab_size} tokens")
-        return
-    print(f"tokenizer  {dataset.tokenizer.kind}, {dataset.tokenizer.vocab_size} words")
+        colours = len(codes.colours)
+        kinds = {"": f"palette    {colours} colours, {more}", RGB: "bytes      red, green and blue, for an autoencoder"}
+        print(f"{kinds.get(codes.decoder, f'codes      {colours}, {more}')}; {vocab_size} tokens")
+    else:
+        print(f"tokenizer  {dataset.tokenizer.kind}, {vocab_size} words")

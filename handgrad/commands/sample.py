@@ -54,7 +54,11 @@ def run(parsed: Namespace) -> int:
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     draws = bool(parsed.image_out or parsed.image_in or parsed.of_class) or codes_of(weights.tokenizer) is not None
     if draws and not parsed.input:
-        prompts = [picture_row(row, weights, parsed) for row in prompts]
+        codes = form_of(weights.tokenizer)
+        asked = prompts[0]["prompt"], parsed.of_class, parsed.image_in, parsed.rows
+        begun: dict[str, Any] = {"prompt": picture_prompt(codes, view_of(codes), *asked)}
+        begun["max_tokens"] = tokens_left(codes, begun["prompt"], weights.shape.sequence_length)
+        prompts = [begun] * len(prompts)
     with contextlib.ExitStack() as opened:
         written, write = {}, None
         if parsed.out:
@@ -95,13 +99,6 @@ def check_flags(parsed: Namespace) -> None:
         raise UsageError("--rows goes with --image-in, found it without; leave it out")
     if parsed.input and (parsed.image_out or parsed.image_in or parsed.of_class):
         raise UsageError("--image-out, --image-in and --class are not for --in; use --samples")
-
-
-def picture_row(row: dict[str, Any], weights: Weights, parsed: Namespace) -> dict[str, Any]:
-    """The row of a prompt, begun with a class or a picture, with the number of tokens to sample."""
-    codes = form_of(weights.tokenizer)
-    prompt = picture_prompt(codes, view_of(codes), row["prompt"], parsed.of_class, parsed.image_in, parsed.rows)
-    return row | {"prompt": prompt, "max_tokens": tokens_left(codes, prompt, weights.shape.sequence_length)}
 
 
 def load_decoder(

@@ -32,8 +32,7 @@ def run(parsed: Namespace) -> int:
         run.begin()
         run.advance(config.steps)
         uses = "chat" if run.dataset.is_chat else "sample"
-        if run.design.shape.network.pictures:
-            uses = "prepare --images FOLDER --codes"
+        uses = "prepare --images FOLDER --codes" if run.design.shape.network.pictures else uses
     if find_rank_info(os.environ).rank:
         return 0  # rank 0 logs
     print(f"report     {write_report([Path(config.out)], Path(config.out) / REPORT_FILE)}")

@@ -37,11 +37,6 @@ def png(pixels: np.ndarray) -> bytes:
 def blocks(pixels: np.ndarray) -> str:
     """pixels (rows, columns, 3) as lines for a terminal of 24-bit colour: a character shows two, one above the other."""
     pixels = np.concatenate([pixels, pixels[-1:]]) if len(pixels) % 2 else pixels
-    lines = []
-    for upper, lower in zip(pixels[::2], pixels[1::2], strict=True):
-        cells = (
-            "\x1b[38;2;{};{};{};48;2;{};{};{}m\u2580".format(*a, *b)
-            for a, b in zip(upper.tolist(), lower.tolist(), strict=True)
-        )
-        lines.append("".join(cells) + "\x1b[0m")
-    return "\n".join(lines)
+    pairs = np.concatenate([pixels[::2], pixels[1::2]], 2).tolist()  # (rows / 2, columns, 6): the upper pixel, the lower
+    block = "\x1b[38;2;{};{};{};48;2;{};{};{}m\u2580".format
+    return "\n".join("".join(block(*pair) for pair in row) + "\x1b[0m" for row in pairs)

@@ -1,11 +1,8 @@
 """Pictures as tokens: a vocabulary of a palette's colours, with a token for each class or the bytes of captions.
 
-A picture is its codes, row by row from the top left. In a text a code is one character of Unicode's private plane 15, so
-pictures go wherever text goes: prompts, samples, records, reports. A class is its name in angle brackets before the codes;
-a caption is a line before them, or after them. Ids: the colours, then the classes, then the bytes, then end-of-text.
-
-A code is a pixel of the palette; or a byte of a pixel, three of which follow each other; or what an autoencoder makes of a
-part of the picture. The last has its weights in the vocabulary, which then goes wherever a palette goes.
+A picture is its codes, row by row from the top left. In a text a code is one character of Unicode's private plane 15. A
+class is its name in angle brackets before the codes; a caption is a line before them, or after them. Ids: the colours, then
+the classes, then the bytes, then end-of-text. The vocabulary of an autoencoder's codes holds its weights.
 """
 
 import functools
@@ -86,10 +83,9 @@ def text_of(codes: np.ndarray) -> str:
 
 def parts_of(text: str, codes: Codes) -> Iterator[str | np.ndarray]:
     """The strings and the pictures (rows, columns), int64, of a text, in order; unfinished ones end in `MISSING`."""
-    for part in CODES.split(text):
+    for part in filter(None, CODES.split(text)):
         if not CODES.match(part):
-            if part:
-                yield part
+            yield part
             continue
         every = np.frombuffer(part.encode("utf-32-le"), "<u4").astype(np.int64) - FIRST_CODE
         for first in range(0, len(every), codes.count):
@@ -129,11 +125,8 @@ def _encode(codes: Codes, text: str) -> np.ndarray:
             continue
         plain(text[end : special.start()])
         end = special.end()
-        if name is not None:
-            parts.append(np.array([classes[name]], np.uint16))
-            continue
-        values = np.frombuffer(run.encode("utf-32-le"), "<u4") - FIRST_CODE
-        if (largest := int(values.max())) >= len(codes.colours):
+        values = np.frombuffer(run.encode("utf-32-le"), "<u4") - FIRST_CODE if name is None else np.array([classes[name]])
+        if run and (largest := int(values.max())) >= len(codes.colours):
             raise DataError(f"expected codes below {len(codes.colours)}, found {largest}: the picture has another palette")
         parts.append(values.astype(np.uint16))
     plain(text[end:])
@@ -146,27 +139,21 @@ def parse_codes(content: bytes, where: str) -> Codes:
     try:
         fields: Any = parse_json(content)
         codes = Codes(**{name: _frozen(value) for name, value in fields.items() if name != "type"})
-        if is_valid(codes):
+        colours, classes = codes.colours, codes.classes
+        if (
+            all(type(side) is int and 0 < side <= MOST_SIDE for side in (codes.rows, codes.columns))
+            and type(codes.captions) is bool
+            and type(codes.decoder) is str
+            and 0 < len(colours) <= MOST_COLOURS
+            and all(len(colour) == 3 for colour in colours)
+            and all(type(value) is int and 0 <= value <= 255 for colour in colours for value in colour)
+            and len(set(classes)) == len(classes) <= MOST_CLASSES
+            and all(SPECIAL.fullmatch(f"<{name}>") for name in classes)
+        ):
             return codes
     except (ValueError, TypeError, AttributeError):
         pass
     raise DataError(f"expected a palette's rows, columns and colours in {where}, found others; prepare the pictures again")
-
-
-def is_valid(codes: Codes) -> bool:
-    """True for plausible values from a file. Raises TypeError for a field of a wrong type."""
-    sides, colours, classes = (codes.rows, codes.columns), codes.colours, codes.classes
-    values = [value for colour in colours for value in colour]
-    return (
-        all(type(side) is int and 0 < side <= MOST_SIDE for side in sides)
-        and type(codes.captions) is bool
-        and type(codes.decoder) is str
-        and 0 < len(colours) <= MOST_COLOURS
-        and all(len(colour) == 3 for colour in colours)
-        and all(type(value) is int and 0 <= value <= 255 for value in values)
-        and len(set(classes)) == len(classes) <= MOST_CLASSES
-        and all(SPECIAL.fullmatch(f"<{name}>") for name in classes)
-    )
 
 
 def _frozen(value: Any) -> Any:

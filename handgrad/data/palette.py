@@ -58,10 +58,9 @@ def nearest(pixels: np.ndarray, palette: np.ndarray) -> np.ndarray:
 
 def plain_view(codes: Codes) -> View:
     """The view of codes that are pixels, or bytes of pixels."""
-    palette = np.array(codes.colours, np.uint8)
+    palette, shape = np.array(codes.colours, np.uint8), (-1, codes.rows, codes.columns)
 
     def encode(pictures: np.ndarray) -> np.ndarray:
-        shape = (len(pictures), codes.rows, codes.columns)
         return pictures.reshape(shape) if codes.decoder == RGB else nearest(pictures, palette)
 
     return View(codes.size, encode, codes.pixels)

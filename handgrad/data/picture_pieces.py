@@ -10,7 +10,7 @@ from handgrad.data import sprites
 from handgrad.data.batches import mix
 from handgrad.data.codes import GREYS, RGB, Codes, caption_text, text_of
 from handgrad.data.palette import plain_view, train_palette
-from handgrad.data.pictures import class_names, picture_count, read_pictures
+from handgrad.data.pictures import Picture, class_names, picture_count, read_pictures
 from handgrad.data.pieces import Pictures, Piece, split_of
 from handgrad.data.recipe import SPRITES, PrepareOptions, palette_size, sides
 from handgrad.data.sources import SourceFile
@@ -42,10 +42,9 @@ def make_codes(options: PrepareOptions, files: list[SourceFile]) -> Codes:
 def picture_pieces(unit: Pictures, codes: Codes) -> Iterator[Piece]:
     """The documents of a unit. Raises the errors of `read_pictures`."""
     view = unit.view or plain_view(codes)
-    read = (
-        read_pictures(file, *view.size, strict=unit.strict, first=first, count=count) for file, first, count in unit.parts
-    )
-    pictures = list(itertools.chain.from_iterable(read))
+    pictures = list[Picture]()
+    for file, first, count in unit.parts:
+        pictures += read_pictures(file, *view.size, strict=unit.strict, first=first, count=count)
     every = view.encode(np.stack([picture.pixels for picture in pictures]))
     for n, (picture, picked) in enumerate(zip(pictures, every, strict=True)):
         number = unit.number + n

@@ -1,7 +1,4 @@
-"""Reads pictures from local files: PNG, JPEG and WebP; CIFAR-10's binary files; MNIST's and Fashion-MNIST's idx files.
-
-A picture of another size is cut to the ratio of the sides, around its centre, and resized.
-"""
+"""Reads pictures from local files: PNG, JPEG and WebP; CIFAR-10's binary files; MNIST's and Fashion-MNIST's idx files."""
 
 import contextlib
 import functools
@@ -131,8 +128,8 @@ def read_pictures(
     file: SourceFile, rows: int, columns: int, *, strict: bool = False, first: int = 0, count: int | None = None
 ) -> Iterator[Picture]:
     """The pictures of a file in order, or `count` of them from picture `first`, each of `rows` x `columns` pixels. `strict`
-    refuses pictures of another size; else they are resized. Raises DataError: damaged, too large, a label out of range, or
-    refused for its size; StorageError: unreadable."""
+    refuses pictures of another size; else they are cut to the ratio of the sides, around their centre, and resized. Raises
+    DataError: damaged, too large, a label out of range, or refused for its size; StorageError: unreadable."""
     total = picture_count(file)
     numbers = range(total)[first : None if count is None else first + count]
     read = {"picture": _read_one, "cifar": _read_cifar, "idx": _read_idx}[kind_of(file.path)]

@@ -122,20 +122,18 @@ def units_of(options: PrepareOptions, files: list[SourceFile], fetch: Fetch) -> 
 
 
 def picture_units(options: PrepareOptions, files: list[SourceFile]) -> Iterator[tuple[Position, Pictures]]:
-    """The pictures of `files` in order. Raises the errors of `pictures.picture_count` and `captions.read_captions`."""
+    """The pictures of `files` in order. Raises the errors of `pictures.picture_count` and `captions_of`."""
     counts = [picture_count(file) for file in files]
     each = ((file, n, count) for file, count in zip(files, counts, strict=True) for n in range(count))
-    captions = captions_of(options.join, files, counts) if options.join else None
+    captions = captions_of(options.join, files, counts) if options.join else []
     block, number, bytes_before = block_length(options.validation_fraction or LOCAL_ROW_FRACTION), 0, 0.0
     each = itertools.islice(each, options.documents or None)
     while group := list(itertools.islice(each, PICTURES_PER_UNIT)):
-        parts = []
-        for file, same in itertools.groupby(group, lambda one: one[0]):
-            numbers = [n for _, n, _ in same]
-            parts.append((file, numbers[0], len(numbers)))
+        by_file = ([*same] for _, same in itertools.groupby(group, lambda one: one[0]))
+        parts = tuple((same[0][0], same[0][1], len(same)) for same in by_file)
         bytes_before += sum(file.size_bytes / count for file, _, count in group)
-        told = () if captions is None else tuple(captions[number : number + len(group)])
-        unit = Pictures(tuple(parts), told, number, options.seed, block, options.strict, options.view)
+        told = tuple(captions[number : number + len(group)])
+        unit = Pictures(parts, told, number, options.seed, block, options.strict, options.view)
         number += len(group)
         yield Position(int(bytes_before), number), unit
 
@@ -143,7 +141,17 @@ def picture_units(options: PrepareOptions, files: list[SourceFile]) -> Iterator[
 def captions_of(path: str, files: list[SourceFile], counts: list[int]) -> list[str]:
     """The caption of each picture, in the order of `files`, which hold `counts` pictures each. Raises DataError: a bad
     row, a picture without a caption, a caption without a picture; StorageError: unreadable."""
-    captions = read_captions(Path(path))
+    captions = dict[str, str]()
+    with storage_errors(f"reading {path}"):
+        content = Path(path).read_bytes()
+    for line, where in numbered_lines(content, Path(path)):
+        row = parse_record(line, where)
+        image, caption = row.text("image"), row.text("caption").strip()
+        if image in captions:
+            raise DataError(f"expected one caption for each image, found a second for {image} in {where}; leave one out")
+        if not caption or "\n" in caption:
+            raise DataError(f"expected a caption of one line, found {caption[:40]!r} in {where}; write it in one")
+        captions[image] = caption
     names = [name_of(file, n, count) for file, count in zip(files, counts, strict=True) for n in range(count)]
     if lacking := [name for name in names if name not in captions]:
         raise DataError(
@@ -156,22 +164,6 @@ def captions_of(path: str, files: list[SourceFile], counts: list[int]) -> list[s
             " a path within the source, like cats/1.png"
         )
     return [captions[name] for name in names]
-
-
-def read_captions(path: Path) -> dict[str, str]:
-    """The caption of each image in a file. Raises `DataError` naming a bad line, `StorageError` for an unreadable file."""
-    with storage_errors(f"reading {path}"):
-        content = path.read_bytes()
-    captions = dict[str, str]()
-    for line, where in numbered_lines(content, path):
-        row = parse_record(line, where)
-        image, caption = row.text("image"), row.text("caption").strip()
-        if image in captions:
-            raise DataError(f"expected one caption for each image, found a second for {image} in {where}; leave one out")
-        if not caption or "\n" in caption:
-            raise DataError(f"expected a caption of one line, found {caption[:40]!r} in {where}; write it in one")
-        captions[image] = caption
-    return captions
 
 
 def read_pieces(

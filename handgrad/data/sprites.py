@@ -55,17 +55,10 @@ SHEET = """
 """
 
 
-def _figures() -> dict[str, np.ndarray]:
-    """The two pictures (2, TILE, TILE) of each shape, as indices into `LAYERS`."""
-    names, *rows = (line.split() for line in SHEET.split("\n") if line)
-    figures = dict[str, np.ndarray]()
-    for name, *figure in zip(names, *rows, strict=True):
-        left = np.array([[LAYERS.index(pixel) for pixel in row] for row in figure])
-        figures[name] = np.stack([left, left[:, ::-1]])
-    return figures
-
-
-FIGURES = _figures()
+FIGURES = {  # the two pictures (2, TILE, TILE) of each shape, as indices into `LAYERS`
+    name: np.array([[[LAYERS.index(pixel) for pixel in row[::turn]] for row in rows] for turn in (1, -1)])
+    for name, *rows in zip(*map(str.split, SHEET.strip().splitlines()), strict=True)
+}
 
 
 class Sprite(NamedTuple):
@@ -78,16 +71,6 @@ class Sprite(NamedTuple):
     def nats(self) -> float:
         """-log p(caption, picture). The order is free: a picture has the same `nats` alone, and its caption adds none."""
         return math.log(self.caption_span * self.picture_span)
-
-    @property
-    def caption_nats(self) -> float:
-        """-log p(caption)."""
-        return math.log(self.caption_span)
-
-    @property
-    def picture_nats(self) -> float:
-        """-log p(picture | caption)."""
-        return math.log(self.picture_span)
 
 
 class _CountedDraw(Draw):

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from handgrad.data.codes import GREY, MISSING, RGB, Codes, View
 from handgrad.data.palette import plain_view
@@ -19,7 +18,6 @@ from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import SHAPE, LoadedModel, Weights, load_model, machine
 from handgrad.machine.devices import resolve_device
-from handgrad.memory.rows import ParameterRow
 from handgrad.models import forward_buffers, named_activations, parameter_table, vqvae
 from handgrad.networks.vqvae import BYTES, family_of, sides_of
 from handgrad.parsing import parse_json
@@ -68,8 +66,7 @@ def open_codec(weights: Weights, device: str = "cpu") -> Codec:
     on = machine(resolve_device(device), "fp32", "auto")
     buffers = forward_buffers(shape, AT_ONCE, shape.sequence_length, on.dtype, on.ops)
     model = load_model(weights, on.device, on.dtype, on.ops, buffers)
-    family = family_of(shape)
-    grid = sides_of(shape, shape.num_layers)
+    family, grid = family_of(shape), sides_of(shape, shape.num_layers)
     return Codec(model, named_activations(shape, model.views), family.sides, grid, family.codes)
 
 
@@ -114,12 +111,8 @@ def restored(text: str) -> Weights:
         parts = flat.split([math.prod(row.stored_shape) for row in parameter_table(shape)])
     except (UsageError, ValueError, TypeError, KeyError, RuntimeError):
         raise damaged() from None
-    rows = {row.name: part for row, part in zip(parameter_table(shape), parts, strict=True)}
-
-    def weight(row: ParameterRow) -> Tensor:
-        return rows[row.name].view(row.stored_shape)
-
-    return Weights(shape, load_tokenizer("bytes"), weight, {"source": "the autoencoder"}, config)
+    rows = {row.name: part.view(row.stored_shape) for row, part in zip(parameter_table(shape), parts, strict=True)}
+    return Weights(shape, load_tokenizer("bytes"), lambda row: rows[row.name], {"source": "the autoencoder"}, config)
 
 
 def damaged() -> DataError:

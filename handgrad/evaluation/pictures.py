@@ -15,8 +15,6 @@ from handgrad.models.vqvae import bytes_of
 from handgrad.networks.vqvae import family_of
 from handgrad.settings.config import ModelShape
 
-CHANNELS = 3  # of a pixel
-
 
 @dataclass(frozen=True)
 class CodesHeldOut:
@@ -25,11 +23,6 @@ class CodesHeldOut:
     loss: float  # mean squared error of a byte, on the scale from -1 to 1
     uses: np.ndarray  # (codes): places with each code
     pictures: int
-
-    @property
-    def used(self) -> int:
-        """Different codes."""
-        return int(np.count_nonzero(self.uses))
 
     @property
     def perplexity(self) -> float:
@@ -45,13 +38,7 @@ class PicturesHeldOut:
     loss: float  # of all tokens
     code_loss: float  # of a picture's codes
     other_loss: float | None  # of classes, captions and ends; None if there are none
-    codes: int  # scored
-    others: int
-
-    @property
-    def bits_per_dimension(self) -> float:
-        """The code's loss in bits per channel of a pixel, for codes that are pixels."""
-        return self.code_loss / math.log(2) / CHANNELS
+    tokens: int  # scored
 
 
 def held_out(
@@ -88,21 +75,18 @@ def held_out(
     if codes:
         return CodesHeldOut(math.fsum(every[:, 0]) / (samples * length), every[:, 1:].sum(0), samples)
     code_nats, other_nats, scored_codes, others = map(math.fsum, every.T)
-    other_loss = other_nats / others if others else None
-    loss = (code_nats + other_nats) / (scored_codes + others)
-    return PicturesHeldOut(loss, code_nats / scored_codes, other_loss, int(scored_codes), int(others))
+    loss, other_loss = (code_nats + other_nats) / (scored_codes + others), other_nats / others if others else None
+    return PicturesHeldOut(loss, code_nats / scored_codes, other_loss, int(scored_codes + others))
 
 
 def reconstructions(
     shape: ModelShape, ops: Any, weights: Any, act: Any, dataset: Dataset, *, packing: str
 ) -> list[np.ndarray]:
-    """Pictures of the validation split, each above what an autoencoder's codes draw; at most a micro-batch of them."""
+    """Pictures (2 Y, X, 3) of the validation split, each above what an autoencoder's codes draw; at most a micro-batch."""
     if not dataset.splits["validation"]:
         return []
     batches = Batches(dataset.splits["validation"], act.tokens.shape[1], 0, shuffle=False, packing=packing)
     samples = min(act.tokens.shape[0], batches.samples_per_epoch)
-    for _ in token_losses(shape, ops, weights, act, batches, samples, Ranks()):
-        drawn = bytes_of(act.prediction[:samples])
-        pairs = torch.cat([act.targets[:samples].view(drawn.shape).to(torch.uint8), drawn], 1)  # (B, 2 Y, X, 3)
-        return [*pairs.cpu().numpy()]
-    return []
+    next(token_losses(shape, ops, weights, act, batches, samples, Ranks()))
+    drawn = bytes_of(act.prediction[:samples])
+    return [*torch.cat([act.targets[:samples].view(drawn.shape).to(torch.uint8), drawn], 1).cpu().numpy()]

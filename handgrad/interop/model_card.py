@@ -164,6 +164,7 @@ def drawing(codes: Codes, trust: str) -> list[str]:
     first = len(codes.colours)
     start = f"[[model.config.bos_token_id, {first}]]" if codes.classes else "[[model.config.bos_token_id]]"
     note = f"  # {first} is the class {codes.classes[0]}" if codes.classes else ""
+    about = ("# Draws the mean colour of each code: `handgrad sample` has the autoencoder that draws their pictures.",)
     return [
         "import json",
         "",
@@ -172,11 +173,7 @@ def drawing(codes: Codes, trust: str) -> list[str]:
         "from PIL import Image",
         "from transformers import AutoModelForCausalLM",
         "",
-        *(
-            ["# Draws the mean colour of each code: `handgrad sample` has the autoencoder that draws their pictures."]
-            if codes.decoder
-            else []
-        ),
+        *(about if codes.decoder else ()),
         'folder = "."  # of this file',
         f'palette = json.load(open(f"{{folder}}/{PALETTE_FILE}"))',
         f"model = AutoModelForCausalLM.from_pretrained(folder{trust})",

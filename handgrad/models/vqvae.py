@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, activation, activation_rows, dtypes_of
-from handgrad.memory.arena import Clock, Interval, Lives, at_head, kept
+from handgrad.memory.arena import Clock, Lives, at_head, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated
 from handgrad.models.passes import Stage, run
 from handgrad.networks import ModelShape
@@ -60,22 +60,21 @@ def stem_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
     ops.conv_forward(act.encoder[0].before, act.picture, w.stem_weight, w.stem_bias)
 
 
-def branch_forward(ops: ModuleType, w: LevelWeights, act: EncoderActivations | DecoderActivations) -> None:
+def branch_forward(ops: ModuleType, w: LevelWeights, act: LevelActivations) -> None:
     """act.after = R(act.before)."""
-    norm = act.norm, act.norm_mean, act.norm_rstd
-    ops.groupnorm_forward(*norm, act.before, w.norm_weight, w.norm_bias)
+    ops.groupnorm_forward(act.norm, act.norm_mean, act.norm_rstd, act.before, w.norm_weight, w.norm_bias)
     ops.silu_forward(act.silu, act.norm)
     ops.conv_forward(act.after, act.silu, w.conv_weight, w.conv_bias)
     ops.residual_forward(act.after, act.after, act.before)
 
 
-def encoder_forward(ops: ModuleType, w: LevelWeights, act: EncoderActivations, out: Tensor) -> None:
+def encoder_forward(ops: ModuleType, w: LevelWeights, act: LevelActivations, out: Tensor) -> None:
     """act.before (B, Y, X, C) -> out (B, Y / 2, X / 2, C)."""
     branch_forward(ops, w, act)
     ops.conv_forward(out, act.after, w.resize_weight, w.resize_bias, stride=2)
 
 
-def decoder_forward(ops: ModuleType, w: LevelWeights, act: DecoderActivations, inp: Tensor) -> None:
+def decoder_forward(ops: ModuleType, w: LevelWeights, act: LevelActivations, inp: Tensor) -> None:
     """inp (B, Y / 2, X / 2, C) -> act.after (B, Y, X, C)."""
     ops.transposed_conv_forward(act.before, inp, w.resize_weight, w.resize_bias, stride=2)
     branch_forward(ops, w, act)
@@ -120,14 +119,12 @@ def backward(
 ) -> list[Stage]:
     """Runs after `forward`. Computes act.losses (N), and adds scale (1) * the gradient of their sum to `g`; a codebook adds
     the third term of equation 3, which the losses leave out, and `g.codebook` receives its step's sums."""
-    last = act.decoder[-1].after, d.decoder[-1].dstream
-    stages = [Stage("head", partial(head_backward, ops, w, g, act, d, scale, *last), done=True)]
-    inputs = [act.decoded, *(block.after for block in act.decoder)]
-    dinputs = [d.ddecoded, *(block.dstream for block in d.decoder)]
+    below = [act.decoded, *(block.after for block in act.decoder)]
+    dbelow = [d.ddecoded, *(block.dstream for block in d.decoder)]
+    stages = [Stage("head", partial(head_backward, ops, w, g, act, d, scale, below[-1], dbelow[-1]), done=True)]
     for level in reversed(range(shape.num_layers)):
-        block = w.decoder[level], g.decoder[level], act.decoder[level], d.decoder[level]
-        ends = inputs[level], dinputs[level]
-        stages.append(Stage(f"decoder.{level}", partial(decoder_backward, ops, *block, *ends), done=True))
+        block = w.decoder[level], g.decoder[level], act.decoder[level], d.decoder[level], below[level], dbelow[level]
+        stages.append(Stage(f"decoder.{level}", partial(decoder_backward, ops, *block), done=True))
     decoding = d.dlatent, g.decode_weight, g.decode_bias, d.ddecoded, act.quantized, w.decode_weight
     stages.append(Stage("decoding", partial(ops.conv_backward, *decoding), done=True))
     stages.append(Stage("codes", partial(codes_backward, ops, w, g, act, d, scale, shape), done=True))
@@ -150,13 +147,7 @@ def head_backward(
     ops.groupnorm_backward(dx, g.norm_weight, g.norm_bias, d.dhidden, x, act.norm_mean, act.norm_rstd, w.norm_weight)
 
 
-def branch_backward(
-    ops: ModuleType,
-    w: LevelWeights,
-    g: LevelWeights,
-    act: EncoderActivations | DecoderActivations,
-    d: EncoderGradients | DecoderGradients,
-) -> None:
+def branch_backward(ops: ModuleType, w: LevelWeights, g: LevelWeights, act: LevelActivations, d: LevelGradients) -> None:
     """d.dstream (B, Y, X, C): the gradient of act.after -> of act.before, in place."""
     ops.conv_backward(d.dhidden, g.conv_weight, g.conv_bias, d.dstream, act.silu, w.conv_weight)
     ops.silu_backward(d.dhidden, act.norm)
@@ -165,18 +156,11 @@ def branch_backward(
 
 
 def decoder_backward(
-    ops: ModuleType,
-    w: LevelWeights,
-    g: LevelWeights,
-    act: DecoderActivations,
-    d: DecoderGradients,
-    inp: Tensor,
-    dinp: Tensor,
+    ops: ModuleType, w: LevelWeights, g: LevelWeights, act: LevelActivations, d: LevelGradients, inp: Tensor, dinp: Tensor
 ) -> None:
     """d.dstream, of act.after -> dinp (B, Y / 2, X / 2, C)."""
     branch_backward(ops, w, g, act, d)
-    resize = dinp, g.resize_weight, g.resize_bias, d.dstream, inp, w.resize_weight
-    ops.transposed_conv_backward(*resize, stride=2)
+    ops.transposed_conv_backward(dinp, g.resize_weight, g.resize_bias, d.dstream, inp, w.resize_weight, stride=2)
 
 
 def codes_backward(
@@ -195,11 +179,10 @@ def codes_backward(
 
 
 def encoder_backward(
-    ops: ModuleType, w: LevelWeights, g: LevelWeights, act: EncoderActivations, d: EncoderGradients, dout: Tensor
+    ops: ModuleType, w: LevelWeights, g: LevelWeights, act: LevelActivations, d: LevelGradients, dout: Tensor
 ) -> None:
     """dout (B, Y / 2, X / 2, C) -> d.dstream, of act.before."""
-    resize = d.dstream, g.resize_weight, g.resize_bias, dout, act.after, w.resize_weight
-    ops.conv_backward(*resize, stride=2)
+    ops.conv_backward(d.dstream, g.resize_weight, g.resize_bias, dout, act.after, w.resize_weight, stride=2)
     branch_backward(ops, w, g, act, d)
 
 
@@ -287,42 +270,32 @@ def at_codes(lives: Lives) -> Lives:
     return lambda clock: lives(replace(clock, layer=clock.layers // 2))
 
 
-def from_below(clock: Clock) -> tuple[Interval, ...]:
-    """From the stage before, which writes it, to the backward of this stage."""
-    return ((clock.tick(-1), clock.mirrored(clock.tick(0))),)
+FROM_BELOW = kept(-1, until=0)  # from the stage before, which writes it, to this stage's backward
+
+
+def by_side(encoder: Lives, decoder: Lives) -> Lives:
+    """`encoder`'s in the layers before the codes', `decoder`'s in those after it."""
+    return lambda clock: (encoder if clock.layer < clock.layers // 2 else decoder)(clock)
 
 
 def backward_from(first: int, last: int) -> Lives:
     """From `first` ticks after this stage's backward to `last` ticks after it."""
-
-    def ticks(clock: Clock) -> tuple[Interval, ...]:
-        middle = clock.mirrored(clock.tick(0))
-        return ((middle + first, middle + last),)
-
-    return ticks
+    return lambda clock: ((clock.mirrored(clock.tick(0)) + first, clock.mirrored(clock.tick(0)) + last),)
 
 
 # Activations: all are kept for the backward.
 
 
 @dataclass
-class ResidualActivations:
+class LevelActivations:
+    """A level's. Yl, Xl: rows and columns at its larger end."""
+
     norm: Tensor = activation("B Yl Xl C", lives=kept(0))
     norm_mean: Tensor = activation("B Q", "statistics", lives=kept(0))
     norm_rstd: Tensor = activation("B Q", "statistics", lives=kept(0))
     silu: Tensor = activation("B Yl Xl C", lives=kept(0))
-
-
-@dataclass
-class EncoderActivations(ResidualActivations):
-    before: Tensor = activation("B Yl Xl C", lives=from_below)
-    after: Tensor = activation("B Yl Xl C", lives=kept(0))
-
-
-@dataclass
-class DecoderActivations(ResidualActivations):
-    before: Tensor = activation("B Yl Xl C", lives=kept(0))
-    after: Tensor = activation("B Yl Xl C", lives=kept(0, until=1))
+    before: Tensor = activation("B Yl Xl C", lives=by_side(FROM_BELOW, kept(0)))
+    after: Tensor = activation("B Yl Xl C", lives=by_side(kept(0), kept(0, until=1)))
 
 
 @dataclass
@@ -333,7 +306,7 @@ class OuterActivations:
     targets: Tensor = activation("B T", torch.int64)  # the picture's bytes
     losses: Tensor = activation("N", "statistics")
     picture: Tensor = activation("B Y X 3", lives=lambda clock: ((0, clock.mirrored(0)),))
-    encoded: Tensor = activation("B Yc Xc C", lives=at_codes(from_below))
+    encoded: Tensor = activation("B Yc Xc C", lives=at_codes(FROM_BELOW))
     latent: Tensor = activation("B Yc Xc Z", lives=at_codes(kept(0)))
     quantized: Tensor = activation("B Yc Xc Z", lives=at_codes(kept(0)))
     codes: Tensor = activation("B YcXc", torch.int64)
@@ -348,20 +321,14 @@ class OuterActivations:
 
 @dataclass
 class Activations(OuterActivations):
-    encoder: list[EncoderActivations] = repeated(EncoderActivations)
-    decoder: list[DecoderActivations] = repeated(DecoderActivations)
+    encoder: list[LevelActivations] = repeated(LevelActivations)
+    decoder: list[LevelActivations] = repeated(LevelActivations)
     document_starts = None  # no field: a picture fills its row
 
 
 @dataclass
-class EncoderGradients:
-    dstream: Tensor = activation("B Yl Xl C", lives=backward_from(0, 1))
-    dhidden: Tensor = activation("B Yl Xl C", lives=backward_from(0, 0))
-
-
-@dataclass
-class DecoderGradients:
-    dstream: Tensor = activation("B Yl Xl C", lives=backward_from(-1, 0))
+class LevelGradients:
+    dstream: Tensor = activation("B Yl Xl C", lives=by_side(backward_from(0, 1), backward_from(-1, 0)))
     dhidden: Tensor = activation("B Yl Xl C", lives=backward_from(0, 0))
 
 
@@ -375,8 +342,8 @@ class OuterGradients:
 
 @dataclass
 class Gradients(OuterGradients):
-    encoder: list[EncoderGradients] = repeated(EncoderGradients)
-    decoder: list[DecoderGradients] = repeated(DecoderGradients)
+    encoder: list[LevelGradients] = repeated(LevelGradients)
+    decoder: list[LevelGradients] = repeated(LevelGradients)
 
 
 def activations(
@@ -386,14 +353,10 @@ def activations(
     L = shape.num_layers
     clock = Clock(2 * L + 1, stages=1, training=training)
     dims, dtypes = {**shape.letters, "B": batch, "T": length, "N": batch * length}, dtypes_of(dtype)
-    tables = [(OuterActivations, EncoderActivations, DecoderActivations)]
-    tables += [(OuterGradients, EncoderGradients, DecoderGradients)] if training else []
-    for outer, encoder, decoder in tables:
+    tables = (OuterActivations, LevelActivations), (OuterGradients, LevelGradients)
+    for outer, inner in tables if training else tables[:1]:
         yield from activation_rows(outer, dims, dtypes, clock)
         for level in range(L):
-            for name, table, layer, halvings in (
-                ("encoder", encoder, level, level),
-                ("decoder", decoder, L + 1 + level, L - 1 - level),
-            ):
+            for name, layer, halvings in (("encoder", level, level), ("decoder", L + 1 + level, L - 1 - level)):
                 sides = dict(zip(("Yl", "Xl"), sides_of(shape, halvings), strict=True))
-                yield from activation_rows(table, dims | sides, dtypes, replace(clock, layer=layer), f"{name}.{level}.")
+                yield from activation_rows(inner, dims | sides, dtypes, replace(clock, layer=layer), f"{name}.{level}.")

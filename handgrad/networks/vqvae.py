@@ -1,8 +1,7 @@
 """A convolutional autoencoder of pictures with a discrete middle. models/vqvae.py computes it.
 
 It reads and predicts bytes: a sample is one picture, row by row, red, green and blue in turn, and the loss of a byte is a
-squared error. `num_layers` is the number of halvings: pictures of 32 x 32 with two of them have 8 x 8 codes. A
-configuration writes the rest as a text: `size=32x32,levels=8.5.5.5`, or `codebook=1000` for a learned codebook.
+squared error. `num_layers` is the number of halvings, `VqvaeShape` the rest, as a text: `size=32x32,codebook=1000`.
 """
 
 import functools

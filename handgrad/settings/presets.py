@@ -154,17 +154,9 @@ def small(depth: int) -> RunConfig:
 
 def vqvae() -> RunConfig:
     """Discrete codes of pictures of 32 x 32, an 8 x 8 grid of 1,000 by FSQ: 32 pictures a step."""
-    return sized(
-        "vqvae",
-        sequence_length=3 * 32 * 32,
-        steps=1000,
-        tokens_per_step=32 * 3 * 32 * 32,
-        micro_batch=8,
-        learning_rate=1e-3,
-        warmup_steps=50,
-        eval_tokens=64 * 3 * 32 * 32,
-        save_every=500,
-    )
+    length = 3 * 32 * 32
+    sizes = {"sequence_length": length, "tokens_per_step": 32 * length, "micro_batch": 8, "eval_tokens": 64 * length}
+    return sized("vqvae", **sizes, steps=1000, learning_rate=1e-3, warmup_steps=50, save_every=500)
 
 
 PRESETS: dict[str, Callable[[], RunConfig]] = {
