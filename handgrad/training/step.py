@@ -82,8 +82,8 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any, pairs: tuple[T
     passes = [
         *model.forward(model_ops, w, act, design.shape),
         *model.backward(model_ops, w, state.weight_gradients, act, d, scale, design.shape, recompute=design.recompute),
+        Stage("", partial(ops.loss_sum, state.sum_of_losses, losses)),
     ]
-    summed = Stage("", partial(ops.loss_sum, state.sum_of_losses, losses))
     verdict = partial(
         ops.verdict,
         state.results,
@@ -101,7 +101,7 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any, pairs: tuple[T
     scratch = state.views.get(OPTIMIZER_SCRATCH)
     update = partial(design.optimizer.update, ops, state.owned, state.controls, state.results, scratch)
     rolled_back = [state.loss_scale] if design.guards.loss_scaling else []
-    return Program([*passes, summed], [*frozen, *norms], [verdict, update], design.batch.tokens, rolled_back=rolled_back)
+    return Program(passes, [*frozen, *norms], [verdict, update], design.batch.tokens, rolled_back=rolled_back)
 
 
 @dataclass
