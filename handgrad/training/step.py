@@ -262,8 +262,7 @@ class TrainStep:
         if not tokens:
             limits, tokens = (-math.inf, math.inf), 1  # the mean of nothing is 0, above the limit: no update
         slot.learning_rate = self.design.schedule.rate(step)
-        controls = [step + 1, slot.learning_rate, *limits, tokens]
-        slot.controls.copy_(torch.tensor(controls, dtype=slot.controls.dtype))
+        slot.controls.copy_(torch.tensor([step + 1, slot.learning_rate, *limits, tokens], dtype=slot.controls.dtype))
         self.state.controls.copy_(slot.controls, non_blocking=True)
         for launch in (*self.norms, *self.program.before_update):
             launch()
