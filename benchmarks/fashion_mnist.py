@@ -70,17 +70,21 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "fashion", metavar="FOLDER", help="a new one")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--documents", type=int, default=0, help="at most so many pictures (0: all)")
+    parser.add_argument("--only", choices=("pixels", "fsq", "codebook"), help="one of the runs")
     parser.add_argument("--trial", action="store_true", help="three steps of each run")
     options = parser.parse_args()
     keep_commit()
     options.work.mkdir(parents=True)
     commands, figures, work = Commands(options.work, options.out.with_suffix(".log")), dict[str, Any](), options.work
     rest = f"--size 28 --documents {options.documents}"
+    runs = {name: run for name, run in RUNS.items() if options.only in (None, name)}
     for data, codes in (("pixels", "palette:32"), ("bytes", "rgb"), ("codes", f"{work}/fsq")):
+        if data not in (of for of, _ in runs.values()):
+            continue
         began = time.monotonic()
         commands.run(f"prepare --images {options.pictures} --codes {codes} {rest} --out {work}/shards-{data}")
         figures[f"prepare {data}"] = {"seconds": round(time.monotonic() - began, 1)}
-        for name, (of, settings) in RUNS.items():
+        for name, (of, settings) in runs.items():
             if of != data:
                 continue
             settings += AUTOENCODER if of == "bytes" else ""
