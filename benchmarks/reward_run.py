@@ -227,8 +227,10 @@ class Phases:
 
     def write(self) -> None:
         device = devices.resolve_device(self.settings["device"])
-        path = self.out / f"{self.machine}-reward{'' if 'seeds' in self.settings else '-m12'}.json"
-        write_record(path, device, what=__doc__.split("\n")[0], figures=rounded(self.figures))
+        small = "seeds" in self.settings
+        what = "Rewards on a CPU: small models, taught questions until they answer a third, then rewarded."
+        path = self.out / f"{self.machine}-reward{'' if small else '-m12'}.json"
+        write_record(path, device, what=what if small else __doc__.split("\n")[0], figures=rounded(self.figures))
 
     def ask(self, name: str, models: list[Path], what: str, most_seconds: float) -> None:
         """Adds the accuracies of models, from a process of its own."""
@@ -322,7 +324,7 @@ def main() -> None:
     parser.add_argument("--machine", default="h200", help="the first word of the records' names")
     parser.add_argument("--seconds", type=float, default=545, help="for all phases")
     parser.add_argument("--trial", action="store_true", help="tiny sizes, on a CPU")
-    parser.add_argument("--cpu", action="store_true", help="a small model on a CPU, three seeds, about 45 minutes")
+    parser.add_argument("--cpu", action="store_true", help="a small model on a CPU, three seeds, about half an hour")
     parser.add_argument("--choose", nargs="+", type=Path, metavar="MODEL", help="writes the half taught one into --out")
     parser.add_argument("--measure", type=Path, metavar="MODEL", help="writes its accuracies into --out")
     options = parser.parse_args()
