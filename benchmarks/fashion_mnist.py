@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--documents", type=int, default=0, help="at most so many pictures (0: all)")
     parser.add_argument("--only", choices=("pixels", "fsq", "codebook"), help="one of the runs")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each run (other numbers by default)")
     parser.add_argument("--trial", action="store_true", help="three steps of each run")
     options = parser.parse_args()
     keep_commit()
@@ -88,6 +89,7 @@ def main() -> None:
             if of != data:
                 continue
             settings += AUTOENCODER if of == "bytes" else ""
+            settings += f" --steps {options.steps}" if options.steps else ""
             short = (
                 f"{TRIAL} --tokens-per-step {4 * {'pixels': PIXELS, 'bytes': BYTES, 'codes': CODES}[of]}" * options.trial
             )
