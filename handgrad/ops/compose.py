@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -65,9 +64,17 @@ def transposed_backward(conv_forward: Operation, conv_backward: Operation) -> Op
     """Returns the backward of the transposed convolution, with the arguments of `conv_backward`. Its input gradient is a
     convolution, its weight gradient the convolution's with input and output exchanged."""
 
-    @wraps(conv_backward)
-    def both(*tensors: Tensor | None, stride: int = 1, scratch: Tensor | None = None) -> None:
-        dinp, dweight_acc, dbias_acc, dout, inp, weight = tensors
+    def both(
+        dinp: Tensor,
+        dweight_acc: Tensor | None,
+        dbias_acc: Tensor | None,
+        dout: Tensor,
+        inp: Tensor,
+        weight: Tensor,
+        *,
+        stride: int = 1,
+        scratch: Tensor | None = None,
+    ) -> None:
         conv_forward(dinp, dout, weight, None, stride=stride)
         conv_backward(None, dweight_acc, None, inp, dout, weight, stride=stride)
         conv_backward(None, None, dbias_acc, dout, dout, weight, stride=stride)

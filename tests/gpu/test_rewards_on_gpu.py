@@ -29,9 +29,7 @@ def test_runs_on_rewards(architecture: str, precision: str, lora: str, updates: 
     base = replace(base, tokens_per_step=4 * 192)
     train(base)
     (tmp_path / "reward.py").write_text("def odd(row, answer):\n    return sum(map(ord, answer)) % 2.0\n")
-    reward = (
-        f"{tmp_path / 'reward.py'}:odd"  # other rewards within a group: only a micro-batch with such a group has a pass
-    )
+    reward = f"{tmp_path / 'reward.py'}:odd"  # differs within a group: micro-batches of equal groups have no pass
     more = {"objective": "reward", "reward": reward, "data": "questions:copy+edge", "rollouts": 4, "updates": updates}
     more |= {"out": str(tmp_path / "run"), "init_from": base.out, "lora": lora, "answer_tokens": 24}
     config = replace(base, **more, steps=12, tokens_per_step=16 * 192, eval_every=4, eval_tokens=240, warmup_steps=0)

@@ -76,7 +76,7 @@ class ParallelStep(TrainStep):
             first_sample = first + micro_step * batch.micro_batch
             self.feed.fill(first_sample)
             kind = lane == micro_step == 0, lane == lanes - 1 and micro_step == micro_steps - 1
-            if kind in self.paused:
+            if kind in self.paused:  # also without a gradient: others wait for what it sends
                 self.paused[kind](self.at_pause)
             else:
                 for launch in self.micro_step if self.program.has_gradient(first_sample) else self.program.losses_alone:
