@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from handgrad.cli import main
+from handgrad.data.batches import Batches
+from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.codec import open_codec
 from handgrad.interop.sources import open_weights
@@ -22,6 +24,7 @@ from handgrad.memory.arena import ALWAYS, make_plan
 from handgrad.memory.rows import named
 from handgrad.models import compute_losses, forward_buffers, named_activations, vqvae
 from handgrad.ops import cpu, reference
+from handgrad.run.assemble import assemble
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve, with_precision
 from handgrad.settings.config import ModelShape, RunConfig, check
@@ -214,6 +217,21 @@ def test_a_codebooks_codes_are_in_use(small: RunConfig) -> None:
     train(replace(small, vqvae=RUNS["vq"], steps=60, eval_every=0))
     codes = open_codec(open_weights(small.out)).encode(discs(272, 8, 8, seed=9))
     assert len(np.unique(codes)) >= 58
+
+
+def test_launches_before_the_first_verdict_change_no_weights(small: RunConfig) -> None:
+    """On a GPU torch moves the codebook, and runs while kernels are compiled."""
+    data = open_dataset(small.data)
+    batches = Batches(data.splits["train"], small.sequence_length, small.seed)
+    training = assemble(resolve(replace(small, vqvae=RUNS["vq"]), data.tokenizer.vocab_size), batches)
+    state, program = training.state, training.stepper.program
+    before = [tensor.clone() for tensor in (state.master, *state.optimizer.values())]
+    training.stepper.feed.fill(0)
+    state.loss_scale.fill_(1.0)
+    for launch in (*(stage.run for stage in program.micro_step), *program.norms, *program.update[1:]):
+        launch()
+    assert state.named_gradients["codebook"].any()
+    assert all(map(torch.equal, before, (state.master, *state.optimizer.values())))
 
 
 @pytest.mark.nightly(but=["vq"])

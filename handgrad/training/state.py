@@ -123,8 +123,7 @@ class TrainingState:
             self.saved[0].load(row, values)
 
     def non_finite_parameters(self) -> list[str]:
-        """Names of the parameters in gradient blocks with a NaN or an infinity, for the message about a skipped step. Reads
-        the block sums of the last update: the next step may already overwrite the gradients."""
+        """Parameters in gradient blocks that are not finite, by the last update's sums: the next step may have begun."""
         sums, odd = self.norm_partials.cpu(), list[tuple[int, int]]()
         for part in norm_parts(self.design.buckets, self.design.sharding.lanes, 0, 1):
             for block in (~torch.isfinite(sums[part.partials])).nonzero().flatten().tolist():
@@ -199,5 +198,6 @@ def make_state(
         norms=norms,
     )
     made.set_loss_scale(INITIAL_LOSS_SCALE if design.dtype == torch.float16 else 1.0, 0.0)
+    made.results.fill_(math.nan)  # no verdict, so no update: `compile_ahead` runs what is not Triton's
     initialize(table, design.seed, made.load_weight)
     return made

@@ -72,7 +72,7 @@ def test_an_operation(operation: str, sizes: dict[str, int]) -> None:
 def test_codes_are_those_of_a_cpu(name: str) -> None:
     """But of a few numbers halfway between two of them, perhaps."""
     draw, found = Draw(torch.float32), []
-    inp, book = draw(16, 32, 32, 4), draw(512, 4)
+    inp, book = draw(16, 32, 32, 4), draw(512, 5)
     for ops, device in ((reference, CPU), (kernels, CUDA)):
         out, codes = torch.empty_like(inp, device=device), torch.full((16, 1024), -1, device=device)
         if name == "fsq_round":
@@ -87,7 +87,7 @@ def test_codes_are_those_of_a_cpu(name: str) -> None:
 
 def test_codes_have_the_values_of_a_cpu() -> None:
     codes = torch.arange(1000).view(1, 1000)
-    book = torch.randn(1000, 4, generator=torch.Generator().manual_seed(1))
+    book = torch.randn(1000, 5, generator=torch.Generator().manual_seed(1))
     for name, more, settings in (("fsq_values", (), {"levels": LEVELS}), ("vq_values", (book,), {})):
         out, on_gpu = torch.empty(1, 40, 25, 4), torch.empty(1, 40, 25, 4, device=CUDA)
         getattr(reference, name)(out, codes, *more, **settings)

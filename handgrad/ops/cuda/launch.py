@@ -76,8 +76,8 @@ def compile_ahead(*launches: Callable[[], None]) -> None:
     """Compiles all kernels of `launches` at once, one thread per kernel, instead of each at its first launch. (The compiler
     spends much of its time outside Python's lock.)
 
-    Calls `launches` but records their kernels instead of running them. GEMMs and copies do run: they only read weights and
-    moments, but leave nonsense in gradients, activations and scratch."""
+    Calls `launches` but records their kernels instead of running them. What is not Triton's does run: it leaves nonsense in
+    gradients, activations and scratch, and without a verdict it does not change weights and moments."""
     with collecting() as noted:
         for each in launches:
             each()
