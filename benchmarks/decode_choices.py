@@ -23,15 +23,18 @@ from handgrad.ops.cuda import attention_decode, row_gemms
 from handgrad.tools.speeds import copy_bandwidth
 
 POSITIONS, REPLAYS = (64, 150, 512, 1000), 100
+ATTENTIONS = (attention_decode, "FEW_ATTENTIONS"), (attention_decode, "FEW_OF_128")
 CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
     "as shipped": {},
-    "a program for each tile": {(row_gemms, "MOST_PROGRAMS"): 1 << 30},
+    "a program for each tile": {(row_gemms, "MOST_OF_ONE_TILE"): 1 << 30},
     **{f"{n} stages": {(row_gemms, "STAGES"): n, (row_gemms, "STAGES_OF_MANY"): n} for n in (2, 3, 4)},
     **{
-        f"{keys} keys at once, {warps} warps": {(attention_decode, "FEW_ATTENTIONS"): (64 * keys, warps)}
-        for keys, warps in ((256, 16), (128, 8), (128, 4), (64, 4))
+        f"attention of {numbers} numbers at once, {warps} warps": dict.fromkeys(ATTENTIONS, (numbers, warps))
+        for numbers, warps in ((16384, 16), (16384, 8), (8192, 8), (8192, 4), (4096, 4), (4096, 2))
     },
-    **{f"{n} programs at most": {(row_gemms, "MOST_PROGRAMS"): n} for n in (528, 660, 1056)},
+    **{f"{n} programs at most": {(row_gemms, "RESIDENT"): n} for n in (528, 792, 1056)},
+    **{f"{n} programs at most for a vocabulary": {(row_gemms, "MOST_OF_A_VOCABULARY"): n} for n in (660, 792, 1320)},
+    "two tiles of SwiGLU": {(row_gemms, "MOST_OF_ONE_SWIGLU_TILE"): 792, (row_gemms, "RESIDENT"): 1056},
     "small tiles of one warp": {(row_gemms, "FEWEST_WARPS"): 1},
     "tiles of 16384 numbers": {(row_gemms, "TILE_ELEMENTS"): 16384},
     "tiles of 4096 numbers": {(row_gemms, "TILE_ELEMENTS"): 4096},

@@ -71,7 +71,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "saves seven of sixteen exponentials": "arithmetic",
         "and an eighth of rounding": "arithmetic",
     },
-    "handgrad/ops/cuda/row_gemms.py": {"4.8 TB/s times about 800 ns": "the vendor's specification, and an estimate"},
     "handgrad/ops/cuda/embedding.py": {"up 4 % of all tokens": "an example"},
     "handgrad/ops/cuda/activations.py": {
         "(1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3)": "an equation",

@@ -88,9 +88,9 @@ def test_tokens_that_a_slot_holds() -> None:
 
 def test_lengths_of_prompts() -> None:
     """Few, at most a quarter longer than a prompt from 256 tokens on, and never longer than the cache."""
-    assert [padded_length(n, 1000) for n in (1, 64, 65, 513, 700, 999)] == [64, 64, 128, 640, 768, 1000]
+    assert [padded_length(n, 1000) for n in (1, 32, 33, 257, 513, 700, 999)] == [32, 32, 64, 320, 640, 768, 1000]
     lengths = {padded_length(n, 1 << 17) for n in range(1, (1 << 17) + 1, 31)}
-    assert len(lengths) <= 12 + 4 * 7 and all(padded_length(n, 1 << 17) <= max(n * 1.25, n + 64) for n in range(1, 5000))
+    assert len(lengths) <= 16 + 4 * 7 and all(padded_length(n, 1 << 17) <= max(n * 1.25, n + 32) for n in range(1, 5000))
 
 
 def test_a_context_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

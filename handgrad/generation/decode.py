@@ -17,7 +17,7 @@ from handgrad.settings.config import ModelShape
 KIND = "generation"
 PREFILL_TOKENS = 2048  # most prompt tokens per prefill: enough for a GPU's GEMMs to run at full speed
 LEAST_CACHE = 1024  # tokens
-LENGTH_MULTIPLE = 64  # padded prompt lengths are multiples of this
+LENGTH_MULTIPLE = 32  # padded prompt lengths are multiples of this
 
 
 def with_cache(shape: ModelShape, tokens: int) -> ModelShape:
@@ -45,8 +45,8 @@ def decode_tensors(shape: ModelShape, views: dict[str, Tensor]) -> Any:
 
 
 def padded_length(tokens: int, longest: int) -> int:
-    """The padded length of a prompt, at most `longest`: a multiple of `LENGTH_MULTIPLE` or, from 512 tokens on,
-    of a quarter of the power of two below. Each length needs its own graph; this rule limits them to 12 up to 1024 tokens,
+    """The padded length of a prompt, at most `longest`: a multiple of `LENGTH_MULTIPLE` or, from 256 tokens on,
+    of a quarter of the power of two below. Each length needs its own graph; this rule limits them to 16 up to 1024 tokens,
     and four more per doubling."""
     multiple = max(LENGTH_MULTIPLE, (1 << max(0, tokens - 1).bit_length()) // 8)
     return min(-(-tokens // multiple) * multiple, longest)

@@ -207,22 +207,23 @@ class Decoder:
         prefixes = [self.cached_prefix(index, context[:-1]) for index, context in contexts.items()]
         new = [context[start:-1] for context, start in zip(contexts.values(), prefixes, strict=True)]
         prefill(self.prefill, buf, new, list(contexts), prefixes)
+        states = buf.tokens, buf.positions, buf.places, buf.active, buf.seeds
+        entering = list[tuple[int, ...]]()
         for index, context in contexts.items():
             slot, text = self.slots[index], texts[index]
             assert slot is not None
             slot.position = len(context) - 1
             slot.context, slot.before = context, len(text.tokens)
             self.cached[index] = slot
-            buf.tokens[index] = context[-1]
-            buf.positions[index] = slot.position
-            buf.places[index] = len(text.prompt) + len(text.tokens)
-            buf.active[index] = 1
-            buf.seeds[index] = text.seed
+            entering.append((context[-1], slot.position, len(text.prompt) + len(text.tokens), 1, text.seed))
             if self.options.repetition_penalty != 1:
                 seen = torch.zeros(buf.seen.shape[1], dtype=torch.bool)
                 seen[[*text.prompt, *text.tokens]] = True
                 seen[list(self.ends)] = False  # end-of-text at the start must not penalise ending the document
                 buf.seen[index].copy_(seen)
+        indices = torch.tensor(list(contexts), device=buf.tokens.device)
+        for state, values in zip(states, torch.tensor(entering).t().to(indices.device), strict=True):
+            state.index_copy_(0, indices, values)  # 64 texts' numbers one by one would take longer than a step
 
     def cached_prefix(self, index: int, tokens: Sequence[int]) -> int:
         """The length of the prefix of `tokens` whose keys and values the slot already holds and may reuse."""

@@ -49,7 +49,7 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
             "BLOCK": block,
             "ACTIVATION": "",
             "RMS_NORM": False,
-            "STAGES": row_gemms.stages_of(triton.cdiv(O, rows), weights),
+            "STAGES": row_gemms.stages_of(row_gemms.tiles_of(triton.cdiv(O, rows), weights)),
             "PLUS": 0,
         }
         absent = dict.fromkeys(set(everything) - set(given))
@@ -103,9 +103,15 @@ def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dic
             constants,
             tile.warps,
         )
-    elements, warps = attention_decode.FEW_ATTENTIONS
-    for D, parts in ((64, 4), (64, 16), (128, 8)):
-        constants = {"KEYS": elements // D, "BLOCK": D, "GROUP": 1, "PARTS": parts, "WINDOW": 4096 * (parts == 16)}
+    for D, parts in ((64, 4), (64, 16), (128, 16)):
+        elements, warps = attention_decode.FEW_OF_128 if D == 128 else attention_decode.FEW_ATTENTIONS
+        constants = {
+            "KEYS": elements // D,
+            "BLOCK": D,
+            "GROUP": 1,
+            "PARTS": parts,
+            "WINDOW": 4096 * (D == 64 and parts == 16),
+        }
         found[f"a part of {parts}, heads of {D}"] = attention_decode._attention, constants, warps
     queries, keys, warps = attention_decode.TURING_APPEND_TILE if turing else attention_decode.APPEND_TILE
     for D, group in ((64, 1), (128, 1), (64, 4), (128, 2)):

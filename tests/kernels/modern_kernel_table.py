@@ -108,7 +108,7 @@ def llama_launches(itemsize: int) -> dict[str, Launch]:
         constants = {**sizes, "BLOCK_H": heads, "BLOCK_P": pairs, "positions": None}
         constants["VALUES"] = triton.next_power_of_2(K * D)
         found[f"gained_qk_norm_forward of {H} heads"] = rotary._gained_forward, constants, warps
-        at_positions = {name: value for name, value in constants.items() if name != "positions"}
+        at_positions = {name: value for name, value in constants.items() if name != "positions"} | {"OVERLAPS": True}
         found[f"gained_qk_norm_forward of {H} heads, generation"] = rotary._gained_forward, at_positions, warps
         alone = {"C3": columns, "HEADS": turned, "D": D, "BLOCK_H": heads, "BLOCK_P": pairs, "ROTARY": True, "rstd": None}
         for scale in (1.0, 1.2):

@@ -28,7 +28,8 @@ def test_row_gemms(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) 
     check(checks.row_gemms(draw, C, O), terms=4)  # of the layer norm: as its own check has it
     check(checks.swiglu_product(draw, C, O), terms=8)
     monkeypatch.setattr(row_gemms, "FEWEST_PROGRAMS", 2)  # several rows in a tile, the last one cut
-    monkeypatch.setattr(row_gemms, "MOST_PROGRAMS", 2)  # several tiles in a program
+    for limit in ("MOST_OF_ONE_TILE", "MOST_OF_ONE_SWIGLU_TILE", "RESIDENT", "MOST_OF_A_VOCABULARY"):
+        monkeypatch.setattr(row_gemms, limit, 2)  # several tiles in a program
     check(checks.row_gemms(draw, C, O), terms=4)
     check(checks.swiglu_product(draw, C, O), terms=8)
 
@@ -48,11 +49,11 @@ def test_a_program_has_rows_while_there_are_enough_programs() -> None:
     assert row_gemms.gemm_tile(50304, 768) == (8, 1024, 4)
     assert row_gemms.gemm_tile(768, 768) == (2, 1024, 4)
     assert row_gemms.gemm_tile(1600, 6400) == (1, 8192, 4)
-    counts = {tiles: row_gemms.programs_of(tiles) for tiles in (96, 792, 793, 1200, 1600, 12576)}
-    assert counts == {96: 96, 792: 792, 793: 397, 1200: 600, 1600: 534, 12576: 786}, "as many tiles for each"
-    assert [row_gemms.stages_of(tiles) for tiles in (96, 792, 793, 3168, 3169)] == [0, 0, 2, 2, 3]
+    each = {tiles: row_gemms.tiles_of(tiles) for tiles in (96, 792, 793, 1200, 1600, 2048, 4864, 7920, 7921, 12576)}
+    assert each == {96: 1, 792: 1, 793: 2, 1200: 2, 1600: 3, 2048: 4, 4864: 8, 7920: 12, 7921: 5, 12576: 7}
+    assert [row_gemms.tiles_of(tiles, 2) for tiles in (2640, 2641)] == [1, 5]
+    assert [row_gemms.stages_of(count) for count in (1, 2, 4, 5)] == [0, 2, 2, 3]
     assert row_gemms.gemm_tile(8192, 2048, 2) == (4, 2048, 8), "SwiGLU: as many rows of each half"
-    assert row_gemms.programs_of(2048, 2) == 1024 and row_gemms.stages_of(2048, 2) == 2
 
 
 @pytest.mark.parametrize(

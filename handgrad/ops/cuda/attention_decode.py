@@ -25,9 +25,10 @@ from handgrad.ops.cuda.launch import launch, overlapping
 NOTHING = tl.constexpr(-1e30)  # below every real score
 
 # (numbers, warps) of an attention tile: 256 keys of 64 channels at once for few programs, each with a multiprocessor to
-# itself; fewer if many share one.
+# itself; 64 of 128, so that more programs share a head (benchmarks/results/h200-decode-programs.json); fewer if many share
+# a multiprocessor.
 FEW_PROGRAMS = 264
-FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
+FEW_ATTENTIONS, FEW_OF_128, MANY_ATTENTIONS = (16384, 8), (8192, 4), (4096, 2)
 
 MOST_PARTS = 16  # parts of a head's keys
 
@@ -61,7 +62,8 @@ def attention_decode(
         attention_in_tiles(out, keys_inout, values_inout, qkv, positions)  # which reads the keys of a group once
         return
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
-    elements, warps = FEW_ATTENTIONS if B * H < FEW_PROGRAMS else MANY_ATTENTIONS
+    few = FEW_OF_128 if block == 128 else FEW_ATTENTIONS
+    elements, warps = few if B * H < FEW_PROGRAMS else MANY_ATTENTIONS
     tile, warps = (max(16, elements // block), block), max(warps, block // 64)  # two warps spill heads of 256
     parts, numbers = 1 if arrivals is None else parts_of(B * H, maxT, tile[0]), (None, None, None)
     if parts > 1:
@@ -101,7 +103,7 @@ def attention_in_tiles(out: Tensor, keys_inout: Tensor, values_inout: Tensor, qk
     config = choose_config("forward", qkv, D, K < H)
     distance = (values_inout.data_ptr() - keys_inout.data_ptr()) // keys_inout.element_size()
     tile = config.queries, config.keys, max(16, triton.next_power_of_2(D)), H // K
-    options = {"num_warps": config.warps, "num_stages": config.stages}
+    options = {"num_stages": config.stages, **overlapping(out, config.warps)}
     options |= {"maxnreg": config.registers} if config.registers else {}
     tensors = out, keys_inout, qkv, positions
     launch(_attention_in_tiles, (K, B), *tensors, distance, H, maxT, D, *tile, **options)
@@ -196,7 +198,7 @@ def _attention(
 @triton.jit
 def _attention_in_tiles(
     out, keys, qkv, positions, distance, H, maxT, D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one head of keys, as the first GROUP rows of a tile. The values are `distance` numbers behind the
     keys."""
@@ -205,9 +207,12 @@ def _attention_in_tiles(
     query, channel = tl.arange(0, QUERIES), tl.arange(0, WIDTH)
     position = tl.load(positions + b).to(tl.int32)
     row, inside = qkv + b * ((H + 2 * kv_heads) * D), channel < D
+    k_head = keys + (b * kv_heads + kv_head) * maxT * D
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     mine = (query < GROUP)[:, None] & inside[None, :]
     q = tl.load(row + (first + query)[:, None] * D + channel[None, :], mask=mine, other=0.0)
-    k_head = keys + (b * kv_heads + kv_head) * maxT * D
     new = row + (H + kv_head) * D + channel
     place = k_head + position.to(tl.int64) * D + channel
     tl.store(place, tl.load(new, mask=inside, other=0.0), mask=inside)

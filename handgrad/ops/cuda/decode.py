@@ -106,7 +106,8 @@ def gained_qk_norm_rotary_forward(
     epsilon: float,
     plus: float = 0,
 ) -> None:
-    rotary.gained_forward(out, rstd, qkv, q_gain, k_gain, positions, 1, frequencies, scale, epsilon, plus)
+    turns = positions, 1, frequencies, scale, epsilon, plus
+    rotary.gained_forward(out, rstd, qkv, q_gain, k_gain, *turns, overlaps=True)
 
 
 def rotary_forward(

@@ -149,16 +149,18 @@ def gained_forward(
     scale: float,
     epsilon: float,
     plus: float,
+    *,
+    overlaps: bool = False,
 ) -> None:
-    """`positions` as in `forward`."""
+    """`positions` and `overlaps` as in `forward`."""
     (N, columns), turned_heads, D = qkv.shape, rstd.shape[1], q_gain.shape[0]
     heads = columns // D
     *block, warps = tile(turned_heads, D, qkv.element_size(), FORWARD_BYTES_PER_WARP)
     values = triton.next_power_of_2((heads - turned_heads) * D)
     tensors = out, rstd, qkv, q_gain, k_gain, positions, frequency_table(frequencies, qkv.device)
     shape = epsilon, N, length, columns, turned_heads, 2 * turned_heads - heads, D
-    constants = *block, values, scale, plus
-    launch(_gained_forward, (min(N, sizes.ROTARY_PROGRAMS),), *tensors, *shape, *constants, num_warps=warps)
+    constants, options = (*block, values, scale, plus), overlapping(qkv, warps) if overlaps else {"num_warps": warps}
+    launch(_gained_forward, (min(N, sizes.ROTARY_PROGRAMS),), *tensors, *shape, *constants, **options)
 
 
 def gained_qk_norm_rotary_backward(
@@ -329,11 +331,14 @@ def gains_at(q_gain, k_gain, head, pair, inside, QUERIES: tl.constexpr, D: tl.co
 def _gained_forward(
     out, rstd, qkv, q_gain, k_gain, positions, frequencies, epsilon, N, length, COLUMNS: tl.constexpr,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
-    VALUES: tl.constexpr, SCALE: tl.constexpr, PLUS: tl.constexpr = 0,
+    VALUES: tl.constexpr, SCALE: tl.constexpr, PLUS: tl.constexpr = 0, OVERLAPS: tl.constexpr = False,
 ):  # fmt: skip
     head, pair, inside = places(HEADS, D, BLOCK_H, BLOCK_P)
     frequency = tl.load(frequencies + pair, mask=pair < D // 2, other=0.0)
     g1, g2 = gains_at(q_gain, k_gain, head, pair, inside, QUERIES, D, PLUS)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     value = HEADS * D + tl.arange(0, VALUES)
     is_value = value < COLUMNS
     for row in range(tl.program_id(0), N, tl.num_programs(0)):

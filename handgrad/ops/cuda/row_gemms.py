@@ -25,10 +25,11 @@ ELEMENTS_PER_WARP = 2048
 FEWEST_WARPS = 4
 LONGEST_ROW = 1 << 15  # channels of the longest row that one tile holds
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, as long as a tile has rows to give up
-# With more tiles than this, at most as many programs share them: six per multiprocessor. Their loads in flight are more
-# bytes than the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor). Five are resident.
-MOST_PROGRAMS = 792
-MOST_SWIGLU_PROGRAMS = 1056  # eight: a program reads a tile of both halves (h200-decode-parts.json compares the numbers)
+# Up to six tiles per multiprocessor have a program each, of SwiGLU up to twenty. More are shared by as many programs as are
+# resident, five per multiprocessor, so that none starts late. A vocabulary's tiles are so many that more programs start one
+# after the other (benchmarks/results/h200-decode-programs.json).
+MOST_OF_ONE_TILE, MOST_OF_ONE_SWIGLU_TILE, RESIDENT = 792, 2640, 660
+TILES_OF_A_VOCABULARY, MOST_OF_A_VOCABULARY = 7920, 1980
 # Tiles that a program holds: one in use and one in flight; two in flight if it has more than `FEW_TILES`. With one, the
 # programs of the next kernel find room in shared memory while these run.
 STAGES, FEW_TILES, STAGES_OF_MANY = 2, 4, 3
@@ -51,14 +52,15 @@ def gemm_tile(O: int, K: int, weights: int = 1) -> tuple[int, int, int]:
     return rows, block, min(16, max(FEWEST_WARPS if rows > 1 else 1, weights * rows * block // ELEMENTS_PER_WARP))
 
 
-def programs_of(tiles: int, weights: int = 1) -> int:
-    """The number of programs; all have equally many tiles, except the last."""
-    return triton.cdiv(tiles, triton.cdiv(tiles, MOST_PROGRAMS if weights == 1 else MOST_SWIGLU_PROGRAMS))
+def tiles_of(tiles: int, weights: int = 1) -> int:
+    """The tiles of each program, except the last."""
+    if tiles <= (MOST_OF_ONE_TILE if weights == 1 else MOST_OF_ONE_SWIGLU_TILE):
+        return 1
+    return triton.cdiv(tiles, RESIDENT if tiles <= TILES_OF_A_VOCABULARY else MOST_OF_A_VOCABULARY)
 
 
-def stages_of(tiles: int, weights: int = 1) -> int:
+def stages_of(each: int) -> int:
     """Tiles that a program holds at once; 0 if it has only one."""
-    each = triton.cdiv(tiles, programs_of(tiles, weights))
     return 0 if each == 1 else STAGES if each <= FEW_TILES else STAGES_OF_MANY
 
 
@@ -89,11 +91,12 @@ def row_gemm(
     weights = weight.shape[0] // O  # 2: a program reads as many rows from each half
     *tile, warps = gemm_tile(O, K, weights)
     tiles = triton.cdiv(O, tile[0])
-    stages = stages_of(tiles, weights)
+    each = tiles_of(tiles, weights)
+    stages = stages_of(each)
     tensors = out, x, *norm, weight, bias, residual
     constants = O, K, epsilon, *tile, activation, rms_norm, stages, plus
     options = overlapping(out, warps) | registers(stages, normed=norm[0] is not None)
-    launch(_row_gemm, (programs_of(tiles, weights),), *tensors, *constants, **options)
+    launch(_row_gemm, (triton.cdiv(tiles, each),), *tensors, *constants, **options)
 
 
 @triton.jit
