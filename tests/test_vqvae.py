@@ -253,6 +253,8 @@ def test_an_audited_run_is_verified_and_evaluated(small: RunConfig, text: str, c
     assert main(["evaluate", small.out]) == 0
     (told,) = re.findall(r"squared error +(\d\S+)", capsys.readouterr().out)
     assert float(told) == pytest.approx(validated[-1], abs=1e-6)
+    assert main(["evaluate", small.out, "--context", "100"]) == 64
+    assert capsys.readouterr().err == "handgrad: --context is for models of tokens; vqvae reads whole pictures\n"
 
 
 @pytest.mark.parametrize("text", RUNS.values(), ids=RUNS)

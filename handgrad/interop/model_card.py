@@ -178,7 +178,7 @@ def drawing(codes: Codes, trust: str) -> list[str]:
         f'palette = json.load(open(f"{{folder}}/{PALETTE_FILE}"))',
         f"model = AutoModelForCausalLM.from_pretrained(folder{trust})",
         f"start = torch.tensor({start}){note}",
-        "room = model.config.max_position_embeddings - start.shape[1]",
+        "room = model.config.max_position_embeddings + 1 - start.shape[1]  # no token follows the last",
         "tokens = model.generate(start, max_new_tokens=room, do_sample=True, top_k=0)[0]",
         f"codes = tokens[tokens < {first}][: {codes.count}].tolist()",
         f"codes += [0] * ({codes.count} - len(codes))  # of a picture that ends early",
