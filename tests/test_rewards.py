@@ -305,6 +305,12 @@ def test_a_replay_finds_other_rewards(base: RunConfig, folder: Path, tmp_path: P
     assert main(["verify", config.out]) == 64 and "code that runs only if you name it" in capsys.readouterr().err
     assert main(["evaluate", config.out]) == 64 and f"--reward {config.reward}" in capsys.readouterr().err
     assert main(["verify", config.out, "--reward", config.reward]) == 0
+    path = min(Path(config.out, "rollouts").iterdir())
+    whole = path.read_text()
+    path.write_text(whole.replace('"reward": ', '"reward": 1', 1))
+    assert main(["verify", config.out, "--reward", config.reward]) == 77
+    assert f"{path} was changed: the replay has other answers or rewards" in capsys.readouterr().err
+    path.write_text(whole)
     (tmp_path / "own.py.more").touch()
     from handgrad.tools.record import open_record
     from handgrad.tools.verify import replay, spans_of

@@ -73,8 +73,7 @@ def rules_of(begin: Line) -> tuple[Line, str | None]:
 
 def begins_of(record: RunRecord, span: Span) -> list[Line]:
     """The `begin`s in force during a span."""
-    inside = [line for line in record.begins if span.first < line["step"] < span.last]
-    return [record.begun(span.first), *inside]
+    return [record.begun(span.first), *(line for line in record.begins if span.first < line["step"] < span.last)]
 
 
 def check_machine(record: RunRecord, spans: Sequence[Span], elsewhere: dict[str, str], *, allow_changes: bool) -> list[str]:
@@ -106,6 +105,9 @@ def replay(record: RunRecord, span: Span, elsewhere: dict[str, str], scratch: Pa
         comparing = Comparing(record, span, run)
         comparing.begin()
         run.advance(span.last, comparing.step)
+    for path in sorted((scratch / ROLLOUTS).glob("*")):
+        if (kept := record.folder / ROLLOUTS / path.name).exists() and kept.read_bytes() != path.read_bytes():
+            raise AuditError(f"{kept} was changed: the replay has other answers or rewards")
     return comparing.links, comparing.checkpoints
 
 
@@ -154,8 +156,7 @@ class Comparing:
         """Compares the link of the step just made, and its checkpoint if at hand. Raises `AuditError` for a difference."""
         link, mine = self.recorded.get(completed), self.run.audit.last
         fields = [] if link is None else differing(mine, link)
-        begin = self.begun_again.get(completed)
-        if begin is not None and begin["state"] != mine["state"] and not fields:
+        if (begin := self.begun_again.get(completed)) and begin["state"] != mine["state"] and not fields:
             raise AuditError(f"{self.record.path}, step {completed}: the state that it begins anew with is another")
         tensors = self.differing_tensors(completed) if completed in self.at_hand else []
         if fields or tensors:
@@ -221,6 +222,5 @@ def holds(record: RunRecord, spans: Sequence[Span], links: int, checkpoints: int
     apart = [step for step in record.checkpoints if not any(span.first <= step <= span.last for span in spans)]
     others = sum(step >= late for step in apart)
     before += f"; {others} other checkpoint{'s' * (others != 1)} by hash alone" if others else ""
-    seconds = time.perf_counter() - begun
     equal = f"{links} link{'s' * (links != 1)}{states} equal"
-    return f"{record.path} holds: {equal}, bit by bit, of steps {steps}{before} ({seconds:.1f} s)"
+    return f"{record.path} holds: {equal}, bit by bit, of steps {steps}{before} ({time.perf_counter() - begun:.1f} s)"
