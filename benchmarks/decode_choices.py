@@ -34,7 +34,7 @@ CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
     },
     **{f"{n} programs at most": {(row_gemms, "RESIDENT"): n} for n in (528, 792, 1056)},
     **{f"{n} programs at most for a vocabulary": {(row_gemms, "MOST_OF_A_VOCABULARY"): n} for n in (660, 792, 1320)},
-    "two tiles of SwiGLU": {(row_gemms, "MOST_OF_ONE_SWIGLU_TILE"): 792, (row_gemms, "RESIDENT"): 1056},
+    "1056 programs at most, of SwiGLU too": {(row_gemms, "MOST_OF_ONE_SWIGLU_TILE"): 792, (row_gemms, "RESIDENT"): 1056},
     "small tiles of one warp": {(row_gemms, "FEWEST_WARPS"): 1},
     "tiles of 16384 numbers": {(row_gemms, "TILE_ELEMENTS"): 16384},
     "tiles of 4096 numbers": {(row_gemms, "TILE_ELEMENTS"): 4096},

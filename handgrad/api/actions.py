@@ -128,7 +128,7 @@ def evaluate(
     if not folder:
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer, str(model.origin["source"]), chat=model.talks)
-    check_window(context, model.shape.sequence_length)
+    check_window(context, model.shape)
     stride = model.eval_stride if eval_stride is None else eval_stride
     packing = evaluation_packing(model.packing, dataset, other_data=bool(data))
     act = model.forward_buffers(micro_batch, context or model.eval_context, packed=packing != STREAM)

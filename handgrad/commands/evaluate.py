@@ -94,9 +94,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     tasks = ranks.from_rank_0(lambda: read_tasks(parsed), "the tasks")  # fails before it downloads a model
     source = open_rank_0_first(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     on = machine(device, source.shape.network.precision(parsed.precision), parsed.backend)
-    check_window(parsed.context, source.shape.sequence_length)
-    if parsed.context and source.shape.network.pictures:
-        raise UsageError(f"--context is for models of tokens; {source.shape.architecture} reads whole pictures")
+    check_window(parsed.context, source.shape)
     context = parsed.context or usual_window(source)
     requests = ranks.from_rank_0(lambda: make_requests(tasks, source.tokenizer, context), "the requests") if tasks else []
     rewarded = parsed.reward or (trusted(source.config.reward) if not tasks and not parsed.data else "")

@@ -66,10 +66,12 @@ def is_taught_to_talk(tokenizer: Tokenizer, found: Checkpoint | None) -> bool:
     return template_text(tokenizer) is not None or (found is not None and trained_on_chats(found))
 
 
-def check_window(tokens: int, context: int) -> None:
-    """Raises `UsageError` for more tokens than the model's context."""
-    if tokens > context:
-        raise UsageError(f"--context must be at most {context}, the model's own, found {tokens}")
+def check_window(tokens: int, shape: ModelShape) -> None:
+    """Raises `UsageError` for more tokens than the model's context, and for part of a picture."""
+    if tokens and shape.network.pictures:
+        raise UsageError(f"--context is for models of tokens; {shape.architecture} reads whole pictures")
+    if tokens > shape.sequence_length:
+        raise UsageError(f"--context must be at most {shape.sequence_length}, the model's own, found {tokens}")
 
 
 def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:

@@ -207,7 +207,6 @@ class Decoder:
         prefixes = [self.cached_prefix(index, context[:-1]) for index, context in contexts.items()]
         new = [context[start:-1] for context, start in zip(contexts.values(), prefixes, strict=True)]
         prefill(self.prefill, buf, new, list(contexts), prefixes)
-        states = buf.tokens, buf.positions, buf.places, buf.active, buf.seeds
         entering = list[tuple[int, ...]]()
         for index, context in contexts.items():
             slot, text = self.slots[index], texts[index]
@@ -222,8 +221,9 @@ class Decoder:
                 seen[list(self.ends)] = False  # end-of-text at the start must not penalise ending the document
                 buf.seen[index].copy_(seen)
         indices = torch.tensor(list(contexts), device=buf.tokens.device)
+        states = buf.tokens, buf.positions, buf.places, buf.active, buf.seeds
         for state, values in zip(states, torch.tensor(entering).t().to(indices.device), strict=True):
-            state.index_copy_(0, indices, values)  # 64 texts' numbers one by one would take longer than a step
+            state.index_copy_(0, indices, values)  # a launch for each number of each text would keep the GPU waiting
 
     def cached_prefix(self, index: int, tokens: Sequence[int]) -> int:
         """The length of the prefix of `tokens` whose keys and values the slot already holds and may reuse."""

@@ -198,6 +198,5 @@ def make_state(
         norms=norms,
     )
     made.set_loss_scale(INITIAL_LOSS_SCALE if design.dtype == torch.float16 else 1.0, 0.0)
-    made.results.fill_(math.nan)  # no verdict, so no update: `compile_ahead` runs what is not Triton's
     initialize(table, design.seed, made.load_weight)
     return made

@@ -197,6 +197,7 @@ class TrainStep:
         self.design, self.state, self.feed, self.program, self.graphs = state.design, state, feed, program, graphs
         self.loss_window, self.norm_window = SpikeWindow(), SpikeWindow()
         stages = [stage.run for stage in program.micro_step]
+        state.results.fill_(math.nan)  # no verdict, so no update: `compile_ahead` runs what is not Triton's
         self.design.ops.compile_ahead(*stages, *program.norms, *program.update, *program.compiled_ahead)
         self.micro_step, self.norms, self.update = (
             Replayed(launches) if graphs else launches for launches in (stages, program.norms, program.update)
