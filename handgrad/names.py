@@ -31,6 +31,11 @@ SYNONYMS = {
     " enable_activation_checkpointing recomputation remat",
     "precision": "dtype mixed_precision amp bf16 fp16 fp32 tf32 fp8 half",
     "weight_decay": "wd",
+    "rollouts": "num_generations group_size num_rollouts n_samples_per_prompt",
+    "answer_tokens": "max_completion_length max_response_length response_length",
+    "updates": "ppo_epochs num_ppo_epochs",
+    "clip_ratio": "cliprange clip_range ppo_clip",
+    "reward": "reward_fn reward_func reward_funcs reward_function",
     "clip_norm": "grad_clip clip max_grad_norm",
     "adam_epsilon": "eps epsilon",
     "eval_every": "eval_interval eval_steps",
@@ -113,6 +118,9 @@ ELSEWHERE = {
     " assistant_only_loss completion_only_loss train_on_responses_only mask_prompt chat_template",
     "nowhere: weights of 8 bits are the least, --precision fp8": "load_in_4bit load_in_8bit qlora quantization",
     "nowhere: adapters have no dropout": "lora_dropout",
+    "nowhere: a run samples at temperature 1 from the whole vocabulary, else its gradient is not the policy's": "top_k"
+    " top_p min_p temperature repetition_penalty presence_penalty frequency_penalty",
+    "nowhere: no loss holds a divergence from the start, a validation records it": "kl_coef init_kl_coef kl_loss_coef",
     "by the architecture: GPT-2 has biases, the modern network (m4 ... m48) none": "bias",
 }
 

@@ -33,6 +33,8 @@ class Answers:
             raise UsageError("--reward needs prompts: give --data FILE.jsonl, or questions")
         dataset = open_prompts(self.name, str(source.origin.get("source", "")))
         self.shards = [shard for split in (SPLITS if data else SPLITS[1:]) for shard in prompts_of(dataset, split)]
+        if not self.shards:
+            raise UsageError(f"expected held-out prompts in {self.name}, found none; give other prompts: --data FILE.jsonl")
         self.rewards = Rewards(reward, source.config.reward_seconds)
         self.most_tokens = most_tokens or source.config.answer_tokens or USUAL_ANSWER
         if (room := shape.sequence_length - longest_prompt(dataset)) < 1:
@@ -57,7 +59,8 @@ class Answers:
         earned = self.rewards.of([row for row, _ in own], [stop.before(tokenizer.decode(text.tokens)) for text in texts])
         self.rewards.close()
         ended = [text.stopped in (END_OF_TEXT, STOP) for text in texts]
-        parts = [*zip(earned, (len(text.tokens) for text in texts), ended, strict=True)]
+        lengths = [len(text.tokens) + (text.stopped == END_OF_TEXT) for text in texts]  # as a validation counts them
+        parts = [*zip(earned, lengths, ended, strict=True)]
         everyone = [one for part in self.ranks.all_gather_objects(parts, "the answers") for one in part]
         rewards, tokens, ends = zip(*everyone, strict=True)
         average, error = mean_and_error(rewards)

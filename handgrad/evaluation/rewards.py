@@ -23,12 +23,17 @@ from handgrad.names import nearest_name
 
 Reward = Callable[[Mapping[str, Any], str], float]
 PYTHON = "python:"  # before the name of a function that the caller passed
-WORKERS = 4  # processes for a function of the user's own
+WORKERS, LOADING_SECONDS = 4, 120  # processes for a function of the user's own; the longest time to load it
+LARGEST = 1e30  # of a reward's absolute value: differences of rewards are float32 numbers
+ENDED = "an end of its process"
 NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 
 def right(row: Mapping[str, Any], answer: str) -> float:
     """1 for the right answer to a built-in question."""
+    if questions.known_answer(row["messages"]) is None:
+        asked = row["messages"][-1]["content"]
+        raise DataError(f"expected built-in questions, which this reward knows, found {asked!r:.80}; choose another reward")
     return float(questions.check(row["messages"], answer))
 
 
@@ -67,21 +72,14 @@ def load(spec: str) -> Reward:
     """The function that a setting names. Raises UsageError: there is none."""
     if spec in BUILT_IN:
         return BUILT_IN[spec]
-    if spec.startswith(PYTHON):
-        raise UsageError(f"the run was started with the function {spec}; give it again, as handgrad.train(reward=...)")
-    file, _, name = spec.rpartition(":")
+    file, name = located(spec)
     path = Path(file)
-    if not file.endswith(".py"):
-        near = nearest_name(spec, BUILT_IN)
-        raise UsageError(f"reward must be {', '.join(BUILT_IN)} or FILE.py:FUNCTION, found {spec!r}{near}")
-    if not path.is_file():
-        raise UsageError(f"reward names the file {file}, found none; check the path")
     described = importlib.util.spec_from_file_location(f"handgrad_reward_{path.stem}", path)
     assert described is not None and described.loader is not None
     module = importlib.util.module_from_spec(described)
     try:
         described.loader.exec_module(module)
-    except Exception as error:  # the user's own code may raise anything
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything
         raise UsageError(f"{file} cannot be loaded: {error!r:.200}; mend it, then start the run again") from None
     function = getattr(module, name, None)
     if not callable(function):
@@ -89,10 +87,24 @@ def load(spec: str) -> Reward:
     return function
 
 
+def located(spec: str) -> tuple[str, str]:
+    """The file and the name of a function of the user's own. Raises `UsageError`: there is no such file."""
+    if spec.startswith(PYTHON):
+        raise UsageError(f"the run was started with the function {spec}; give it again, as handgrad.train(reward=...)")
+    file, _, name = spec.rpartition(":")
+    if not file.endswith(".py"):
+        near = nearest_name(spec, BUILT_IN)
+        raise UsageError(f"reward must be {', '.join(BUILT_IN)} or FILE.py:FUNCTION, found {spec!r}{near}")
+    if not Path(file).is_file():
+        raise UsageError(f"reward names the file {file}, found none; check the path")
+    return file, name
+
+
 def trusted(spec: str) -> str:
     """The reward that a run's folder names. Raises `UsageError` if it is code: only the user may ask to run some."""
     if spec and spec not in BUILT_IN:
-        raise UsageError(f"the run's rewards come from {spec}, code that runs only if you name it: --reward {spec}")
+        name = "FILE.py:FUNCTION" if spec.startswith(PYTHON) else spec
+        raise UsageError(f"the run's rewards come from {spec}, code that runs only if you name it: --reward {name}")
     return spec
 
 
@@ -100,14 +112,19 @@ def identity(spec: str) -> str:
     """A built-in reward's or Python function's name, or the SHA-256 of the user's file with the function's name."""
     if spec in BUILT_IN or spec.startswith(PYTHON):
         return spec
-    file, _, name = spec.rpartition(":")
+    file, name = located(spec)
     return f"{hashlib.sha256(Path(file).read_bytes()).hexdigest()}:{name}"
 
 
 def checked(value: Any, where: str) -> float:
-    """A reward as a number. Raises `UsageError` if it is none, or not finite."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or not math.isfinite(number := float(value)):
-        raise UsageError(f"expected a finite number as the reward of {where}, found {value!r:.60}; mend the function")
+    """A reward as a number. Raises `UsageError` if it is none, not finite, or too large for float32."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:  # a number beyond float's range, or whatever the value's own conversion raises
+        number = math.nan
+    if not abs(number) <= LARGEST:
+        expected = "a finite number" if math.isnan(number) else f"a finite number up to {LARGEST:g}"
+        raise UsageError(f"expected {expected} as the reward of {where}, found {value!r:.60}; mend the function")
     return number
 
 
@@ -122,9 +139,9 @@ class Rewards:
     def __init__(self, spec: str | Reward, seconds: float):
         """`spec`: a setting, or a function, which is called here without a limit."""
         self.spec, self.seconds = spec, seconds
-        self.function = spec if callable(spec) else load(spec)
         self.inside = callable(spec) or spec in BUILT_IN
-        self.workers: list[Worker] = []
+        self.function = spec if callable(spec) else BUILT_IN.get(spec, nothing)  # a file's runs in workers alone
+        self.workers = [] if callable(spec) or self.inside else [Worker(spec)]
 
     def of(self, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[float]:
         """The reward of each answer. UsageError, with row and text: no finite number, an exception, or too slow."""
@@ -142,9 +159,8 @@ class Rewards:
         return rewards
 
     def in_processes(self, rows: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[float]:
-        if not self.workers:
-            assert isinstance(self.spec, str)
-            self.workers = [Worker(self.spec) for _ in range(min(WORKERS, len(rows)))]
+        assert isinstance(self.spec, str)
+        self.workers += [Worker(self.spec) for _ in range(min(WORKERS, len(rows)) - len(self.workers))]
         free: SimpleQueue[Worker] = SimpleQueue()
         for worker in self.workers:
             free.put(worker)
@@ -178,33 +194,39 @@ class Worker:
         self.process = context.Process(target=serve, args=(theirs, spec), daemon=True)
         self.process.start()
         theirs.close()
-        if self.connection.recv() is not None:  # loaded, so that a start does not count
-            raise UsageError(f"reward {spec} could not be loaded in a process of its own; it must not depend on this one")
+        late = f"{spec} took longer than {LOADING_SECONDS} s to load; compute less outside of its functions"
+        _, error = self.received(LOADING_SECONDS, late)  # a start does not count as an answer's time
+        if error:
+            raise UsageError(f"{spec} cannot be loaded: found {ENDED}; mend it" if error == ENDED else error)
 
     def ask(self, row: Mapping[str, Any], answer: str, seconds: float) -> Any:
         """An answer's reward. Raises `UsageError` if the function raised, ended the process or took longer."""
         self.connection.send((row, answer))
-        if not self.connection.poll(seconds):
-            raise UsageError(
-                f"the reward of {named(row, answer)} took longer than {seconds:g} s; mend the function, or give it more:"
-                f" --reward-seconds {math.ceil(2 * seconds)}"
-            )
-        try:
-            value, error = self.connection.recv()
-        except EOFError:
-            value, error = None, "an end of its process"
+        of = f"the reward of {named(row, answer)}"
+        more = f"mend the function, or give it more: --reward-seconds {math.ceil(2 * seconds)}"
+        value, error = self.received(seconds, f"{of} took longer than {seconds:g} s; {more}")
         if error:
-            raise UsageError(f"the reward of {named(row, answer)} raised {error:.200}; mend the function")
+            raise UsageError(f"{of} raised {error:.200}; mend the function")
         return value
+
+    def received(self, seconds: float, late: str) -> tuple[Any, str]:
+        """(value, error) of the process. Raises `UsageError` with the text `late` after `seconds`."""
+        if not self.connection.poll(seconds):
+            self.process.kill()
+            raise UsageError(late)
+        try:
+            return self.connection.recv()  # type: ignore[no-any-return]
+        except EOFError:
+            return None, ENDED
 
 
 def serve(connection: Connection, spec: str) -> None:
     """Runs in a worker process: answers (row, answer) with (reward, "") or (None, the error)."""
     try:
         function = load(spec)
-        connection.send(None)
+        connection.send((None, ""))
     except UsageError as error:
-        connection.send(str(error))
+        connection.send((None, str(error)))
         return
     while True:
         try:

@@ -100,7 +100,8 @@ def description(run: Run) -> str:
     start, data, count = run.start, run.start.data, results.count_text
     shape = [f"{run.config[key]} {word}" for key, word in SHAPE_WORDS.items() if key in run.config]
     of_shape = f" of {', '.join(shape[:-1])} and {shape[-1]}" if len(shape) > 1 else ""
-    epochs = results.tokens_seen(run) / data.train_tokens if data.train_tokens > 0 else math.nan
+    counts = data.train_tokens > 0 and not run.rewards  # not prompts, which answers follow
+    epochs = results.tokens_seen(run) / data.train_tokens if counts else math.nan
     passes = f", {epochs:.3g} times the training data" if math.isfinite(epochs) else ""
     frozen = start.trained_parameters < start.parameters
     trained = f" ({count(start.trained_parameters)} of them not frozen)" if frozen else ""

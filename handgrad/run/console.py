@@ -159,6 +159,7 @@ class StepFigures:
     tokens_per_second: float
     rate: str  # arithmetic rate of the model
     seconds_left: float
+    reward: float | None = None  # mean of the answers that it trains
 
     def line(self, width: int | None = None) -> str:
         """The plain line. Drops the least important figures to fit `width` characters."""
@@ -175,6 +176,7 @@ class StepFigures:
         return [
             f"step {self.step:>{len(str(self.steps))}}/{self.steps}",
             f"loss {result.loss:.4f}{loss_z}",
+            *([] if self.reward is None else [f"reward {self.reward:.4f}"]),
             f"norm {result.norm:.3f}{norm_z}",
             f"lr {result.learning_rate:.2e}",
             *([f"{result.elapsed_seconds * 1e3:.0f} ms"] if without < 3 else []),
@@ -189,7 +191,7 @@ class StepFigures:
         parts = [
             f"{human_seconds(self.seconds_left)} left",
             f"{human_count(self.tokens_per_second)} tok/s",
-            f"loss {result.loss:.4f}",
+            f"loss {result.loss:.4f}" if self.reward is None else f"reward {self.reward:.4f}",
             f"step {self.step}/{self.steps}",
             f"norm {result.norm:.3f}",
             f"lr {result.learning_rate:.2e}",

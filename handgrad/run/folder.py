@@ -11,7 +11,7 @@ from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.joins.parallel.ranks import Ranks
 from handgrad.run.listing import Records, failed_twice, last_failure, records_of
-from handgrad.run.packing import DOCUMENTS, TEACHER
+from handgrad.run.packing import DOCUMENTS, REWARD, TEACHER
 from handgrad.settings.config import AUTO, STREAM, RunConfig, check, differences, to_dict, to_toml
 from handgrad.settings.objective import FORWARD, TOKENS
 from handgrad.storage import checkpoint
@@ -112,6 +112,11 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} learns from a teacher with SHA-256 {then}, found {now} at {self.config.teacher}; name the"
                 " first by --teacher, as RUN/checkpoints/step_00001000, or choose another --out, or --allow-changes"
+            )
+        if old.get(REWARD) != identity.get(REWARD) and not allow_changes:
+            raise ConfigError(
+                f"{self.path} has learnt from another function than {self.config.reward} holds now; restore it, choose"
+                " another --out, or --allow-changes"
             )
         if changed and not allow_changes:
             old = f": {trained_on}; give that --data," if trained_on else "; use the old data,"

@@ -71,7 +71,7 @@ def header_lines(
         f" {epochs:{'.1f' if epochs >= 0.1 else '.1g'}} epochs",
         *batch_lines(design.batch),
         *warmup_lines(config),
-        *packing_lines(config, dataset),
+        *packing_lines(config, dataset, origin),
         f"numbers    {config.precision} {note}, recompute {config.recompute}, {started}",
     ]
     if design.fp8 is not None:

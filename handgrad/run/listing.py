@@ -47,16 +47,18 @@ class RunSummary:
     step: int = 0
     steps: int | None = None
     validation_loss: float | None = None  # last validation, nats per token
+    reward: float | None = None  # the mean of the last validation of answers
     set_losses: dict[str, float] = field(default_factory=dict)  # the same of each of several data sets
     seconds_left: float | None = None  # of a running one
 
     def row(self, now: float) -> tuple[str, ...]:
         """Table cells, in the order of `HEADINGS`."""
+        loss = "" if self.validation_loss is None else f"{self.validation_loss:.4f}"
         return (
             self.name,
             "" if self.parameters is None else human_count(self.parameters),
             "" if self.steps is None else f"{self.step}/{self.steps}",
-            "" if self.validation_loss is None else f"{self.validation_loss:.4f}",
+            loss if self.reward is None else f"reward {self.reward:.4f}",
             human_bytes(self.size_bytes),
             self.state,
             f"{human_age(now - self.written)} ago",
@@ -117,7 +119,7 @@ def figures(folder: Path) -> dict[str, Any]:
     if "run" not in found:
         raise DataError(f"{folder / METRICS_FILE} has no 'run' line; `handgrad train` did not get to its first step")
     marker = found["marker"]
-    loss, sets = (found.get("validation", {}).get(name) for name in ("loss", "sets"))
+    loss, sets, reward = (found.get("validation", {}).get(name) for name in ("loss", "sets", "reward"))
     result = found.get("result", {})
     state, code = RUNNING if is_held(folder) else state_of(marker), marker.get("code")
     return {
@@ -129,6 +131,7 @@ def figures(folder: Path) -> dict[str, Any]:
         "step": found.get("step", {}).get("step", 0),
         "steps": config.get("steps", found["run"].get("steps")),
         "validation_loss": loss if isinstance(loss, float) and math.isfinite(loss) else None,
+        "reward": reward if isinstance(reward, float) else None,
         "set_losses": {name: x for name, x in sets.items() if isinstance(x, float)} if isinstance(sets, dict) else {},
         "seconds_left": seconds_left(config, found) if state == RUNNING else None,
     }

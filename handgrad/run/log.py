@@ -239,12 +239,12 @@ class StepLines:
         self.peak = peak and peak * ranks
         self.flops_per_token = design.flops_per_token
 
-    def show(self, step: int, result: StepResult) -> None:
-        """`step` is counted from 1."""
+    def show(self, step: int, result: StepResult, reward: float | None) -> None:
+        """`step` is counted from 1; `reward`: the mean of its answers', if it trains answers."""
         tokens_per_second = self.pace.add(self.batch.tokens(step - 1), result.elapsed_seconds)
         rate = speed(tokens_per_second, self.flops_per_token, self.peak)
         seconds_left = (self.tokens - self.batch.tokens_before(step)) / tokens_per_second
-        figures = StepFigures(step, self.steps, result, tokens_per_second, rate, seconds_left)
+        figures = StepFigures(step, self.steps, result, tokens_per_second, rate, seconds_left, reward)
         self.log.display.update(step, figures.live_line)
         if self.cadence.due(step, always=step == self.steps or bool(result.skipped)):
             self.log.step_line(figures.line)

@@ -278,7 +278,8 @@ class Run:
         self.audit.add(self.training, self.completed, result, digests)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.log.gpu(self.completed, self.design.device)
-        self.step_lines.show(self.completed, result)
+        answers = None if self.rollouts is None else self.rollouts.block(self.completed - 1)
+        self.step_lines.show(self.completed, result, None if answers is None else answers.figures["reward"])
         if self.completed % self.config.log_every == 0 and (slowest := self.stragglers.report()):
             figures, line = slowest
             self.log.record("ranks", step=self.completed, **figures)

@@ -135,12 +135,14 @@ def mixture_lines(config: RunConfig, dataset: Dataset) -> list[str]:
     return lines
 
 
-def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
-    """The header line about packed documents, or about rows with untrained tokens."""
+def packing_lines(config: RunConfig, dataset: Dataset, origin: dict[str, Any] | None = None) -> list[str]:
+    """The header line about packed documents, or about rows with untrained tokens. `origin`: of the first weights."""
     if config.objective == DPO:
         pairs = f"{len(dataset.splits['train'][0].document_starts) // 2} pairs, each answer in a row of its own"
-        model = references_record(dataset)["model"].get("source")
-        return [f"objective  {DPO}: {pairs}; beta {config.dpo_beta:g}; references of {model}"]
+        model = references_record(dataset)["model"]
+        differ = origin is not None and origin.get("sha256") != model.get("sha256")
+        note = ", NOT the weights that this run starts from: its first loss is not ln 2" if differ else ""
+        return [f"objective  {DPO}: {pairs}; beta {config.dpo_beta:g}; references of {model.get('source')}{note}"]
     if config.reward:
         prompts = config.tokens_per_step // config.sequence_length // config.rollouts
         more = f", for {config.updates} updates" if config.updates > 1 else ""

@@ -1,5 +1,6 @@
 """A run's record, as a verifier opens it: chain, checkpoints, configuration. Replays nothing."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from handgrad.machine.backend import plain_backend
 from handgrad.parsing import readable_records
 from handgrad.run.audit import text_facts
 from handgrad.run.checkpointing import SOURCES, versions_of
-from handgrad.run.packing import DOCUMENTS, data_of, identity_of
+from handgrad.run.packing import DOCUMENTS, REWARD, data_of, identity_of
 from handgrad.settings.config import FIELDS, RunConfig, convert, read_toml
 from handgrad.storage import checkpoint
 from handgrad.storage.manifest import MANIFEST, contradiction, read_manifest
@@ -206,10 +207,11 @@ def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> 
         now, then = {**identity, **texts}, {**stored, **{name: begin.get(name) for name in texts}}
         for key in {**now, **then}:
             if then.get(key) != now.get(key):
-                raise DataError(
-                    f"{record.path} was trained on {key} {str(then.get(key))[:40]}, {config.data} holds"
-                    f" {str(now.get(key))[:40]}; give --data with the run's shards"
-                )
+                holder, remedy = config.data, "--data with the run's shards"
+                if key == REWARD:
+                    holder, remedy = config.reward, "--reward with the run's function"
+                was, held = (re.sub(r"([0-9a-f]{40})[0-9a-f]{24}", r"\1", str(of.get(key))) for of in (then, now))
+                raise DataError(f"{record.path} was trained on {key} {was}, {holder} holds {held}; give {remedy}")
 
 
 def check_initial(record: RunRecord, origin: dict[str, Any] | None, init_from: str) -> None:
