@@ -49,6 +49,7 @@ SETTINGS: dict[str, Any] = {
     " --warmup-steps 20 --schedule constant --learning-rate 3e-4 --eval-every 120 --eval-tokens 131072",
     "rewards": {"steps": 200, "prompts": 32, "rollouts": 16, "micro_batch": 256, "answer_tokens": 8, "eval_every": 25},
     "schedule": "constant",
+    "optimizer": "",
     "rates": ["2e-5", "6e-5", "6e-6"],
     "asked": {"choice": 512, "test": 4000},
     "at_once": 256,
@@ -59,13 +60,15 @@ SETTINGS: dict[str, Any] = {
 CPU = SETTINGS | {
     "tokenizer": "bpe:1024",
     "conversations": 100_000,
-    "teaching": "--architecture modern --num-layers 3 --channels 128 --num-heads 4 --sequence-length 96 --micro-batch 16"
-    " --tokens-per-step 3072 --steps 1300 --save-every 200 --warmup-steps 100 --learning-rate 4e-3 --schedule linear"
-    " --final-learning-rate-fraction 0.5 --eval-every 650 --eval-tokens 16384 --ranks 2",
+    "teaching": "--architecture modern --num-layers 2 --channels 128 --num-heads 4 --sequence-length 96 --micro-batch 16"
+    " --tokens-per-step 3072 --steps 450 --save-every 150 --warmup-steps 100 --learning-rate 4e-3 --schedule linear"
+    " --optimizer muon --matrix-learning-rate 1e-2 --final-learning-rate-fraction 0.5 --eval-every 150 --eval-tokens 16384"
+    " --ranks 2",
     "share": 1 / 3,
-    "rewards": {"steps": 160, "prompts": 64, "rollouts": 4, "micro_batch": 4, "answer_tokens": 4, "eval_every": 50},
+    "rewards": {"steps": 400, "prompts": 64, "rollouts": 4, "micro_batch": 4, "answer_tokens": 4, "eval_every": 100},
     "schedule": "linear --final-learning-rate-fraction 0 --ranks 2",
-    "rates": ["1e-3"],
+    "optimizer": " --optimizer muon --matrix-learning-rate 3e-3",
+    "rates": ["2e-3"],
     "asked": {"choice": 512, "test": 2000},
     "seeds": [1, 2, 3],
     "at_once": 64,
@@ -228,7 +231,7 @@ class Phases:
     def write(self) -> None:
         device = devices.resolve_device(self.settings["device"])
         small = "seeds" in self.settings
-        what = "Rewards on a CPU: small models, taught questions until they answer a third, then rewarded."
+        what = "Rewards on a CPU: small models, taught questions until they answer about 0.3 of them, then rewarded."
         path = self.out / f"{self.machine}-reward{'' if small else '-m12'}.json"
         write_record(path, device, what=what if small else __doc__.split("\n")[0], figures=rounded(self.figures))
 
@@ -273,7 +276,7 @@ class Phases:
         length = longest - 1 if seed else -(-longest // 32) * 32
         command = (
             f"handgrad train --reward questions --data {data} --init-from {model} --out {out} --steps {numbers['steps']}"
-            f" --learning-rate {rate} --schedule {self.settings['schedule']} --weight-decay 0"
+            f" --learning-rate {rate} --schedule {self.settings['schedule']}{self.settings['optimizer']} --weight-decay 0"
             f" --warmup-steps {min(10, numbers['steps'] // 2)}"
             f" --rollouts {numbers['rollouts']} --answer-tokens {numbers['answer_tokens']} --sequence-length {length}"
             f" --tokens-per-step {numbers['prompts'] * numbers['rollouts'] * length} --micro-batch {numbers['micro_batch']}"

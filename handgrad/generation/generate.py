@@ -201,12 +201,21 @@ class Decoder:
             self.enter(entering, self.longest)
 
     def enter(self, texts: dict[int, Continuation], most: int) -> None:
-        """Prefills the last `most` tokens of these texts (at least one), each from the start of its slot."""
+        """Prefills the last `most` tokens of these texts (at least one), each from the start of its slot. Equal ones are
+        prefilled once: the others copy its keys and values."""
         buf = self.buf
         contexts = {index: (text.prompt + text.tokens)[-max(1, most) :] for index, text in texts.items()}
-        prefixes = [self.cached_prefix(index, context[:-1]) for index, context in contexts.items()]
-        new = [context[start:-1] for context, start in zip(contexts.values(), prefixes, strict=True)]
-        prefill(self.prefill, buf, new, list(contexts), prefixes)
+        equal: dict[tuple[int, ...], list[int]] = {}
+        for index, context in contexts.items():  # a reused cache has prefixes of its own
+            equal.setdefault((*context[:-1], *([-1, index] if self.reuse_cache else [])), []).append(index)
+        slots = [first for first, *_ in equal.values()]
+        prefixes = [self.cached_prefix(index, contexts[index][:-1]) for index in slots]
+        new = [contexts[index][start:-1] for index, start in zip(slots, prefixes, strict=True)]
+        prefill(self.prefill, buf, new, slots, prefixes)
+        for first, *others in equal.values():
+            for cache in (buf.keys, buf.values) if others else ():
+                written = cache[:, :, :, : len(contexts[first]) - 1]
+                written[:, others] = written[:, first].unsqueeze(1)
         entering = list[tuple[int, ...]]()
         for index, context in contexts.items():
             slot, text = self.slots[index], texts[index]

@@ -140,21 +140,23 @@ class ExactSampler:
 
     def choose(self, trained: Tensor) -> None:
         """act.lnf -> act.losses, and the tokens chosen from the same logits. `trained`: the rows of answers, on the host;
-        without a GPU only these are chosen, since the draws of a whole vocabulary for a row take as long as its GEMM."""
+        without a GPU only these are read, since the draws of a whole vocabulary for a row take as long as its GEMM."""
         act, views, sizes = self.state.activations, self.state.views, {"vocab_size": self.shape.vocab_size}
         options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "scratch": views[SCRATCH]}
         options |= sizes | {"temperature": self.options.temperature}
         for rows, logits in head_logits(self.ops, self.state.weights, act):
-            targets = act.targets.view(-1)[rows]
-            self.ops.classifier_forward(act.losses[rows], logits, targets, softcap=self.shape.softcap, **sizes)
+            if self.state.design.device.type == "cpu":
+                ours = trained[(trained >= rows.start) & (trained < rows.stop)]
+                logits, losses = logits[ours - rows.start], torch.empty_like(act.losses[: len(ours)])
+                out, drawn = torch.empty(len(ours), dtype=torch.int64), (views[SEEDS][ours], views[PLACES][ours])
+            else:
+                ours, losses = rows, act.losses[rows]
+            self.ops.classifier_forward(losses, logits, act.targets.view(-1)[ours], softcap=self.shape.softcap, **sizes)
             if self.shape.softcap:
                 self.plain_ops.decode.softcap_forward(logits, softcap=self.shape.softcap)
             if self.state.design.device.type == "cpu":
-                ours = trained[(trained >= rows.start) & (trained < rows.stop)]
-                out = torch.empty(len(ours), dtype=torch.int64)
-                drawn = views[SEEDS][ours], views[PLACES][ours]
-                self.plain_ops.decode.choose_tokens(out, logits[ours - rows.start], None, *drawn, **options)
-                views[CHOSEN][ours] = out
+                self.plain_ops.decode.choose_tokens(out, logits, None, *drawn, **options)
+                act.losses[ours], views[CHOSEN][ours] = losses, out
                 continue
             for first in range(rows.start, rows.stop, MOST_ROWS):
                 some = slice(first, min(first + MOST_ROWS, rows.stop))

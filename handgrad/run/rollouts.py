@@ -156,14 +156,16 @@ class Rollouts:
 
     # Sampling.
 
-    def prompt_of(self, step: int, row: int) -> int:
-        """The prompt of a row of the rollouts made before `step`."""
+    def prompts_before(self, step: int) -> list[int]:
+        """The prompt of each row of the rollouts made before `step`."""
         groups = self.samples // self.about.group
-        return self.prompts.of_group(step // self.about.updates * groups + row // self.about.group, self.seed)
+        first = step // self.about.updates * groups
+        numbers = (self.prompts.of_group(group, self.seed) for group in range(first, first + groups))
+        return [number for number in numbers for _ in range(self.about.group)]
 
     def make(self, step: int) -> Block:
         began, rows = time.perf_counter(), range(self.samples)
-        prompts = [self.prompt_of(step, row) for row in rows]
+        prompts = self.prompts_before(step)
         seeds = [mix(self.seed, DRAW, step, row) >> 1 for row in rows]
         rollouts = [Rollout(self.prompts.prompts[n], seed) for n, seed in zip(prompts, seeds, strict=True)]
         own = self.share(rows)

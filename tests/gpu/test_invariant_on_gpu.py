@@ -29,6 +29,19 @@ def test_a_gemm_over_any_number_of_rows(O: int, I: int, dtype: torch.dtype, scra
         assert torch.equal(some, whole[:rows]) and torch.equal(more, added[:rows]), rows
 
 
+@pytest.mark.parametrize("rows", [6912, 13824])
+def test_a_product_whose_first_algorithm_has_no_form_without_a_split(rows: int, scratch: torch.Tensor) -> None:
+    """For 13824 rows of float32, of cuBLASLt 13.2 on an H200. Sums of 512 products and a number: 513 roundings at most."""
+    weight, x, residual = (torch.randn(*shape, device="cuda") for shape in ((128, 512), (rows, 512), (rows, 128)))
+    out = torch.empty_like(residual)
+    ops.linear_residual_forward(out, residual, x, weight, None, scratch=scratch)
+    exact, sizes = (
+        residual.double() + x.double() @ weight.double().T,
+        residual.abs().double() + x.abs().double() @ weight.abs().double().T,
+    )
+    assert ((out - exact).abs() <= 513 * 2**-24 * sizes).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("H", "K", "D"), [(4, 4, 64), (8, 2, 64), (6, 2, 128), (4, 1, 256), (4, 4, 32), (4, 2, 80)])
 def test_attention_over_a_cache_is_that_of_training(

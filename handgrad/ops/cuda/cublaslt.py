@@ -9,6 +9,7 @@ is d (m, n) = op(a) op(b) + beta c, where op transposes or does nothing.
 https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -29,6 +30,7 @@ DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.floa
 COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 PLAIN, BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 164, 192
 SPLITS, REDUCTION = lt.MatmulAlgoConfigAttribute.SPLITK_NUM, lt.MatmulAlgoConfigAttribute.REDUCTION_SCHEME
+MOST_CANDIDATES = 32  # of the heuristic, for a product without a split
 EPILOGUES = {PLAIN: "plain", BIAS: "bias", GELU_AUX_BIAS: "gelu", DGELU: "dgelu"}
 
 ALIGNMENT_BYTES = 256  # alignment that the heuristic may assume of a pointer, unless the pointer has less
@@ -92,7 +94,7 @@ class Plan:
         self.b = lt.matrix_layout_create(DATA_TYPES[product.b_dtype], *b_shape, product.b_stride or b_shape[0])
         self.d = lt.matrix_layout_create(DATA_TYPES[product.out_dtype], m, n, m)
         self.beta = ONE if product.adds else ZERO
-        self.algorithm: np.ndarray = self.whole(self.choose()) if product.whole_sums else self.choose()
+        self.algorithm: np.ndarray = self.whole() if product.whole_sums else self.choose()
 
     def set(self, attribute: int, value: int, dtype: type) -> None:
         buffer = np.array([value], dtype)
@@ -111,20 +113,21 @@ class Plan:
             )
         return heuristic[0]
 
-    def whole(self, algorithm: np.ndarray) -> np.ndarray:
-        """`algorithm` without a split of the inner dimension. Raises `UsageError` if the library refuses it."""
-        unsplit = algorithm.copy()
-        for attribute, value, dtype in ((SPLITS, 1, np.int32), (REDUCTION, int(lt.ReductionScheme.NONE), np.uint32)):
-            buffer = np.array([value], dtype)
-            lt.matmul_algo_config_set_attribute(unsplit.ctypes.data, int(attribute), buffer.ctypes.data, buffer.nbytes)
-        try:
-            self.check(unsplit)
-        except lt.cuBLASLtError as error:
-            raise UsageError(
-                f"cuBLASLt refuses the product {self.product.name()} in one program ({error}), which a run on rewards"
-                " needs; use --backend reference"
-            ) from None
-        return unsplit
+    def whole(self) -> np.ndarray:
+        """The algorithm of `choose` without a split of the inner dimension, or the next of the heuristic that the library
+        accepts so. Raises `UsageError`: none."""
+        settings = np.array([1], np.int32), np.array([int(lt.ReductionScheme.NONE)], np.uint32)
+        for algorithm in (self.choose(), *self.candidates(MOST_CANDIDATES)):
+            with contextlib.suppress(lt.cuBLASLtError):  # a split one may have no form without its split
+                for attribute, value in zip((SPLITS, REDUCTION), settings, strict=True):
+                    place = algorithm.ctypes.data, int(attribute), value.ctypes.data, value.nbytes
+                    lt.matmul_algo_config_set_attribute(*place)
+                self.check(algorithm)
+                return algorithm
+        raise UsageError(
+            f"cuBLASLt has no algorithm for the product {self.product.name()} in one program, which a run on rewards needs;"
+            " use --backend reference"
+        )
 
     def check(self, algorithm: np.ndarray) -> None:
         """Raises `cuBLASLtError` if the library refuses an algorithm."""
