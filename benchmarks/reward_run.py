@@ -36,7 +36,7 @@ from handgrad.machine import devices
 from handgrad.settings.config import read_toml
 
 KINDS, SUFFIXES = ("plus", "compare", "count", "world"), {".py", ".md", ".rst", ".txt"}
-CHOICE_SEED, TEST_SEED = 2, 3  # of questions that choose where teaching stops, and that measure (prompts have 1)
+PROMPTS_SEED, CHOICE_SEED, TEST_SEED = 1, 2, 3  # of questions that train, that choose where teaching stops, that measure
 LONGEST_FILE, GRACE = 1 << 20, 20  # bytes of a source; seconds to save after a time limit
 REWARD_SECONDS = 300  # of each seed on a CPU
 RESERVE, LEAST_FOR_A_RATE = 130, 70  # seconds for both speeds, and for rewards at one more learning rate
@@ -65,6 +65,7 @@ CPU = SETTINGS | {
     " --optimizer muon --matrix-learning-rate 1e-2 --final-learning-rate-fraction 0.5 --eval-every 150 --eval-tokens 16384"
     " --ranks 2",
     "share": 1 / 3,
+    "prompts": 16_000,  # the built-in 2048 would be read twelve times
     "rewards": {"steps": 400, "prompts": 64, "rollouts": 4, "micro_batch": 4, "answer_tokens": 4, "eval_every": 100},
     "schedule": "linear --final-learning-rate-fraction 0 --ranks 2",
     "optimizer": " --optimizer muon --matrix-learning-rate 3e-3",
@@ -109,9 +110,9 @@ def gather(most_bytes: int, folder: Path) -> int:
     return total
 
 
-def held_out(seed: int, number: int) -> list[Messages]:
-    """Held-out questions of `KINDS` as the prompts of a run on rewards have them, but of another seed."""
-    talks = (conversation(seed, place, held_out=True)[:-1] for place in count())
+def questions(seed: int, number: int, *, held_out: bool) -> list[Messages]:
+    """Questions of `KINDS` as the built-in prompts of a run on rewards have them, but of another seed."""
+    talks = (conversation(seed, place, held_out=held_out)[:-1] for place in count())
     short = (talk for talk in talks if sum(len(content) for _, content in talk) <= MOST_CHARACTERS)
     asked = ([{"role": role, "content": content} for role, content in talk] for talk in short)
     return [*islice((messages for messages in asked if kind_of(messages) in KINDS), number)]
@@ -121,7 +122,7 @@ def shares(
     model: Path, seed: int, settings: dict[str, Any], temperatures: tuple[float, ...] = (0.0, 1.0)
 ) -> dict[str, dict[str, list[int]]]:
     """[right, asked] by kind, for each temperature; 0 is greedy."""
-    asked = held_out(seed, settings["asked"]["choice" if seed == CHOICE_SEED else "test"])
+    asked = questions(seed, settings["asked"]["choice" if seed == CHOICE_SEED else "test"], held_out=True)
     loaded, figures = load(str(model), device=settings["device"]), {}
     for temperature in temperatures:
         counted = accuracy(asked, answers(loaded, asked, temperature, settings["at_once"]))
@@ -271,7 +272,7 @@ class Phases:
         numbers, device = self.settings["rewards"], self.settings["device"]
         name, more = (f"seed {seed}", f" --seed {seed}") if seed else (rate, "")
         out = self.work / f"rewarded-{name.replace(' ', '-')}"
-        data = f"questions:{'+'.join(KINDS)}"
+        data = str(self.work / "prompts.jsonl") if seed else f"questions:{'+'.join(KINDS)}"
         longest = longest_prompt(open_prompts(data, str(model))) + numbers["answer_tokens"]
         length = longest - 1 if seed else -(-longest // 32) * 32
         command = (
@@ -292,6 +293,8 @@ class Phases:
         work, settings = self.work, self.settings
         asked = f"--tokenizer {settings['tokenizer']} --documents {settings['conversations']} --out {work}/questions"
         self.run("questions", f"handgrad prepare questions {asked}", 120)
+        prompts = questions(PROMPTS_SEED, settings["prompts"], held_out=False)
+        (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
         for seed in settings["seeds"]:
             taught, rest = f"taught-{seed}", f"--keep-checkpoints 0 --sample-tokens 0 --device cpu --seed {seed}"
             command = f"handgrad train {settings['teaching']} --data {work}/questions --out {work}/{taught} {rest}"

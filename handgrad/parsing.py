@@ -81,8 +81,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     """Parses a TOML text. Raises ValueError as `parse_json` does, and for a text of more than a megabyte."""
     if len(content) > MOST_TOML_BYTES:
         raise ValueError(f"{len(content)} bytes, more than {MOST_TOML_BYTES}")
-    text = content.decode()
-    if DOTTED.search(text):
+    if DOTTED.search(text := content.decode()):
         raise too_deep()
     try:
         table = tomllib.loads(text)
@@ -117,8 +116,7 @@ def whole_number(digits: str) -> int:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    if len(found := dict(pairs)) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"an object has the key {twice!r:.40} twice")
     return found
@@ -158,8 +156,7 @@ class Record:
         return DataError(f"expected {wanted} in {name!r}, found {found!r:.80} in {self.where}; repair or remove it")
 
     def text(self, name: str, *, encodable: bool = True) -> str:
-        value = self.value(name, "text")
-        if not isinstance(value, str):
+        if not isinstance(value := self.value(name, "text"), str):
             raise self.wrong(name, "text", value)
         return self._encodable(name, value) if encodable else value
 
@@ -205,8 +202,7 @@ class Record:
 
     def inner(self, name: str) -> "Record":
         """The object in a field."""
-        value = self.value(name, "an object")
-        if not isinstance(value, dict):
+        if not isinstance(value := self.value(name, "an object"), dict):
             raise self.wrong(name, "an object", value)
         return Record(value, f"{name!r:.60} in {self.where}")
 

@@ -304,6 +304,12 @@ def test_a_model_that_knows_nothing_finishes_each_picture(form: str) -> None:
         (["prepare", "sprites", "--size", "8"], "--size is for files of pictures, found it without --codes"),
         (["prepare", "sprites", "--codes", "palette:3"], "--codes is for files of pictures, found it with sprites"),
         (["sample", "RUN", "--class", "bird", "--image-out", "x.png"], "expected a class of the model, found 'bird'"),
+        (
+            ["prepare", "--images", "{}", "--join", "no.jsonl"],
+            "expected a file of captions, found no no.jsonl; check --join",
+        ),
+        (["sample", "RUN", "--image-out", "x.jpg"], "--image-out writes PNG, found x.jpg; name a FILE.png"),
+        (["sample", "RUN", "--stop", "a"], "--stop ends a text, found it with a model of pictures; leave it out"),
         (["sample", "RUN", "--rows", "3"], "--rows goes with --image-in, found it without"),
         (["sample", "RUN", "--image-in", "none.png"], "none.png"),
         (["sample", "RUN", "--prompt", "hello", "--image-out", "x.png"], "expected classes and codes alone"),

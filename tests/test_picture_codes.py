@@ -1,5 +1,6 @@
 """Pictures as an autoencoder's codes: bytes, the autoencoder, shards of its codes, a model of them, samples, bad input."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from handgrad.evaluation.loss import open_held_out
 from handgrad.generation.pictures import picture_prompt
 from handgrad.interop.sources import open_weights
 from handgrad.reports.page import write_report
+from handgrad.run import autosize
 from handgrad.run.open import train
 from handgrad.run.settings import run_config
 from tests.conftest import small_run
@@ -72,6 +74,51 @@ def test_bytes_are_the_pictures(coded: Path, pictures: Path) -> None:
 def rows(shard, length: int) -> np.ndarray:
     """The pictures of a shard without end-of-text, and without a class if it has one."""
     return np.stack(np.split(shard.tokens, shard.document_starts[1:]))[:, -length:]
+
+
+def test_further_pictures_take_a_models_vocabulary(
+    coded: Path, run: Path, pictures: Path, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """Its codes, and all of its classes though they have pictures of one alone; so it can be evaluated on them."""
+    out = tmp_path / "further"
+    shutil.copytree(pictures / "disc", tmp_path / "one" / "disc")
+    assert main(["prepare", "--images", str(tmp_path / "one"), "--codes", str(run), "--out", str(out)]) == 0
+    further, whole = open_dataset(out), open_dataset(coded / "codes")
+    assert further.tokenizer.sha256 == whole.tokenizer.sha256
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--data", str(out)]) == 0 and "nats per code" in capsys.readouterr().out
+    assert (
+        main(["prepare", "--images", str(pictures), "--codes", "palette:8", "--size", "8", "--out", str(tmp_path / "p")])
+        == 0
+    )
+    assert main(["evaluate", str(run), "--data", str(tmp_path / "p")]) == 65
+    assert f"prepare it with the model's: --codes {run}" in capsys.readouterr().err
+
+
+def test_a_setting_of_the_autoencoder_keeps_the_rest(coded: Path) -> None:
+    """The size of the pictures beside `--vqvae`, and the network beside `--num-layers`."""
+    given = {"data": str(coded / "bytes"), "out": str(coded / "new"), "device": "cpu"}
+    config = run_config("", "", "", given | {"vqvae": "codebook=64"})
+    assert (config.vqvae, config.sequence_length) == ("size=8x8,codebook=64", 3 * SIDE * SIDE)
+    config = run_config("", "", "", given | {"num_layers": 1})
+    assert (config.architecture, config.num_layers, config.vqvae) == ("vqvae", 1, "size=8x8")
+    assert run_config("", "", "", given | {"num_layers": 1, "architecture": "gpt2"}).architecture == "gpt2"
+
+
+def test_finetuning_takes_whole_pictures(coded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also above the limit of a device's rows of text."""
+    monkeypatch.setattr(autosize, "CPU_LIMITS", (64, 128, 8))
+    given = {"data": str(coded / "bytes"), "init_from": str(coded / "vq"), "out": str(coded / "tuned"), "device": "cpu"}
+    config = run_config("", "", "", given)
+    assert config.sequence_length == 3 * SIDE * SIDE and config.tokens_per_step % config.sequence_length == 0
+
+
+def test_its_plan_shows_what_it_can_do(coded: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--data", str(coded / "bytes"), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "recompute 0" in out and "recompute 1" not in out and "H100" not in out
+    assert main(["profile", "--data", str(coded / "bytes"), "--device", "cpu"]) == 64
+    assert "profile knows the kernels of text, found vqvae" in capsys.readouterr().err
 
 
 def test_an_autoencoder_suits_bytes(coded: Path) -> None:
@@ -140,7 +187,8 @@ def test_other_codes_are_refused(
     """One line for each mistake."""
     out = str(tmp_path / "out")
     for arguments, told in (
-        (["--codes", str(run)], "codes need a run with --architecture vqvae, found gpt2"),
+        (["--codes", str(coded / "vq" / "nowhere")], "expected --codes palette:COLOURS with 2 to 32768, rgb, or a run of"),
+        (["--codes", str(run), "--size", "16"], "--size must be 8x8, of the pictures that"),
         (["--codes", str(coded / "vq"), "--size", "16"], "--size must be 8x8, of the pictures that"),
         (["--codes", "rgb", "--join", "captions.jsonl"], "--codes rgb is for an autoencoder, which reads pictures alone"),
         (["--codes", "vq"], "expected --codes palette:COLOURS with 2 to 32768, rgb, or a run of a vqvae, found 'vq'"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reward_run import KINDS, TRIAL, Phases, curves, gather, held_out
+from benchmarks.reward_run import KINDS, TRIAL, Phases, curves, gather, questions
 from handgrad.data.prompts import asked_questions
 from handgrad.data.questions import is_held_out, kind_of
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.nightly  # of a measuring script: nothing that the pack
 
 
 def test_the_questions_are_held_out() -> None:
-    asked = held_out(3, 400)
+    asked = questions(3, 400, held_out=True)
     assert {kind_of(messages) for messages in asked} == {*KINDS} and len(asked) == 400
     trained = {
         str(row["messages"]) for split, _, row in asked_questions(f"questions:{'+'.join(KINDS)}") if split == "train"

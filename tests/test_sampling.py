@@ -125,6 +125,22 @@ def test_greedy_text_equals_that_of_fresh_forwards(prompt: list[int]) -> None:
     assert found == expected and len(found) == 200 and len(set(found)) > 1
 
 
+def test_equal_prompts_are_prefilled_once() -> None:
+    """The texts are those of prompts alone. The last token is read by the first step, so it may differ."""
+    model, drawn = make_model(ModelShape(23, 48, 2, 2, 16), 1, 48, noise=0.8), SamplingOptions(1.0)
+    prompts = [[5, 1, 7, 3], [5, 1, 7, 2, 9], [5, 1, 7, 3], [5, 1, 7, 4], [5, 1, 7, 2, 9], [8]]
+    decoder, sequences = make_decoder(model, 6, drawn), list[int]()
+
+    def counted(batch: int, length: int, *, append: bool) -> None:
+        sequences.append(batch)
+        Decoder.prefill(decoder, batch, length, append=append)
+
+    decoder.prefill = counted
+    found = written(decoder, [Continuation(prompt, 12, seed) for seed, prompt in enumerate(prompts)])
+    alone = [written(make_decoder(model, 1, drawn), [Continuation(p, 12, seed)])[0] for seed, p in enumerate(prompts)]
+    assert found == alone and sum(sequences) == 2
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 30.0])  # at 30 the draws decide
 @pytest.mark.parametrize("prompt", [[5, 1], [3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5]])
 def test_past_the_context_the_older_half_is_forgotten(prompt: list[int], temperature: float) -> None:

@@ -71,7 +71,7 @@ def prepare(
         overwrite=overwrite,
     )
     if codes and Path(codes).exists():
-        options = with_codec(options, open_weights(codes))
+        options = with_codec(options, open_weights)
     dataset = preparing.prepare(options).dataset
     return add_references(dataset, os.fspath(reference)) if reference else dataset
 

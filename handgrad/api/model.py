@@ -62,7 +62,7 @@ class Model:
         self.flat, self.weights = loaded.views["parameters"], loaded.weights
         self._writing = Writing(loaded, self.dtype)
         self.origin = source.origin  # the source of the weights
-        self.data = source.config.data  # the shards they were trained on, if known
+        self.data = "" if source.config.reward else source.config.data  # the shards they were trained on, if known
         self.talks = is_taught_to_talk(source.tokenizer, source.checkpoint)
         self.eval_stride, self.packing = source.config.eval_stride, source.config.packing  # of its run's validations
         self.eval_context = usual_window(source)  # tokens per window of `handgrad.evaluate`

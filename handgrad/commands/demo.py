@@ -1,4 +1,4 @@
-"""handgrad demo: from built-in stories, in two to three minutes, or sprites to a trained model, a report and a sample."""
+"""handgrad demo: to a trained model, a report and a sample, in two to three minutes from stories, in ten from sprites."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -22,8 +22,8 @@ def lines() -> Iterator[tuple[bool, str]]:
     """Yields (ok, line) for each package and each part. Examines no part if its libraries do not load."""
     yield True, f"handgrad {handgrad.__version__}, Python {platform.python_version()}, {platform.platform()}"
     for package, source in PACKAGES.items():
-        if package == source:  # the others are for a GPU
-            yield examine_import(package)
+        if source in (package, "pillow"):  # the others are for a GPU
+            yield examine_import(package, source)
     try:
         from handgrad.tools.doctor import examine
     except ImportError as error:
@@ -34,9 +34,10 @@ def lines() -> Iterator[tuple[bool, str]]:
     yield from examine()
 
 
-def examine_import(package: str) -> tuple[bool, str]:
+def examine_import(package: str, source: str) -> tuple[bool, str]:
+    """`source`: the name of its distribution."""
     try:
         import_module(package)
-        return True, f"{package} {version(package)}"
+        return True, f"{source} {version(source)}"
     except (ImportError, PackageNotFoundError) as error:
-        return False, f"{package} does not load ({error}); try: pip install {package}"
+        return False, f"{package} does not load ({error}); try: pip install {source}"

@@ -75,8 +75,7 @@ DIVERGED = "its weights have diverged; use an earlier checkpoint, or another --p
 
 
 def run(parsed: Namespace) -> int:
-    tasks = parse_tasks(parsed.tasks)
-    if not tasks and (parsed.out or parsed.limit):
+    if not (tasks := parse_tasks(parsed.tasks)) and (parsed.out or parsed.limit):
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
     if tasks and parsed.precision == "fp8":
         raise UsageError("tasks are scored in 16 bits, found --precision fp8; use bf16, or leave out --tasks")
@@ -109,7 +108,8 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     if tasks:
         parts.append(TasksPart(parsed, source, tasks, requests, shape, on, ranks))
     if rewarded:
-        parts.append(Answers(source, parsed.data, rewarded, parsed.answer_tokens, shape, on, ranks))
+        limits = parsed.answer_tokens, parsed.answer_stop
+        parts.append(Answers(source, parsed.data, rewarded, *limits, shape, on, ranks))
     memory_bytes = max(part.plan.size_bytes[KIND] for part in parts)
     buffers = [*(buffer for part in parts for buffer in part.beside), Buffer(MEMORY, (memory_bytes,), torch.uint8, KIND)]
     model = load_model(source, device, on.dtype, on.ops, buffers)
@@ -135,8 +135,7 @@ def stride_of(parsed: Namespace, source: Weights) -> int:
 
 def validation_data(parsed: Namespace, source: Weights) -> Dataset:
     """The data to evaluate on. Raises `UsageError` if none are known, `DataError` if they do not suit the model."""
-    folder = parsed.data or source.config.data
-    if not folder:
+    if not (folder := parsed.data or source.config.data):
         raise UsageError(f"{parsed.checkpoint} belongs to no run; give --data DIR, prepared with its tokenizer")
     if not parsed.data and source.checkpoint is not None:
         data_of(source.checkpoint, needed=True)
@@ -257,8 +256,7 @@ class TasksPart:
     def lines(self, model: LoadedModel, views: dict[str, Any]) -> list[str]:
         """The table of results and notes about it, on all ranks. `views`: the views of `plan`."""
         progress = Progress(self.ranks, "tasks: {:.0%} launched") if self.ranks.is_rank_0 else None
-        found = self.work.score(model.weights, model.views | views, progress)
-        results = results_of(self.tasks, self.requests, found)
+        results = results_of(self.tasks, self.requests, self.work.score(model.weights, model.views | views, progress))
         return self.ranks.from_rank_0(lambda: self.written(results), "the results")
 
     def written(self, results: list[TaskResult]) -> list[str]:
@@ -301,8 +299,7 @@ class CheckpointForward:
 
     def __init__(self, source: Weights, shape: ModelShape, batch: int, device: torch.device, backend: str, *, packed: bool):
         """For `batch` samples of `shape.sequence_length` tokens at once. Raises `UsageError` for weights without scales."""
-        manifest = {} if source.checkpoint is None else source.checkpoint.manifest
-        if not manifest.get("fp8"):
+        if not (manifest := {} if source.checkpoint is None else source.checkpoint.manifest).get("fp8"):
             found = source.origin["source"]
             raise UsageError(f"{found} has no fp8 scales: expected a checkpoint of a run in fp8; use --precision bf16")
         if source.config.lora:

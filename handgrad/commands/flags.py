@@ -198,6 +198,9 @@ def evaluate(parser: Parser) -> None:
     parser.number("--limit", "first N examples of each task (default: all)", rule=NOT_NEGATIVE, default=0)
     parser.text("--out", "FILE", "write a line of JSON for each example of the tasks")
     parser.text("--reward", "NAME", "of greedy answers to the prompts in --data, as `train --objective reward` takes both")
+    parser.text(
+        "--answer-stop", "TEXT", "ends an answer, and its reward does not see it (default: the run's)", default=None
+    )
     parser.number("--answer-tokens", "of the longest answer (default: the run's, or 256)", rule=NOT_NEGATIVE, default=0)
     add_timeout_arguments(parser)
 

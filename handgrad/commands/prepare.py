@@ -20,6 +20,8 @@ from handgrad.errors import UsageError
 from handgrad.format import human_count
 from handgrad.storage.run_files import BEST, CHECKPOINTS
 
+OTHER_PICTURES = (".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif", ".jp2")  # suffixes that --images does not read
+
 
 def run(parsed: Namespace) -> int:
     check_reference(parsed)
@@ -30,7 +32,7 @@ def run(parsed: Namespace) -> int:
         from handgrad.evaluation.codec import with_codec  # imports torch, which other shards do not need
         from handgrad.interop.sources import open_weights
 
-        options = with_codec(options, open_weights(options.codes))
+        options = with_codec(options, open_weights)
     prepared = prepare_with_progress(options)
     show_prepared(prepared)
     if parsed.reference:
@@ -38,7 +40,10 @@ def run(parsed: Namespace) -> int:
 
         add_references(prepared.dataset, parsed.reference)
         print(f"references the answers' log-probabilities under {parsed.reference}")
-    if not parsed.codes and (others := passed_over(parsed.source)):
+    others = passed_over(parsed.source)
+    if parsed.codes:  # not labels, captions and the like
+        others = {suffix: count for suffix, count in others.items() if suffix in OTHER_PICTURES}
+    if others:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.items())
         print(f"left out   {sum(others.values())} files of other kinds: {kinds:.200}")
     if parsed.tokenizer == "auto" and prepared.dataset.tokenizer.kind == "bpe":

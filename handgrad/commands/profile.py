@@ -8,6 +8,7 @@ from handgrad.data.mixture import open_data
 from handgrad.errors import UsageError
 from handgrad.files import check_replaceable
 from handgrad.machine import devices
+from handgrad.networks import NETWORKS
 from handgrad.run.folder import as_begun, model_of
 from handgrad.run.packing import resolve_packing, training_batches
 from handgrad.settings.config import GPT2_VOCABULARY, RunConfig
@@ -18,6 +19,8 @@ from handgrad.training.feed import Source
 def run(parsed: Namespace) -> int:
     config = parsed.run_config
     device = devices.resolve_device(config.device)
+    if NETWORKS[config.architecture].pictures:
+        raise UsageError(f"profile knows the kernels of text, found {config.architecture}; profile a GPT on its codes")
     if device.type == "mps":
         raise UsageError("torch's profiler sees no kernels on Apple GPUs; use --device cpu")
     trace = Path(parsed.trace) if parsed.trace else None

@@ -48,11 +48,15 @@ def run(parsed: Namespace) -> int:
     if parsed.out:
         check_writable(Path(parsed.out))
     if parsed.image_out:
+        if not parsed.image_out.lower().endswith(".png"):
+            raise UsageError(f"--image-out writes PNG, found {parsed.image_out}; name a FILE.png")
         check_replaceable(Path(parsed.image_out), "--image-out")
     batch = min(parsed.batch, len(prompts))
     on = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     draws = bool(parsed.image_out or parsed.image_in or parsed.of_class) or codes_of(weights.tokenizer) is not None
+    if draws and parsed.stop:
+        raise UsageError("--stop ends a text, found it with a model of pictures; leave it out")
     if draws and not parsed.input:
         codes = form_of(weights.tokenizer)
         asked = prompts[0]["prompt"], parsed.of_class, parsed.image_in, parsed.rows
@@ -82,7 +86,8 @@ def run(parsed: Namespace) -> int:
                 print(f"resumes after {len(written)} of {len(prompts)} prompts", file=sys.stderr)
             left = {number: text for number, text in enumerate(texts) if number not in written}
             write_lines(decoder, model, left, prompts, parsed.stop, write)
-    print(speed_line(texts, time.perf_counter() - started), file=sys.stderr)
+    seconds, tokens = time.perf_counter() - started, sum(len(text.tokens) for text in texts)
+    print(f"{tokens} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):.0f} tokens/s", file=sys.stderr)
     return 0
 
 
@@ -202,8 +207,3 @@ def write_lines(
         if time.perf_counter() - last > PROGRESS_SECONDS:
             last, tokens = time.perf_counter(), sum(len(text.tokens) for text in texts.values())
             print(f"{done} of {len(prompts)} prompts, {tokens} tokens", file=sys.stderr)
-
-
-def speed_line(texts: list[Continuation], seconds: float) -> str:
-    tokens = sum(len(text.tokens) for text in texts)
-    return f"{tokens} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):.0f} tokens/s"

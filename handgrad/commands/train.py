@@ -83,10 +83,9 @@ def checked_ranks(parsed: Namespace) -> int:
         raise UsageError(f"{info.launcher} has started {info.size} processes; leave --gpus, --ranks and --restarts out")
     if parsed.gpus and config.device not in ("auto", "cuda"):
         raise UsageError(f"--gpus is for GPUs, found --device {config.device}; use --ranks {ranks}")
-    if parsed.gpus or (ranks > 1 and config.device in ("auto", "cuda") and devices.gpu_count()):
-        found = devices.gpu_count()
-        if ranks > found:
-            flag = "--gpus" if parsed.gpus else "--ranks"
-            remedy = f"use {flag} {found}" if found else f"use --ranks {ranks} --device cpu"
-            raise UsageError(f"{flag} {ranks} needs {ranks} GPUs, torch finds {found} on this machine; {remedy}")
+    on_gpus = parsed.gpus or (ranks > 1 and config.device in ("auto", "cuda") and devices.gpu_count())
+    if on_gpus and ranks > (found := devices.gpu_count()):
+        flag = "--gpus" if parsed.gpus else "--ranks"
+        remedy = f"use {flag} {found}" if found else f"use --ranks {ranks} --device cpu"
+        raise UsageError(f"{flag} {ranks} needs {ranks} GPUs, torch finds {found} on this machine; {remedy}")
     return ranks

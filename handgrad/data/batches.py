@@ -128,8 +128,7 @@ class Stretches:
         if not len(self.first):
             return np.zeros_like(token)
         stretch = np.maximum(np.searchsorted(self.first, token) - 1, 0)
-        inside = np.clip(token - self.first[stretch], 0, self.end[stretch] - self.first[stretch])
-        return self._before[stretch] + inside
+        return self._before[stretch] + np.clip(token - self.first[stretch], 0, self.end[stretch] - self.first[stretch])
 
     def mask(self, first: int, end: int) -> np.ndarray:
         """A bool for each token in [`first`, `end`): True inside a stretch."""
@@ -312,8 +311,7 @@ class Batches:
             trained = self._targets(shard)
             every = lengths - 1 - context
             counts.append(every if trained is None else trained.count(first + 1 + context, first + lengths))
-        scored = np.cumsum(np.concatenate(counts))
-        if not scored[-1]:
+        if not (scored := np.cumsum(np.concatenate(counts)))[-1]:
             raise DataError(
                 f"expected a token that counts in the loss, found none among {len(scored) - 1} windows of"
                 f" {self.shards[0].path.parent}; prepare more text, or raise --sequence-length"

@@ -70,8 +70,7 @@ def read_conversations(file: SourceFile, skips: bool) -> Iterator[tuple[int, Con
     yields one whose `fault` is the reason. Raises DataError, with the row's number: it is not a conversation;
     StorageError: the file is unreadable."""
     with reading(file.path):
-        rows = _parquet_rows(file) if file.format == "parquet" else read_objects(file.path)
-        for position, where, row in rows:
+        for position, where, row in _parquet_rows(file) if file.format == "parquet" else read_objects(file.path):
             messages, fault = (), ""
             try:
                 messages = messages_of(row, where)
@@ -162,8 +161,7 @@ def message_of(turn: Any, where: str) -> tuple[str, str]:
     if not isinstance(role, str) or not isinstance(content, str):
         found = f"{turn!r:.80}" if isinstance(turn, dict) else f"a {type(turn).__name__}"
         raise DataError(f"expected a role and a content of text, found {found} as {where}; repair it")
-    role = SHAREGPT.get(role, role)
-    if role not in ROLES:
+    if (role := SHAREGPT.get(role, role)) not in ROLES:
         raise DataError(f"expected a role {', '.join(ROLES)}, found {role!r:.40} as {where}; take the conversation out")
     check_text(content, where)
     if role != "assistant":

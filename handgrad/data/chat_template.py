@@ -64,8 +64,7 @@ class ChatTemplate:
 
     def conversation(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """(uint32 tokens, (first, end) of each trained stretch in them). Raises DataError as `render` does."""
-        found = self.conversations([messages])[0]
-        if isinstance(found, DataError):
+        if isinstance(found := self.conversations([messages])[0], DataError):
             raise found
         return found
 
@@ -266,8 +265,7 @@ class _Jinja:
                     "expected a template whose prompt is how the conversation before it begins, found another text before"
                     f" message {number + 1}; use a template with {{% generation %}} around what the assistant says"
                 )
-            ends_turn = self.pattern.search(text, content_end)
-            if ends_turn is None:
+            if (ends_turn := self.pattern.search(text, content_end)) is None:
                 raise DataError(
                     f"expected a special token that ends the assistant's turn, found none after message {number + 1};"
                     " give the template one"
@@ -367,8 +365,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[int, bool, bool]]:
     special = [token for token in added if token.get("special") and token.get("content")]
     if sum((len(token["content"]) + 64) ** 2 for token in special) > MOST_SPECIAL:
         raise DataError(f"expected fewer or shorter special tokens, found {len(special)}; handgrad has no such chat")
-    short = next((token["content"] for token in special if len(token["content"]) == 1), None)
-    if short is not None:
+    if (short := next((token["content"] for token in special if len(token["content"]) == 1), None)) is not None:
         raise DataError(f"expected special tokens of two characters or more, found {short!r}; handgrad has no such chat")
     if alone := next((token["content"] for token in special if token.get("single_word")), None):
         raise DataError(f"expected special tokens anywhere, found {alone!r} of single_word; handgrad has no such chat")

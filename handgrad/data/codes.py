@@ -23,6 +23,7 @@ PALETTE, PALETTE_FILE = "palette", "palette.json"  # the tokenizer's kind, its f
 FIRST_CODE = 0xF0000  # the character of code 0
 MOST_COLOURS, MOST_CLASSES = 1 << 15, 1 << 14  # with bytes and end-of-text, tokens stay within uint16
 MOST_SIDE = 1024
+VOCABULARY = "vocabulary "  # before the SHA-256 of one that pictures share with a model
 RGB = "rgb"  # a decoder: bytes of red, green and blue in turn
 GREYS = tuple((n, n, n) for n in range(256))
 MISSING = -1  # a code that an unfinished picture lacks
@@ -170,10 +171,11 @@ def is_palette(content: bytes) -> bool:
     return content.startswith(b'{"type": "%s"' % PALETTE.encode())
 
 
-def caption_text(caption: str, codes: np.ndarray, *, picture_first: bool) -> str:
-    """A document of a caption and its picture. Raises `DataError` for a caption of several lines or with codes in it."""
+def caption_text(caption: str, codes: np.ndarray, where: str = "a sprite", *, picture_first: bool) -> str:
+    """A document of a caption and its picture, `where` in words. Raises `DataError` for a caption of several lines or with
+    codes in it."""
     if "\n" in caption or CODES.search(caption) or not caption.strip():
-        raise DataError(f"expected a caption of one line, found {caption[:40]!r}; write it in one")
+        raise DataError(f"expected a caption of one line without codes, found {caption[:40]!r} for {where}; write another")
     picture = text_of(codes)
     return f"{picture}{caption}\n" if picture_first else f"{caption}\n{picture}"
 

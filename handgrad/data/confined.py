@@ -67,7 +67,8 @@ class Program:
             self.pipe.send_bytes(json.dumps(seconds).encode())
             self.pipe.send_bytes(request)
             while sys.platform == "darwin" and not self.pipe.poll(WATCH_SECONDS):
-                if resident_bytes(process.pid) > MEMORY_BYTES:
+                found = subprocess.run(["ps", "-o", "rss=", "-p", str(process.pid)], capture_output=True, text=True)
+                if 1024 * int(found.stdout or 0) > MEMORY_BYTES:
                     process.kill()
             reply = self.pipe.recv_bytes()
         except (EOFError, ConnectionError):
@@ -92,11 +93,6 @@ def end(process: subprocess.Popen[bytes], pipe: Connection, owner: int) -> None:
     if owner == os.getpid():
         process.kill()
         process.wait()
-
-
-def resident_bytes(pid: int) -> int:
-    found = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
-    return 1024 * int(found.stdout or 0)
 
 
 def template(content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:

@@ -116,7 +116,8 @@ def open_data(data: str, model: str = "", *, chat: bool = False) -> Dataset:
         if (one.sha256, one.vocab_size) != (two.sha256, two.vocab_size):
             raise DataError(
                 f"expected one tokenizer in all sets of data, found {one.kind} ({one.vocab_size} words) in {folder} and"
-                f" {two.kind} ({two.vocab_size} words) in {other}; prepare one of them again with the other's --tokenizer"
+                f" {two.kind} ({two.vocab_size} words) in {other}; prepare one of them again with the other's"
+                f" {'--codes' if first.codes else '--tokenizer'}"
             )
         if (same := next(name for name, one in opened.items() if one.identity == dataset.identity)) != other:
             raise UsageError(f"{same} and {other} in data hold the same tokens; give one, with the sum of their weights")

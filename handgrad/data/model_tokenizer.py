@@ -273,11 +273,10 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": longest,
     }
-    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     return {
         TOKENIZER_FILE: with_beginning(content, tokenizer.end_of_text),
         VOCAB_FILE: json.dumps(vocab, ensure_ascii=False).encode(),
-        MERGES_FILE: ("\n".join(lines) + "\n").encode(),
+        MERGES_FILE: ("\n".join(["#version: 0.2", *(f"{left} {right}" for left, right in merges)]) + "\n").encode(),
         CONFIG_FILE: json.dumps(settings, indent=2).encode(),
     }
 
@@ -287,8 +286,7 @@ def read_vocabulary(folder: Path) -> Tokenizer:
     splitter. Raises `DataError` if there is none, or it has other rules."""
     if (path := folder / PALETTE_FILE).is_file():
         return codes_tokenizer(parse_codes(read_small(path), str(path)))
-    path = folder / TOKENIZER_FILE
-    if path.is_file():
+    if (path := folder / TOKENIZER_FILE).is_file():
         content = read_small(path)
     elif (folder / VOCAB_FILE).is_file() and (folder / MERGES_FILE).is_file():
         path = folder / VOCAB_FILE
@@ -302,8 +300,7 @@ def read_vocabulary(folder: Path) -> Tokenizer:
         return bytes_tokenizer()
     tokenizer = parse_bpe(content, where=str(path))
     gpt2 = gpt2_tokenizer()
-    same = tokenizer.token_bytes == gpt2.token_bytes and tokenizer.merges == gpt2_merges()
-    return gpt2 if same else tokenizer
+    return gpt2 if tokenizer.token_bytes == gpt2.token_bytes and tokenizer.merges == gpt2_merges() else tokenizer
 
 
 def _joined(vocab_path: Path, merges_path: Path) -> bytes:

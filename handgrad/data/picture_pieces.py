@@ -8,7 +8,7 @@ import numpy as np
 
 from handgrad.data import sprites
 from handgrad.data.batches import mix
-from handgrad.data.codes import GREYS, RGB, Codes, caption_text, text_of
+from handgrad.data.codes import GREYS, RGB, VOCABULARY, Codes, caption_text, text_of
 from handgrad.data.palette import plain_view, train_palette
 from handgrad.data.pictures import Picture, class_names, picture_count, read_pictures
 from handgrad.data.pieces import Pictures, Piece, split_of
@@ -27,6 +27,8 @@ def make_codes(options: PrepareOptions, files: list[SourceFile]) -> Codes:
     if options.codes == RGB:
         return Codes(rows, 3 * columns, GREYS, decoder=RGB)
     classes, captions = () if options.join else class_names(files), bool(options.join)
+    if options.coded is not None and options.codes.startswith(VOCABULARY):
+        return options.coded
     if options.coded is not None:
         return replace(options.coded, classes=classes, captions=captions)
     counts = [picture_count(file) for file in files]
@@ -35,8 +37,7 @@ def make_codes(options: PrepareOptions, files: list[SourceFile]) -> Codes:
     sampled = itertools.islice(each, 0, total, max(1, -(-total // MOST_SAMPLED)))
     read = (read_pictures(file, rows, columns, strict=options.strict, first=n, count=1) for file, n in sampled)
     palette = train_palette((picture.pixels for pictures in read for picture in pictures), palette_size(options.codes))
-    colours = tuple((int(red), int(green), int(blue)) for red, green, blue in palette)
-    return Codes(rows, columns, colours, classes, captions)
+    return Codes(rows, columns, tuple((int(red), int(green), int(blue)) for red, green, blue in palette), classes, captions)
 
 
 def picture_pieces(unit: Pictures, codes: Codes) -> Iterator[Piece]:
@@ -49,7 +50,8 @@ def picture_pieces(unit: Pictures, codes: Codes) -> Iterator[Piece]:
     for n, (picture, picked) in enumerate(zip(pictures, every, strict=True)):
         number = unit.number + n
         if unit.captions:
-            text = caption_text(unit.captions[n], picked, picture_first=picture_first(unit.seed, number))
+            first = picture_first(unit.seed, number)
+            text = caption_text(unit.captions[n], picked, picture.name, picture_first=first)
         else:
             text = (codes.class_text(picture.label) if codes.classes else "") + text_of(picked)
         yield Piece(split_of(unit.seed, number, unit.block), True, text)

@@ -92,8 +92,7 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
         if options.chat or options.preferences:
             check_files(files or [], pairs=options.preferences)
         if options.tokenizer == "auto" and not options.is_pictures:
-            suited = "bytes" if source == QUESTIONS else suited_tokenizer(files or [])
-            options = replace(options, tokenizer=suited)
+            options = replace(options, tokenizer="bytes" if source == QUESTIONS else suited_tokenizer(files or []))
         if is_prepared(options, recipe_of(options, files)):
             return Prepared(open_dataset(out), True)
         if files is None:
@@ -183,8 +182,7 @@ class _Attempt:
 
     def begin(self) -> tuple[Tokenizer, int, dict[str, SplitState]]:
         """(tokenizer, units done, state per split): from the journal if it has this recipe, else a clean start."""
-        journal = read_journal(self.partial, self.recipe)
-        if journal is not None:
+        if (journal := read_journal(self.partial, self.recipe)) is not None:
             record, units_done, states = journal
             with contextlib.suppress(DataError):  # a tokenizer.json that changed: start over
                 return read_tokenizer(self.partial, record), units_done, states

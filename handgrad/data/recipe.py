@@ -111,12 +111,13 @@ def check_pictures(options: PrepareOptions) -> None:
         raise UsageError("--codes rgb is for an autoencoder, which reads pictures alone, found --join; leave it out")
     if options.codes and options.codes != RGB and options.coded is None:
         palette_size(options.codes)
+    if options.join and not Path(options.join).is_file():
+        raise UsageError(f"expected a file of captions, found no {options.join}; check --join")
 
 
 def palette_size(codes: str) -> int:
     """The colours of `palette:COLOURS`. Raises `UsageError` for another text."""
-    size = re.fullmatch(r"palette:(\d{1,5})", codes)
-    if not size or not 2 <= int(size[1]) <= MOST_COLOURS:
+    if not (size := re.fullmatch(r"palette:(\d{1,5})", codes)) or not 2 <= int(size[1]) <= MOST_COLOURS:
         forms = f"palette:COLOURS with 2 to {MOST_COLOURS}, rgb, or a run of a vqvae"
         raise UsageError(f"expected --codes {forms}, found {codes!r}; try palette:512")
     return int(size[1])
@@ -184,8 +185,7 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     # Compares a hub dataset only by name: once prepared, it needs no connection.
     recipe = dict.fromkeys(("chat", "skip_bad_rows", "preferences", "codes"), None) | recipe
     different = (key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
-    key = next(different, None)
-    if key is None:
+    if (key := next(different, None)) is None:
         return True
     change = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
     raise UsageError(f"expected the dataset asked for at {out}, found one with {change}; use another --out, or --overwrite")

@@ -47,9 +47,7 @@ def flags_for(text: Path, *, chat: bool = False) -> list[str]:
     row = first_row(files) if files else {}
     if (TALKS & row.keys() and "text" not in row) or (chat and TURNS & row.keys()):
         return ["--chat"]
-    if "text" not in row and (name := longest_text(row)):
-        return ["--text-field", name]
-    return []
+    return ["--text-field", name] if "text" not in row and (name := longest_text(row)) else []
 
 
 def first_row(files: list[Path]) -> dict[str, Any]:

@@ -106,8 +106,7 @@ class Tokenizer:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`. DataError: an id outside the vocabulary."""
         ids = [int(i) for i in ids]
-        bad = next((i for i in ids if not 0 <= i < self.vocab_size), None)
-        if bad is not None:
+        if (bad := next((i for i in ids if not 0 <= i < self.vocab_size), None)) is not None:
             raise DataError(
                 f"expected token ids from 0 to {self.vocab_size - 1}, found {bad}; decode with the tokenizer of the data"
             )
@@ -130,8 +129,7 @@ def bytes_tokenizer() -> Tokenizer:
 def gpt2_tokenizer() -> Tokenizer:
     """GPT-2's 50,257 tokens, from the shipped file; nothing is downloaded."""
     content = GPT2_FILE.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != GPT2_SHA256:
+    if (found := hashlib.sha256(content).hexdigest()) != GPT2_SHA256:
         raise DataError(f"expected SHA-256 {GPT2_SHA256}, found {found} in {GPT2_FILE}; install handgrad again")
     token_bytes = [base64.b64decode(line.split()[0]) for line in content.splitlines()]  # line number = rank = id
     encoding = tiktoken.Encoding(

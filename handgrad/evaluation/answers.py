@@ -23,10 +23,18 @@ class Answers:
     """Plans the memory of answers, then computes their lines. `plan` and `beside`: as in other parts of an evaluation."""
 
     def __init__(
-        self, source: Weights, data: str, reward: str, most_tokens: int, shape: ModelShape, on: Machine, ranks: Ranks
+        self,
+        source: Weights,
+        data: str,
+        reward: str,
+        most_tokens: int,
+        stop: str | None,
+        shape: ModelShape,
+        on: Machine,
+        ranks: Ranks,
     ):
-        """`data`: prompts, all of which are asked; without it, the held-out ones of the run. Raises the errors of
-        `open_prompts`, and `UsageError` for prompts that leave no room for an answer."""
+        """`data`: prompts, all of which are asked; without it, the held-out ones of the run. `stop`: ends an answer; None:
+        as in the run. Raises the errors of `open_prompts`, and `UsageError` for prompts without room for an answer."""
         self.source, self.ranks = source, ranks
         self.name = data or source.config.data
         if not self.name:
@@ -42,6 +50,7 @@ class Answers:
                 f"expected prompts below the model's {shape.sequence_length} tokens, found one of {-room} more"
             )
         self.most_tokens = min(self.most_tokens, room)
+        self.stop = StopText(source.tokenizer, source.config.answer_stop if stop is None else stop)
         buffers = decode_buffers(shape, AT_ONCE, on.dtype, on.ops)
         self.plan, self.beside = make_plan([replace(buffer, kind=KIND) for buffer in buffers]), list[Buffer]()
 
@@ -52,11 +61,11 @@ class Answers:
         about = model.shape, model.ops, model.weights, decode_tensors(model.shape, views), SamplingOptions(temperature=0)
         decoder = Decoder(*about, end_of_text=None, ends=Talk(tokenizer).ends)
         texts = [Continuation(prompt, self.most_tokens, 0) for _, prompt in own]
-        stop = StopText(tokenizer, self.source.config.answer_stop)
         for text in decoder.generate(texts):
-            if not text.stopped and stop.ends(text.tokens):
+            if not text.stopped and self.stop.ends(text.tokens):
                 text.stopped = STOP
-        earned = self.rewards.of([row for row, _ in own], [stop.before(tokenizer.decode(text.tokens)) for text in texts])
+        said = [self.stop.before(tokenizer.decode(text.tokens)) for text in texts]
+        earned = self.rewards.of([row for row, _ in own], said)
         self.rewards.close()
         ended = [text.stopped in (END_OF_TEXT, STOP) for text in texts]
         lengths = [len(text.tokens) + (text.stopped == END_OF_TEXT) for text in texts]  # as a validation counts them

@@ -1,21 +1,23 @@
 """Pictures to codes and back, by an autoencoder: a run of it (`with_codec`), or its weights in a vocabulary (`view_of`)."""
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from handgrad.data.codes import GREY, MISSING, RGB, Codes, View
+from handgrad.data.codes import GREY, MISSING, RGB, VOCABULARY, Codes, View, codes_of
 from handgrad.data.palette import plain_view
 from handgrad.data.recipe import PrepareOptions, sides
 from handgrad.data.tokenizer_loading import load_tokenizer
-from handgrad.errors import DataError, UsageError
+from handgrad.errors import DataError, HandgradError, UsageError
 from handgrad.evaluation.load import SHAPE, LoadedModel, Weights, load_model, machine
 from handgrad.machine.devices import resolve_device
 from handgrad.models import forward_buffers, named_activations, parameter_table, vqvae
@@ -70,18 +72,34 @@ def open_codec(weights: Weights, device: str = "cpu") -> Codec:
     return Codec(model, named_activations(shape, model.views), family.sides, grid, family.codes)
 
 
-def with_codec(options: PrepareOptions, weights: Weights) -> PrepareOptions:
-    """The options to prepare pictures as an autoencoder's codes. `UsageError`: another network's weights, another size."""
+def with_codec(options: PrepareOptions, open_weights: Callable[[str], Weights]) -> PrepareOptions:
+    """The options to prepare pictures as an autoencoder's codes, or in the vocabulary of a model or shards of pictures.
+    `UsageError`: another network's weights, another size. Also raises the errors of `open_weights`."""
+    tokenizer = coded = None
+    with contextlib.suppress(HandgradError):  # `open_weights` says what is wrong
+        tokenizer = load_tokenizer(options.codes)
+        coded = codes_of(tokenizer)
+    if tokenizer is not None and coded is not None and coded.decoder != RGB:
+        view = view_of(coded)
+        known = {"codes": f"{VOCABULARY}{tokenizer.sha256}", "coded": coded, "view": view if coded.decoder else None}
+        return replace(sized(options, view.size), **known)
+    weights = open_weights(options.codes)
     codec = open_codec(weights, "auto")
-    size = "x".join(map(str, codec.size))
-    if options.size != PrepareOptions.size and sides(options.size) != codec.size:
-        raise UsageError(f"--size must be {size}, of the pictures that {options.codes} codes, found {options.size}")
+    options = sized(options, codec.size)
     flat = codec.decode(np.broadcast_to(np.arange(codec.codes)[:, None, None], (codec.codes, *codec.grid)))
     colours = ((int(r), int(g), int(b)) for r, g, b in flat.mean((1, 2)))
     coded = Codes(*codec.grid, tuple(colours), decoder=stored(weights))
     view = View(codec.size, codec.encode, codec.paint)
     identity = hashlib.sha256(coded.decoder.encode()).hexdigest()
-    return replace(options, codes=f"autoencoder {identity}", size=size, coded=coded, view=view)
+    return replace(options, codes=f"autoencoder {identity}", coded=coded, view=view)
+
+
+def sized(options: PrepareOptions, size: tuple[int, int]) -> PrepareOptions:
+    """The options with the size of the pictures that `codes` names. Raises `UsageError` if they have another."""
+    text = "x".join(map(str, size))
+    if options.size != PrepareOptions.size and sides(options.size) != size:
+        raise UsageError(f"--size must be {text}, of the pictures that {options.codes} codes, found {options.size}")
+    return replace(options, size=text)
 
 
 @functools.lru_cache(4)

@@ -79,8 +79,7 @@ def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
     tokenizer, config = read_tokenizer(found.folder, found.manifest.get("tokenizer")), checkpoint_config(found)
     config = replace(config, data=data_of(found))
     digests = {path.name: found.manifest["files"][path.name]["sha256"] for path in found.parts(WEIGHTS_FILE)}
-    source = named or str(found.folder)
-    origin = {"from": "checkpoint", "source": source, "step": found.step, "sha256": digests}
+    origin = {"from": "checkpoint", "source": named or str(found.folder), "step": found.step, "sha256": digests}
 
     def weight(row: ParameterRow) -> Tensor:
         return found.tensor(WEIGHTS_FILE, row.name, row.stored_shape).to(torch.float32)
@@ -159,8 +158,7 @@ def load_model(
     shape = weights.shape
     ops.check_sizes(**shape.kernel_sizes)
     table = parameter_table(shape)
-    parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
-    plan = make_plan([parameters, *buffers])
+    plan = make_plan([Buffer("parameters", (flat_elements(table),), dtype, "parameters"), *buffers])
     fewer = "try fewer at once (--micro-batch, --context of `evaluate`, --batch of `sample`, --context of `chat`)"
     check_available(plan.total_bytes, device, weights.origin["source"], f"{fewer} or --precision bf16")
     views = plan.allocate(device)
@@ -172,8 +170,7 @@ def load_model(
 
 def check_available(needed_bytes: int, device: torch.device, name: str, advice: str) -> None:
     """Raises `DataError` if `name` needs more memory than the device has left."""
-    available = devices.available_bytes(device)
-    if available is not None and needed_bytes > available:
+    if (available := devices.available_bytes(device)) is not None and needed_bytes > available:
         raise DataError(f"{name} needs {needed_bytes >> 20} MiB, {device.type} has {available >> 20} MiB free; {advice}")
 
 

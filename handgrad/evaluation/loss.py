@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from handgrad.data.batches import Batches
+from handgrad.data.codes import PALETTE
 from handgrad.data.mixture import apart, open_data
 from handgrad.data.recommended import tokenizer_of
 from handgrad.data.shards import Dataset
@@ -138,10 +139,10 @@ def open_held_out(folder: str, tokenizer: Tokenizer, model: str, *, chat: bool) 
     """Opens data; `DataError`: no validation split in the tokens of `model`. `chat`: it was trained on conversations."""
     dataset = open_data(folder, model, chat=chat)
     if dataset.tokenizer.sha256 != tokenizer.sha256:
-        option, first = tokenizer_of(model)
+        option, first = tokenizer_of(model) if tokenizer.kind != PALETTE else (["--codes", model], "")
         raise DataError(
             f"{folder} was made with another tokenizer ({dataset.tokenizer.kind}) than the model's"
-            f" ({tokenizer.kind}); prepare the text with the model's: {first}{shlex.join(option)}"
+            f" ({tokenizer.kind}); prepare it with the model's: {first}{shlex.join(option)}"
         )
     if not dataset.splits["validation"]:
         raise DataError(f"{folder} has no validation split; prepare it with --validation-fraction above 0")

@@ -62,8 +62,7 @@ def held_out(
     width, sums = 1 + codes if codes else 4, list[float]()
     for first, losses in token_losses(shape, ops, weights, act, batches, samples, ranks, progress):
         if codes:
-            uses = torch.bincount(act.codes[: len(losses)].flatten(), minlength=codes)
-            sums += [losses.sum().item(), *uses.tolist()]
+            sums += [losses.sum().item(), *torch.bincount(act.codes[: len(losses)].flatten(), minlength=codes).tolist()]
             continue
         batch_sums = np.zeros(4)
         for row, each in enumerate(losses):

@@ -29,8 +29,7 @@ def read_rows(path: Path) -> Iterator[Record]:
     """The rows of a file. `UsageError`: none, or an unknown ending; `DataError`: damaged; `StorageError`: unreadable."""
     if not path.is_file():
         raise UsageError(f"expected a task's file at {path}, found none; give NAME=FILE, or a known NAME for the Hub's")
-    name = path.name.lower()
-    if not name.endswith(SUFFIXES):
+    if not (name := path.name.lower()).endswith(SUFFIXES):
         raise UsageError(f"expected a file named {', '.join(SUFFIXES)}, found {path}; rename it if it is one of these")
     if name.endswith(".parquet"):
         with open_parquet(path) as file:
@@ -157,8 +156,7 @@ def ask_lambada(row: Record, solved: Sequence[Record] = ()) -> Example:
 
 
 def ask_own(row: Record, solved: Sequence[Record] = ()) -> Example:
-    choices = row.texts("choices")
-    if "" in choices:
+    if "" in (choices := row.texts("choices")):
         raise row.wrong("choices", "texts that are not empty", list(choices))
     answer = row.count("answer", len(choices), or_text=True)
     return Example(row.where, row.text("context"), with_blanks(choices), choices, answer)
@@ -228,8 +226,7 @@ def task_rows(name: str, file: str) -> tuple[list[Path], list[Record]]:
 
         dataset, split = SHOTS_HUB if name == SHOTS else TASKS[name].hub
         paths = [fetch(source) for source in find_hub(dataset, split)]
-    rows = [row for path in paths for row in read_rows(path)]
-    if not rows:
+    if not (rows := [row for path in paths for row in read_rows(path)]):
         raise DataError(f"expected examples of {name}, found none in {paths[0]}; give another file")
     return paths, rows
 

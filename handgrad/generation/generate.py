@@ -188,8 +188,7 @@ class Decoder:
         entering: dict[int, Continuation] = {}
         for index, slot in enumerate(self.slots):
             if slot is None or slot.text.stopped or not slot.steps_left:
-                text = next(waiting, None)
-                if text is not None:
+                if (text := next(waiting, None)) is not None:
                     assert text.prompt and text.max_tokens > len(text.tokens)
                     self.slots[index] = Slot(text, text.max_tokens - len(text.tokens))
                     entering[index] = text
@@ -287,8 +286,7 @@ def document(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def cropped(texts: Sequence[Continuation], context: int) -> str:
     """A line about prompts longer than the context, which the model reads only the end of; "" if all fit."""
-    long = {tuple(text.prompt) for text in texts if len(text.prompt) > context}
-    if not long:
+    if not (long := {tuple(text.prompt) for text in texts if len(text.prompt) > context}):
         return ""
     number = f"{len(long)} prompts are" if len(long) > 1 else "the prompt is"
     return f"{number} cropped to the model's context, the last {context} tokens of up to {max(map(len, long))}"
@@ -312,8 +310,7 @@ class TextStream:
         ids = text.tokens[self.decoded :]
         self.decoded += len(ids)
         self.held += self.decoder.decode(self.tokenizer.decode_bytes(ids), final=bool(text.stopped))
-        ends = [(start + len(stop), start) for stop in self.stops if (start := self.held.find(stop)) >= 0]
-        if ends:
+        if ends := [(start + len(stop), start) for stop in self.stops if (start := self.held.find(stop)) >= 0]:
             text.stopped = STOP
             show, self.held = self.held[: min(ends)[1]], ""
             return show
@@ -355,8 +352,7 @@ def stream_text(
     """Runs `Decoder.generate`; yields each text with its new piece, possibly empty."""
     streams: dict[Continuation, TextStream] = {}
     for text in decoder.generate(texts, reuse_cache=reuse_cache):
-        stream = streams.setdefault(text, TextStream(tokenizer, stops))
-        piece = stream.read(text)
+        piece = streams.setdefault(text, TextStream(tokenizer, stops)).read(text)
         if text.stopped:
             del streams[text]
         yield text, piece

@@ -62,24 +62,21 @@ class PictureDecoder(Decoder):
 
 def decoder_of(tokenizer: Tokenizer, *model: Any, **settings: Any) -> Decoder:
     """The decoder of a model with this tokenizer; the rest as for `Decoder`."""
-    codes = codes_of(tokenizer)
-    return PictureDecoder(codes, *model, **settings) if codes else Decoder(*model, **settings)
+    return PictureDecoder(codes, *model, **settings) if (codes := codes_of(tokenizer)) else Decoder(*model, **settings)
 
 
 def write_document(
     shape: ModelShape, ops: ModuleType, weights: Any, buf: Any, tokenizer: Tokenizer, *, max_tokens: int, seed: int
 ) -> str:
     """Writes a document of up to `max_tokens` tokens without a prompt, with `handgrad sample`'s default options."""
-    model = shape, ops, weights, buf, SamplingOptions()
-    decoder = decoder_of(tokenizer, *model, end_of_text=tokenizer.end_of_text)
+    decoder = decoder_of(tokenizer, shape, ops, weights, buf, SamplingOptions(), end_of_text=tokenizer.end_of_text)
     document = Continuation(list(tokenizer.prompt_start), max_tokens, seed)
     return "".join(piece for _, piece in stream_text(decoder, tokenizer, iter([document])))
 
 
 def form_of(tokenizer: Tokenizer) -> Codes:
     """The form of a model's pictures. Raises `UsageError` for a model of text."""
-    codes = codes_of(tokenizer)
-    if codes is None:
+    if (codes := codes_of(tokenizer)) is None:
         raise UsageError("expected a model of pictures, found one of text; --image-out, --image-in, --class need pictures")
     return codes
 

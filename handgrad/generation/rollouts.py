@@ -145,18 +145,18 @@ class ExactSampler:
         options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "scratch": views[SCRATCH]}
         options |= sizes | {"temperature": self.options.temperature}
         for rows, logits in head_logits(self.ops, self.state.weights, act):
-            if self.state.design.device.type == "cpu":
+            ours: Any = rows
+            losses = act.losses[rows]
+            if on_cpu := self.state.design.device.type == "cpu":
                 ours = trained[(trained >= rows.start) & (trained < rows.stop)]
-                logits, losses = logits[ours - rows.start], torch.empty_like(act.losses[: len(ours)])
-                out, drawn = torch.empty(len(ours), dtype=torch.int64), (views[SEEDS][ours], views[PLACES][ours])
-            else:
-                ours, losses = rows, act.losses[rows]
+                logits, losses = logits[ours - rows.start], torch.empty_like(losses[: len(ours)])
             self.ops.classifier_forward(losses, logits, act.targets.view(-1)[ours], softcap=self.shape.softcap, **sizes)
             if self.shape.softcap:
                 self.plain_ops.decode.softcap_forward(logits, softcap=self.shape.softcap)
-            if self.state.design.device.type == "cpu":
-                self.plain_ops.decode.choose_tokens(out, logits, None, *drawn, **options)
-                act.losses[ours], views[CHOSEN][ours] = losses, out
+            if on_cpu:
+                chosen, drawn = torch.empty(len(ours), dtype=torch.int64), (views[SEEDS][ours], views[PLACES][ours])
+                self.plain_ops.decode.choose_tokens(chosen, logits, None, *drawn, **options)
+                act.losses[ours], views[CHOSEN][ours] = losses, chosen
                 continue
             for first in range(rows.start, rows.stop, MOST_ROWS):
                 some = slice(first, min(first + MOST_ROWS, rows.stop))

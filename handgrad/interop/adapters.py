@@ -90,11 +90,9 @@ def merging(
 
     def weight(row: ParameterRow) -> Tensor:
         values = base.weight(rows[row.name])[: row.stored_rows]
-        adapter = adapters.get(row.name)
-        if adapter is None:
+        if (adapter := adapters.get(row.name)) is None:
             return values
-        values = merged(values, adapter, tensor)
-        if not values.isfinite().all():
+        if not (values := merged(values, adapter, tensor)).isfinite().all():
             raise DataError(f"expected finite numbers in {row.name} with its adapter, found others; the adapters diverged")
         return values
 
@@ -171,8 +169,7 @@ def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> in
     """Writes a checkpoint's adapters as a PEFT folder, all or nothing, and reads them back; returns their size in bytes.
     Raises `UsageError` for a checkpoint without adapters, `DataError`, `StorageError`."""
     check_free(folder)
-    weights = checkpoint_weights(checkpoint)
-    if not weights.config.lora:
+    if not (weights := checkpoint_weights(checkpoint)).config.lora:
         raise UsageError(f"{checkpoint.folder} has no adapters, they come from train --lora; --to hf writes its weights")
     lora, shape, base = parse_lora(weights.config.lora), weights.shape, base_name(checkpoint.manifest["init"])
     adapters, tensor = stored_adapters(checkpoint, weights)
@@ -250,8 +247,7 @@ def read_adapters(folder: Path, shape: ModelShape) -> tuple[tuple[Adapter, ...],
         }
         if half := next((name for name, both in kinds.items() if len(both) == 1), None):
             raise DataError(f"expected A and B of {half} of {adapter.weight} in {path}, found {kinds[half][0]} alone")
-        parts = tuple(part for part in adapter.parts if kinds[part.name])
-        if parts:
+        if parts := tuple(part for part in adapter.parts if kinds[part.name]):
             found.append(replace(adapter, parts=parts))
             for name, kind in ((adapter.a, "A"), (adapter.b, "B")):
                 rows[name] = torch.cat([tensors[adapter.weight, part.name, kind] for part in parts])

@@ -66,10 +66,8 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
     """`handgrad export --to hf`. Raises the errors of `export`."""
 
     def write(partial: Path, model: LoadedModel) -> None:
-        weights_file = partial / huggingface.WEIGHTS_FILE
-        write_weights(weights_file, model.views["parameters"], model.shape, dtype)
-        dropout = checkpoint_config(checkpoint).dropout
-        config = huggingface.their_config(model.shape, model.tokenizer, dtype, dropout)
+        write_weights(partial / huggingface.WEIGHTS_FILE, model.views["parameters"], model.shape, dtype)
+        config = huggingface.their_config(model.shape, model.tokenizer, dtype, checkpoint_config(checkpoint).dropout)
         generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
         template = added_template(checkpoint, model.tokenizer)
         talks = is_taught_to_talk(model.tokenizer, checkpoint)
@@ -121,8 +119,7 @@ def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtyp
             values = part.t() if huggingface.transposed(shape, row) else part
             yield Stored(shape.network.prefix + name, dtype, tuple(values.shape), functools.partial(values.to, dtype))
 
-    every = [part for row in parameter_table(shape) for part in theirs(row)]
-    write_file(path, safetensors_bytes(every, {"format": "pt"}))
+    write_file(path, safetensors_bytes([part for row in parameter_table(shape) for part in theirs(row)], {"format": "pt"}))
 
 
 def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> Exported:

@@ -207,8 +207,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
                     continue
                 if plain in tensors:
                     raise DataError(f"expected {plain} once, found it in {tensors[plain][0]} and, as {name}, in {path}")
-                dims = wanted[embedding] if plain == HEAD else wanted.get(plain)
-                if dims is None:
+                if (dims := wanted[embedding] if plain == HEAD else wanted.get(plain)) is None:
                     raise DataError(f"expected the tensors of a {shape.network.title} in {path}, found also {name!r:.120}")
                 entry = stored.get_slice(name)
                 if tuple(entry.get_shape()) != dims:
@@ -304,8 +303,7 @@ class Config:
 
     def table(self, key: str, whole: dict[str, Any] | None = None) -> dict[str, Any]:
         """The object at `key` of the content, or of `whole`, a part of it; empty if null or missing. Raises `DataError`."""
-        value = (self.content if whole is None else whole).get(key)
-        if not isinstance(value, dict | None):
+        if not isinstance(value := (self.content if whole is None else whole).get(key), dict | None):
             raise self.refused(key, "as an object", value)
         return value or {}
 

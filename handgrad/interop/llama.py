@@ -58,8 +58,7 @@ def model_type(shape: ModelShape) -> str:
     family = shape.family
     kinds = {"qwen3": ("qk_norm", family.qk_norm), "qwen2": ("qkv_bias", family.qkv_bias)}
     kinds |= {"smollm3": ("nope_interval", family.nope_interval), "mistral": ("window", family.window)}
-    found = {kind: name for kind, (name, has) in kinds.items() if has}
-    if len(found) > 1:
+    if len(found := {kind: name for kind, (name, has) in kinds.items() if has}) > 1:
         both = " and ".join(found.values())
         raise UsageError(f"transformers has no model with {both}, found both; train one without either")
     return next(iter(found), "llama")
@@ -140,11 +139,9 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     width = 128 if kind == "qwen3" and "head_dim" not in content else C // H  # their defaults
     theirs = {"qwen2": 32, "qwen3": 32, "smollm3": 4, "mistral": 8}
     keys = H if "num_key_value_heads" in content else theirs.get(kind, H)
-    tied = content.get("tie_word_embeddings", kind == "smollm3")
-    if type(tied) is not bool:
+    if type(tied := content.get("tie_word_embeddings", kind == "smollm3")) is not bool:
         raise config.refused("tie_word_embeddings", "true or false", tied)
     rope = read_rope(config)
-    positions = rope_fields(config, rope, T)
     family = LlamaShape(
         kv_heads=config.whole("num_key_value_heads", keys),
         head_width=config.whole("head_dim", width),
@@ -156,7 +153,7 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
         rotary_base=config.number("rope_theta", 2e6 if kind == "smollm3" else 10000.0, {**content, **rope}),
         window=config.whole("sliding_window") if window_of(content) else 0,
         nope_interval=nope_interval(config, L) if kind == "smollm3" else 0,
-        **positions,
+        **rope_fields(config, rope, T),
     )
     return ModelShape(V, T, L, H, C, "llama", llama=str(family))
 
@@ -174,8 +171,7 @@ def read_rope(config: Config) -> dict[str, Any]:
 def rope_fields(config: Config, rope: dict[str, Any], context: int) -> dict[str, Any]:
     """The fields of `LlamaShape` about the scaling of rotary positions; `context`: the model's, in tokens. Raises
     `DataError` for a scaling that handgrad does not support."""
-    name = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(name, str) or name not in ROPES:
+    if not isinstance(name := rope.get("rope_type", rope.get("type", "default")), str) or name not in ROPES:
         raise config.refused("rope_type", " or ".join(map(json.dumps, ROPES)), name)
     ours = ROPES[name]
     for key, default in (("truncate", True), ("partial_rotary_factor", 1.0)):

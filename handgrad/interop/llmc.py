@@ -91,8 +91,7 @@ def read_numbers(path: Path, dtype: torch.dtype, offset_bytes: int, count: int) 
 
 def without_padding(values: Tensor, row: ParameterRow, where: str) -> Tensor:
     """Cuts the padded rows off a parameter's flat numbers. Raises `DataError`: not finite, or padding that is not zero."""
-    finite = torch.isfinite(values)
-    if not finite.all():
+    if not (finite := torch.isfinite(values)).all():
         raise DataError(f"expected finite numbers in {where}, found {int((~finite).sum())} that are not; it diverged")
     stored, padding = values.split([math.prod(row.stored_shape), values.numel() - math.prod(row.stored_shape)])
     if padding.any():
@@ -168,8 +167,7 @@ def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
     if tokenizer.kind in ("model", PALETTE):
         owner = "pictures'" if tokenizer.kind == PALETTE else "another model's"
         raise UsageError(f"expected the tokenizer gpt2, bytes or bpe for llm.c, found {owner}; `export --to hf` writes it")
-    longest = max(map(len, tokenizer.token_bytes))
-    if longest > LONGEST_TOKEN_BYTES:
+    if (longest := max(map(len, tokenizer.token_bytes))) > LONGEST_TOKEN_BYTES:
         raise UsageError(
             f"expected tokens of at most {LONGEST_TOKEN_BYTES} bytes for llm.c's tokenizer file, found one of {longest};"
             " train the tokenizer on other text"
@@ -189,8 +187,7 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, ...], int]:
         )
     content, tokens, start = read_small(path), [], HEADER_BYTES
     for number in range(count):
-        length = content[start] if start < len(content) else 0
-        if not length or start + 1 + length > len(content):
+        if not (length := content[start] if start < len(content) else 0) or start + 1 + length > len(content):
             raise DataError(f"expected {count} tokens of 1 byte or more in {path}, found the end or none at {number}")
         tokens.append(content[start + 1 : start + 1 + length])
         start += 1 + length
@@ -209,8 +206,7 @@ def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
         found = load_tokenizer(str(path.parent / TOKENIZER_FILE))
     else:
         # A model saved with its padding has more rows than GPT-2 has tokens: another vocabulary.
-        sizes = {kind.vocab_size: kind for kind in map(load_tokenizer, ("gpt2", "bytes"))}
-        if vocab_size not in sizes:
+        if vocab_size not in (sizes := {kind.vocab_size: kind for kind in map(load_tokenizer, ("gpt2", "bytes"))}):
             hint = "; its rows are padded" if vocab_size == rounded_up(GPT2_VOCAB_SIZE, VOCABULARY_MULTIPLE) else ""
             raise DataError(
                 f"expected the {GPT2_VOCAB_SIZE} tokens of GPT-2 in {path}, found {vocab_size}{hint};"

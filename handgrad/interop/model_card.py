@@ -53,8 +53,7 @@ def validation_losses(checkpoint: Checkpoint) -> list[tuple[int, float]]:
 
 def curve_png(checkpoint: Checkpoint) -> bytes | None:
     """The curve of the validation losses as a PNG image; None if there are fewer than two."""
-    losses = validation_losses(checkpoint)
-    if len(losses) < 2:
+    if len(losses := validation_losses(checkpoint)) < 2:
         return None
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="validation loss, nats per token")
@@ -106,8 +105,7 @@ def training_lines(checkpoint: Checkpoint) -> list[str]:
     lines += [row(name, config[name]) for name in SETTINGS if name in config]
     lines += [row("batch_schedule", config["batch_schedule"])] if len(batch.stages) > 1 else []
     lines += [row(name, value) for name, value in (manifest.get("versions") or {}).items()]
-    losses = validation_losses(checkpoint)
-    if losses:
+    if losses := validation_losses(checkpoint):
         lines += ["", "| step | validation loss, nats per token |", "|---|---|"]
         lines += [row(f"{step:,}", f"{loss:.4f}") for step, loss in losses[-LAST_LOSSES:]]
     if len(losses) > 1:

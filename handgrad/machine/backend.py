@@ -26,8 +26,7 @@ def choose_backend(name: str, device: torch.device, precision: str = "") -> Modu
         name = "kernels" if device.type == "cuda" else "reference"
     if name == "reference":
         return importlib.import_module(REFERENCE.get(precision, "handgrad.ops.reference"))
-    problem = why_no_kernels(device)
-    if problem:
+    if problem := why_no_kernels(device):
         raise UsageError(f"the kernels cannot run here: {problem}; or use --backend reference")
     try:
         kernels = importlib.import_module(KERNELS.get(precision, "handgrad.ops.cuda"))
@@ -56,8 +55,7 @@ def why_no_kernels(device: torch.device) -> str:
     for module, package in REQUIRED.items():
         if importlib.util.find_spec(module) is None:
             return f"{package} is not installed (pip install 'handgrad[gpu]')"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_CAPABILITY:
+    if (capability := torch.cuda.get_device_capability(device)) < OLDEST_CAPABILITY:
         found, least = (".".join(map(str, c)) for c in (capability, OLDEST_CAPABILITY))
         return f"{torch.cuda.get_device_name(device)} has compute capability {found}, Triton needs {least}"
     return ""

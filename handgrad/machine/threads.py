@@ -30,8 +30,7 @@ chosen: dict[str, str] = {}  # the variables that this process set
 
 def choose() -> None:
     """Sets the variables that the user has not, unless torch has read them. MKL reads its variable on its first call."""
-    intel = processor.is_intel()
-    if intel:
+    if intel := processor.is_intel():
         chosen.update({name: value for name, value in REPRODUCIBLE.items() if name not in os.environ})
     if "torch" not in sys.modules:
         chosen.update(choice(os.environ, cores(), quota(), intel=intel))
@@ -87,8 +86,7 @@ def describe(threads: int) -> str:
     parts = f"{threads} threads{by} on {cores()} cores, " + (
         "no CPU quota" if limit is None else f"a quota of {limit:g} CPUs"
     )
-    waiting = [name for name in POLICY if name in os.environ]
-    if not waiting:
+    if not (waiting := [name for name in POLICY if name in os.environ]):
         return f"{parts}; waiting threads spin as the runtime has it, slow beside other work"
     names = ", ".join(f"{name}={os.environ[name]}" for name in waiting)
     if set(waiting) <= chosen.keys():

@@ -75,7 +75,7 @@ def check(config: Any) -> None:
         ),
         (family.codebook > 0 or all(n > 1 for n in family.fsq_levels or (0,)), "levels of 2 or more, like 8.5.5.5"),
         (0 < family.codes <= MOST_CODES, f"1 to {MOST_CODES} codes"),
-        (family.latent > 0 and family.commitment >= 0, "latent of 1 or more, commitment of 0 or more"),
+        (family.latent > 0 and 0 <= family.commitment < math.inf, "latent of 1 or more, a finite commitment of 0 or more"),
         (family.groups > 0 and config.channels % family.groups == 0, f"groups that divide channels {config.channels}"),
     )
     for holds, wanted in rules:

@@ -118,8 +118,7 @@ def document(title: str, body: Sequence[str], live: Live | None = None) -> str:
 
 def figure(plot: Plot, runs: Sequence[Run]) -> str:
     """A plot with its caption. A wide plot comes in two sizes; the style sheet shows the one that fits."""
-    sizes = (LARGE, SMALL) if plot.wide else (SMALL,)
-    drawn = [inline_svg(plot, runs, size) for size in sizes]
+    drawn = [inline_svg(plot, runs, size) for size in ((LARGE, SMALL) if plot.wide else (SMALL,))]
     drawings, values = "\n".join(svg for svg, _ in drawn), attribute(drawn[0][1])
     kind = ' class="wide"' if plot.wide else ""
     axis = "" if plot.name == "loss_by_tokens" else " data-by-step"
@@ -156,8 +155,7 @@ def attribute(content: str) -> str:
 
 def tokens_axis(run: Run) -> int | list[list[int]]:
     """The tokens per step or, with a batch schedule, [steps, tokens seen by each of them]."""
-    batch = run.start.batch
-    if len(batch.stages) == 1:
+    if len((batch := run.start.batch).stages) == 1:
         return run.start.tokens_per_step
     steps = [*(stage.first_step for stage in batch.stages[1:]), batch.stages[-1].first_step + 1]
     return [steps, [batch.tokens_before(step) for step in steps]]

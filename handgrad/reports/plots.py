@@ -77,27 +77,27 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
         draw = partial(draw_loss, by_tokens=True)
         plots.append(Plot("loss_by_tokens", "Loss against tokens seen", caption, True, draw))
     speed, step_time = (partial(draw_quantity, of="steps", quantity=name) for name in ("tokens_per_second", "step_ms"))
+    rates = partial(draw_values, of=lambda run: envelope(run.steps.step, run.steps.learning_rate, RAW_BINS // 2))
     plots += [
         Plot("gradient_norm", "Gradient norm", "Before clipping, log scale." + crosses, False, draw_norm),
-        Plot("learning_rate", "Learning rate", "As scheduled.", False, draw_learning_rate),
+        Plot("learning_rate", "Learning rate", "As scheduled.", False, rates),
         Plot("tokens_per_second", "Tokens per second", "Thick: running median.", False, speed),
         Plot("step_time", "Milliseconds per step", "Rare peaks may pass the top.", False, step_time),
     ]
-    for quantity, title, caption in (
-        ("reward", "Reward", "Mean of a step's answers."),
-        ("answer_tokens", "Tokens per answer", "Mean of a step's answers."),
-        ("entropy", "Entropy, nats per token", "Of the sampled tokens, an estimate."),
-    ):
-        if any(len(run.rollouts.step) for run in runs):
-            draw = partial(draw_quantity, of="rollouts", quantity=quantity)
-            plots.append(Plot(f"rollout_{quantity}", title, caption, False, draw))
-    for quantity, title, caption in (
-        ("watts", "GPU power, watts", "Of the board, in the last second before the reading."),
-        ("sm_megahertz", "GPU clock, MHz", "Of the multiprocessors. It falls where the power limit holds it back."),
-    ):
-        if any(np.isfinite(getattr(run.gpu, quantity)).any() for run in runs):
-            draw = partial(draw_quantity, of="gpu", quantity=quantity)
-            plots.append(Plot(f"gpu_{quantity}", title, caption, False, draw))
+    columns: tuple[tuple[Literal["gpu", "rollouts"], str, str, str], ...] = (
+        ("rollouts", "reward", "Reward", "Mean of a step's answers."),
+        ("rollouts", "answer_tokens", "Tokens per answer", "Mean of a step's answers."),
+        ("rollouts", "entropy", "Entropy, nats per token", "Of the sampled tokens, an estimate."),
+        ("gpu", "watts", "GPU power, watts", "Of the board, in the last second before the reading."),
+        ("gpu", "sm_megahertz", "GPU clock, MHz", "Of the multiprocessors. It falls where the power limit holds it back."),
+    )
+    for of, quantity, title, caption in columns:
+        if any(np.isfinite(getattr(getattr(run, of), quantity)).any() for run in runs):
+            draw = partial(draw_quantity, of=of, quantity=quantity)
+            plots.append(Plot(f"{of.removesuffix('s')}_{quantity}", title, caption, False, draw))
+    if any(len(divergences(run)[0]) for run in runs):
+        draw, caption = partial(draw_values, of=divergences, marker="."), "Nats per token, at each validation."
+        plots.append(Plot("rollout_kl", "KL divergence from the start", caption, False, draw))
     if any(len(figures) > 1 for run in runs for figures in headline_figures(run).values()):
         caption = "Of each task acc_norm, else acc. Bars: a standard error."
         plots.append(Plot("tasks", "Accuracy on tasks", caption, True, draw_tasks, "Tasks"))
@@ -144,8 +144,7 @@ def shortened(name: str, most: int) -> str:
 
 def name_end(axes: Axes, name: str, x: Values, y: Values, color: str, index: int | str) -> None:
     """Writes a curve's name beside its last finite point, right of the plot; `drawing` finds its height."""
-    known = np.flatnonzero(np.isfinite(y))
-    if len(known):
+    if len(known := np.flatnonzero(np.isfinite(y))):
         where: Style = {"xytext": (1.018, 0.5), "textcoords": "axes fraction", "va": "center", "annotation_clip": False}
         axes.annotate(label(name), (x[known[-1]], y[known[-1]]), color=color, gid=f"{NAME}{index}", **where)
 
@@ -214,8 +213,7 @@ def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> No
         place = partial(tokens_at, run) if by_tokens else np.asarray
         name = "training" if len(runs) == 1 else run.name
         draw_curve(axes, place(run.steps.step), run.steps.loss, index, runs, np.mean, name)
-        picked = thin(len(run.validations), MARKS)
-        if len(picked):
+        if len(picked := thin(len(run.validations), MARKS)):
             points = np.array(run.validations, dtype=float)[picked]
             points[~np.isfinite(points)] = np.nan
             # One run: the second colour tells validation from training. Several: the colour tells the runs apart.
@@ -248,8 +246,7 @@ def draw_loss_close_up(axes: Axes, runs: Sequence[Run]) -> None:
     for run in runs:
         fifth = len(run.steps.loss) // 5
         picked = np.arange(fifth, len(run.steps.loss), max(1, fifth // 50))
-        means = smooth(run.steps.loss, smoothing(len(run.steps.loss)), picked)
-        if np.isfinite(means).any():
+        if np.isfinite(means := smooth(run.steps.loss, smoothing(len(run.steps.loss)), picked)).any():
             lows.append(float(np.nanmin(means)))
             tops.append(float(means[np.isfinite(means)][0]))
     if tops and (room := max(tops) - min(lows)) > 0:
@@ -260,8 +257,7 @@ def limit_loss(axes: Axes, runs: Sequence[Run]) -> None:
     """Cuts the top of the plot if a few steps of a diverging run would flatten everything else."""
     tops = []
     for run in runs:
-        finite = run.steps.loss[np.isfinite(run.steps.loss)]
-        if len(finite):
+        if len(finite := run.steps.loss[np.isfinite(run.steps.loss)]):
             tops.append(min(finite.max(), 1.3 * max(finite[0], np.quantile(finite, 0.98))))
     bottom, top = axes.get_ylim()
     if tops and max(tops) > bottom:
@@ -303,15 +299,22 @@ def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_values(axes: Axes, runs: Sequence[Run], *, of: Callable[[Run], tuple[Values, Values]], marker: str = "") -> None:
+    """Draws `of(run)`, steps and values, from zero and without an average."""
     for index, run in enumerate(runs):
         style: Style = {**run_style(index), **run_mark(index), "linewidth": 1.5, "label": label(run.name)}
-        curve = envelope(run.steps.step, run.steps.learning_rate, RAW_BINS // 2)
-        axes.plot(*curve, **style)
-        if len(runs) > 1:
-            name_end(axes, run.name, *curve, style["color"], index)
+        if len((curve := of(run))[0]):
+            axes.plot(*curve, marker=marker, **style)
+            if len(runs) > 1:
+                name_end(axes, run.name, *curve, style["color"], index)
     axes.set_ylim(bottom=0)
     show_values_as(axes)
+
+
+def divergences(run: Run) -> tuple[Values, Values]:
+    """The known divergences of the policy from the first one, in nats a token: few, at validations."""
+    known = [(step, kl) for step, (_, _, kl) in run.rewards.items() if math.isfinite(kl)]
+    return [step for step, _ in known], [kl for _, kl in known]
 
 
 def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu", "rollouts"], quantity: str) -> None:
@@ -334,8 +337,7 @@ def headline_figures(run: Run) -> dict[str, list[tuple[int, TaskFigure]]]:
     """One accuracy metric per task, with its figures by step."""
     found = {}
     for task in dict.fromkeys(task for task, _ in run.tasks):
-        metric = next((m for m in HEADLINES if (task, m) in run.tasks), None)
-        if metric is not None:
+        if (metric := next((m for m in HEADLINES if (task, m) in run.tasks), None)) is not None:
             found[task] = run.tasks[task, metric]
     return found
 
@@ -366,8 +368,7 @@ def draw_fp8(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
     top, end = 0.0, 1.0
     faint: Style = {"color": light("floor"), "alpha": 0.5, "linewidth": 0.7}
     for index, run in enumerate(runs):
-        lines = percents(run, quantity)
-        if not lines:
+        if not (lines := percents(run, quantity)):
             continue
         if len(runs) > 1:
             lines = {"": np.fmax.reduce([*lines.values()])}

@@ -187,8 +187,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
     tasks: dict[tuple[str, str], dict[int, TaskFigure]] = {}
     events: list[tuple[int, str]] = []
     for line in lines:
-        kind = line.fields["kind"]
-        if kind == "run":
+        if (kind := line.fields["kind"]) == "run":
             launches.append(line)
             first_steps.append(None)
         elif kind in OF_A_STEP:
@@ -249,8 +248,7 @@ def read_main_log(path: Path, name: str) -> Run:
     accuracies: dict[int, TaskFigure] = {}
     cut = False
     for number, line in enumerate(lines, start=1):
-        found = LOG_LINE.fullmatch(line)
-        if not found and number == len(lines):
+        if not (found := LOG_LINE.fullmatch(line)) and number == len(lines):
             cut = bool(line.strip())
         elif found:
             step = int(found[1])
@@ -266,14 +264,13 @@ def read_main_log(path: Path, name: str) -> Run:
             raise DataError(f"expected {wanted}, found {line[:60]!r} in line {number} of {path}; repair or remove the line")
     if not steps:
         raise DataError(f"{path} has no finished step ('s:0 trl:...') yet; wait for the first, or name another main.log")
-    rows = [[step, *values] for step, values in sorted(steps.items())]
     return Run(
         name=name,
         folder=path,
         config={},
         starts=[unknown(Start, steps=max(steps), data=unknown(DataSource))],
         first_steps=[min(steps)],
-        steps=Steps(*np.array(rows, dtype=float).T),
+        steps=Steps(*np.array([[step, *values] for step, values in sorted(steps.items())], dtype=float).T),
         validations=sorted(validations.items()),
         tasks={("hellaswag", "acc_norm_llmc"): sorted(accuracies.items())} if accuracies else {},
         last_line_cut=cut,

@@ -139,13 +139,11 @@ def fp8_sentence(run: Run) -> str:
 def warnings(run: Run) -> str:
     """Facts to know before trusting the numbers."""
     found = []
-    broken = run.steps.step[~(abs(run.steps.loss) < math.inf)]
-    if len(broken):
+    if len(broken := run.steps.step[~(abs(run.steps.loss) < math.inf)]):
         found.append(f"The loss was not finite in {len(broken):,} steps, first in step {broken[0]:.0f}.")
     if run.skipped:
         found.append(f"{len(run.skipped):,} updates were skipped; they are listed below.")
-    saturated = [step for step, event in run.events if SATURATION in event]
-    if saturated:
+    if saturated := [step for step, event in run.events if SATURATION in event]:
         times = "once" if len(saturated) == 1 else f"{len(saturated):,} times, first"
         found.append(f"Tensors in fp8 saturated {times} in step {saturated[0]:,}; they are listed below.")
     if run.last_line_cut:

@@ -54,8 +54,7 @@ class Watched:
         """The page; None if the browser has it already (version `after`), or if it is too early to draw it again."""
         with self.lock:
             folders = runs_in(self.named)
-            version = self.state(folders)
-            if version != self.version and time.monotonic() >= self.rested:
+            if (version := self.state(folders)) != self.version and time.monotonic() >= self.rested:
                 began = time.monotonic()
                 self.html, self.version = draw(folders, version), version
                 self.rested = time.monotonic() + REST * (time.monotonic() - began)
@@ -105,8 +104,7 @@ class Handler(LocalHandler):
         elif path != "/":
             self.refuse(HTTPStatus.NOT_FOUND, "the page is at /")
         else:
-            page = self.watched.page(parse_qs(query).get("after", [""])[0])
-            if page is None:
+            if (page := self.watched.page(parse_qs(query).get("after", [""])[0])) is None:
                 self.answer(HTTPStatus.NO_CONTENT)
             else:
                 self.answer(HTTPStatus.OK, page.encode("utf-8", errors="replace"))

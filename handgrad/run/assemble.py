@@ -83,8 +83,7 @@ def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
         weights |= {name: scaling.tensors[name] for name in design.fp8_only}
     gradients = {}
     if design.sharding.shards_gradients:
-        ring = gradient_ring(design.buckets)
-        rows = moved(design.parameters, design.buckets, ring)
+        rows = moved(design.parameters, design.buckets, gradient_ring(design.buckets))
         gradients = {row.name: row.view(views["gradients"][0]) for row in rows}
     state = make_state(design, views, weights, {} if scaling is None else scaling.tensors, gradients)
     state.weights, state.plain_weights = (lora.with_adapters(state, each) for each in (state.weights, state.plain_weights))
@@ -113,14 +112,12 @@ def training_operations(state: TrainingState, *, masked: bool) -> Any:
     if not design.dropout:
         return ops
     tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
-    samples = state.views[SAMPLE_NUMBERS]
-    return WithDropout(ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+    return WithDropout(ops, *tensors, samples=state.views[SAMPLE_NUMBERS], probability=design.dropout, seed=design.seed)
 
 
 def frozen_operations(state: TrainingState) -> Any:
     """The run's operations, with GEMMs that read fp8 for weights that exist only in fp8."""
-    design = state.design
-    if not design.fp8_only:
+    if not (design := state.design).fp8_only:
         return design.ops
     return with_lora.WithFp8FrozenProducts(design.plain_ops, design.ops, state.views[with_lora.DEQUANT_SCRATCH])
 
@@ -133,8 +130,7 @@ def adapter_operations(state: TrainingState, ops: Any) -> Any:
 def evaluation_operations(state: TrainingState) -> tuple[Any, Any]:
     """(operations for validation, which read `state.weights`; operations for sampling and tasks, which read
     `state.plain_weights`). `mean_loss` adds documents and masked targets."""
-    design = state.design
-    if design.lora is None:
+    if (design := state.design).lora is None:
         return design.ops, design.plain_ops
     validation = adapter_operations(state, frozen_operations(state))
     if not design.fp8_only:
@@ -164,8 +160,7 @@ def bind(
         graphs = design.device.type == "cuda" and design.ops.BACKEND.capturable
     if feed is None:
         assert source is not None
-        names = (SAMPLE_NUMBERS, *OF_ANSWERS, "positions")
-        more = {name: state.views[name] for name in names if name in state.views}
+        more = {name: state.views[name] for name in (SAMPLE_NUMBERS, *OF_ANSWERS, "positions") if name in state.views}
         feed = BatchFeed(source, state.activations, more)
 
     model_ops = training_operations(state, masked=trained_tokens is not None or design.preference is not None)

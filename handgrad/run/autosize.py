@@ -119,7 +119,7 @@ def fitted(size: Size, dataset: Dataset) -> RunConfig:
         length = max(int(document_lengths(dataset, split).max()) for split in SPLITS) - 1
     windows = sum((shard.token_count - 1) // length for shard in dataset.splits["train"])
     samples = max(FEWEST_PICTURES if dataset.codes else 1, size.tokens_per_step // length)
-    samples = min(samples, power_of_two(max(1, windows // 4)))
+    samples = min(power_of_two(samples), power_of_two(max(1, windows // 4)))  # the micro-batch divides it
     sizes: dict[str, Any] = {name: getattr(size, name) for name in CHOSEN_SIZES}
     sizes |= {"sequence_length": length, "tokens_per_step": samples * length}
     sizes["micro_batch"] = math.gcd(size.micro_batch, samples)
@@ -194,8 +194,7 @@ CHOSEN = (
 def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """`suited_settings` for the data and device in `settings`. A run that has already begun in `out` keeps its own.
     Raises the errors of `open_data` and `resolve_device`."""
-    begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
-    if begun is not None:
+    if (begun := checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))) is not None:
         return {name: begun[name] for name in CHOSEN if name in begun}
     device = devices.resolve_device(settings.get("device", RunConfig.device))
     dataset = open_data(settings["data"])
@@ -250,6 +249,9 @@ def fitted_to_weights(
             group = settings.get("rollouts", RunConfig.rollouts)
             tokens = corpus = max(1, ROLLOUTS // group) * group * length
             corpus *= 4
+        elif dataset.codes:  # a picture a row
+            length = max(int(document_lengths(dataset, split).max()) for split in SPLITS) - 1
+            tokens = max(tokens, length)
         elif resolve_packing(settings.get("packing", AUTO), dataset) == WHOLE:
             whole = row_that_holds(max(document_lengths(dataset, split).max(initial=1) for split in SPLITS))
             few = max(whole, power_of_two(max(1, corpus // FEW_ROWS)))
@@ -292,8 +294,7 @@ def usual_rate(config: RunConfig) -> float:
 def suited_rate(source: str, *, adapters: bool) -> float:
     """The peak learning rate for finetuning: half of a handgrad run's own, all of it for adapters, or the usual one."""
     run = Path(source).parent if checkpoint.is_best_alias(Path(source)) else Path(source)
-    config = checkpoint.peek_config(run) or {}
-    if not config.get("data"):  # weights from elsewhere, imported or not
+    if not (config := checkpoint.peek_config(run) or {}).get("data"):  # weights from elsewhere, imported or not
         return ADAPTERS_LEARNING_RATE if adapters else LEARNING_RATE
     rate = float(config["learning_rate"])
     if adapters:

@@ -103,8 +103,7 @@ class GatheredBucket:
 
     def __call__(self, shard: Tensor, bucket: Bucket) -> Tensor:
         whole = self.state.views["exchange"].view(shard.dtype)[: bucket.elements]
-        wanted = shard.data_ptr(), bucket.name
-        if self.held != wanted:
+        if self.held != (wanted := (shard.data_ptr(), bucket.name)):
             operation, place = f"checkpoint, {bucket.name}", (self.ranks.rank, self.ranks.size)
             work = self.ranks.all_gather(whole, shard[bucket.local(*place)], operation, bucket.shares(place[1]))
             self.ranks.wait(work, operation)
@@ -170,8 +169,7 @@ def load_weights(weights: Weights, table: Table, load: Callable[[ParameterRow, T
 def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
     """Resumes from a checkpoint: loads its tensors, and the `run_numbers` that apply to the configuration. Raises
     `ConfigError` for the state of another optimizer."""
-    made_by = source.manifest["config"].get("optimizer", RunConfig.optimizer)
-    if made_by != config.optimizer:
+    if (made_by := source.manifest["config"].get("optimizer", RunConfig.optimizer)) != config.optimizer:
         remedy = f"start a new run from its weights: --init-from {source.folder}"
         raise ConfigError(f"{source.folder} holds the state of {made_by}, found optimizer {config.optimizer}; {remedy}")
     kept = with_parts_left(config, source.manifest)

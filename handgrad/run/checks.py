@@ -63,8 +63,7 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
     samples = training_batches(config, dataset).samples_per_epoch
     for one in () if config.reward else apart(dataset):  # refuses a split without a sample
         validation_batches(one.dataset, config.sequence_length, packing=config.packing)
-    largest = config.batch.largest // config.sequence_length
-    if samples < largest:
+    if samples < (largest := config.batch.largest // config.sequence_length):
         lanes = config.lanes if config.lanes <= samples else 1
         micro_batch = min(config.micro_batch, samples // lanes)
         fitting = samples // (micro_batch * lanes) * micro_batch * lanes * config.sequence_length
@@ -114,8 +113,7 @@ def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool)
 
 def tokenizer_flag(record: dict[str, Any], model: str) -> str:
     """The option of `handgrad prepare` for the tokenizer of `record`: its name, or its model's, perhaps imported first."""
-    kind = record.get("kind")
-    if kind in ("gpt2", "bytes"):
+    if (kind := record.get("kind")) in ("gpt2", "bytes"):
         return f"--tokenizer {kind}"
     option, first = tokenizer_of(model)
     return f"{first}{shlex.join(option)}"

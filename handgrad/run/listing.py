@@ -157,18 +157,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def last_records(folder: Path) -> Records:
     """The last record of each kind, and as "marker" the last one that determines the state. Parses only these."""
-    path = folder / METRICS_FILE
-    if not path.is_file():
+    if not (path := folder / METRICS_FILE).is_file():
         raise DataError(f"{folder} holds no {METRICS_FILE}; it is no run, or one that did not get to its first step")
     found: dict[str, tuple[bytes, int]] = {}
     with storage_errors(f"reading {path}"), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            kind = KINDS.match(line)
-            if kind and line.endswith(b"\n"):  # else a kill truncated it
+            if (kind := KINDS.match(line)) and line.endswith(b"\n"):  # else a kill truncated it
                 found[kind[1].decode()] = line, number
     records = {kind: parse_record(line, f"line {number} of {path}").fields for kind, (line, number) in found.items()}
-    markers = [kind for kind in MARKERS if kind in found]
-    if markers:
+    if markers := [kind for kind in MARKERS if kind in found]:
         records["marker"] = records[max(markers, key=lambda kind: found[kind][1])]
     return records
 

@@ -272,9 +272,7 @@ def metrics_line(line: bytes) -> Line | None:
     except DataError:
         return None
     step, kind = record.get("step", 0), record.get("kind")
-    if type(step) is not int or not isinstance(kind, str):
-        return None
-    return Line(step, kind == "step", record)
+    return Line(step, kind == "step", record) if type(step) is int and isinstance(kind, str) else None
 
 
 def read_curves(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
@@ -290,8 +288,7 @@ def read_curves(folder: Path) -> tuple[list[tuple[int, float]], list[tuple[int, 
 
 def main_log_line(line: bytes) -> Line | None:
     """Parses a line of main.log, which counts steps from 0; None if damaged."""
-    match = MAIN_LOG_LINE.fullmatch(line)
-    if match is None or not line.isascii():
+    if (match := MAIN_LOG_LINE.fullmatch(line)) is None or not line.isascii():
         return None
     is_step = match[2] == b"trl"
     return Line(int(match[1]) + is_step, is_step, {})
@@ -324,7 +321,6 @@ def keep_lines(path: Path, completed: int, read: Callable[[bytes], Line | None])
         numbers = ", ".join(str(index + 1) for index in damaged[:8]) + (", ..." if len(damaged) > 8 else "")
         which = "a damaged line" if len(damaged) == 1 else f"{len(damaged)} damaged lines"
         message = f"{path}: set aside {which}, {numbers}, in {aside}; the run continues without them"
-    kept = b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay)
-    if kept != content:
+    if (kept := b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay)) != content:
         write_bytes_durably(path, kept)
     return [line for line, stay in zip(found, stays, strict=True) if line is not None and stay], message

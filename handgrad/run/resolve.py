@@ -37,7 +37,7 @@ from handgrad.optimizers.muon import Muon
 from handgrad.settings.config import TUNED, ModelShape, RunConfig
 from handgrad.settings.objective import DPO, REVERSE
 from handgrad.training.design import Batch, Design, Guards, Schedule
-from handgrad.training.state import flat_buffers, update_scratch
+from handgrad.training.state import FROZEN, flat_buffers, update_scratch
 
 MOST_AT_ONCE = 64  # answers that a rank decodes together, which bounds the cache
 
@@ -103,13 +103,12 @@ def resolve(
     pairs = preference.Preference(config.dpo_beta, config.dpo_smoothing) if config.objective == DPO else None
     if pairs is not None:
         buffers += preference.buffers(config.micro_batch, shape.sequence_length, dtype)
-    answers = policy_of(config, ranks) if config.reward else None
-    if answers is not None:
+    if (answers := policy_of(config, ranks) if config.reward else None) is not None:
         buffers += policy.buffers(config.micro_batch, shape.sequence_length, dtype, taught=teacher is not None)
         buffers += rollouts.buffers(shape, config.micro_batch * shape.sequence_length, plain_ops)
     if lora is not None:
         tokens = config.micro_batch * shape.sequence_length
-        buffers.append(lora_tables.frozen_buffer(flat_elements(in_16_bits), dtype))
+        buffers.append(Buffer(FROZEN, (flat_elements(in_16_bits),), dtype, "frozen weights"))
         buffers += lora_tables.buffers(lora, frozen, tokens, dtype)
     if fp8_only:
         buffers.append(with_lora.dequant_scratch(frozen, fp8_only, dtype))
@@ -252,16 +251,6 @@ def resolve_fp8(
     kept = config.fp8_keep_bf16.replace(TUNED, "")
     gemms = tables.fp8_gemms(kept, config.fp8_head_gemms, shape.num_layers, shape.fp8_parts)
     forms = with_lora.with_16_bits(shape.forms) if config.lora else shape.forms
-    statistics_parts = ops.statistics_parts(
-        batch=config.micro_batch,
-        length=shape.sequence_length,
-        num_heads=shape.num_heads,
-        head_width=shape.head_width,
-        channels=shape.channels,
-        feed_forward=shape.feed_forward,
-        widest=tables.longest_side(weights),
-        padded_vocab_size=shape.padded_vocab_size,
-    )
     return Fp8Design(
         forms=forms,
         gemms=gemms,
@@ -272,7 +261,16 @@ def resolve_fp8(
         count_every=config.fp8_count_every,
         saturation_steps=config.fp8_saturation_steps,
         widen=config.fp8_on_saturation == "widen",
-        statistics_parts=statistics_parts,
+        statistics_parts=ops.statistics_parts(
+            batch=config.micro_batch,
+            length=shape.sequence_length,
+            num_heads=shape.num_heads,
+            head_width=shape.head_width,
+            channels=shape.channels,
+            feed_forward=shape.feed_forward,
+            widest=tables.longest_side(weights),
+            padded_vocab_size=shape.padded_vocab_size,
+        ),
     )
 
 
@@ -334,8 +332,7 @@ def generation_plan(design: Design) -> Plan:
         return make_plan(())
     if design.policy is not None:
         return make_plan(decode_buffers(design.shape, design.policy.at_once, design.dtype, design.plain_ops))
-    shape = with_cache(design.shape, 1 + design.sample_tokens)
-    return make_plan(decode_buffers(shape, 1, design.dtype, design.plain_ops))
+    return make_plan(decode_buffers(with_cache(design.shape, 1 + design.sample_tokens), 1, design.dtype, design.plain_ops))
 
 
 def memory_bytes(design: Design) -> dict[str, int]:

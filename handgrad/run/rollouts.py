@@ -89,11 +89,12 @@ class Rollouts:
         self.samples_per_epoch = len(self.prompts.prompts) * about.group
         longest = longest_prompt(dataset)
         if longest + about.answer_tokens > sequence_length + 1 or about.answer_tokens < 1:
-            needed = longest + max(1, about.answer_tokens) - 1
+            needed, room = longest + max(1, about.answer_tokens) - 1, sequence_length + 1 - longest
             raise UsageError(
                 f"expected prompts and answers of at most {sequence_length + 1} tokens, found a prompt of {longest} and"
-                f" answers of up to {max(1, about.answer_tokens)}; try --sequence-length {needed}, or --answer-tokens"
-                f" {max(1, sequence_length + 1 - longest)}"
+                f" answers of up to {max(1, about.answer_tokens)}; try"
+                f" {f'--answer-tokens {room}' if room > 0 else 'shorter prompts'}, or --sequence-length {needed} if the"
+                " weights have as many positions"
             )
         self.blocks: dict[int, Block] = {}  # the last two, by first step
 
@@ -310,12 +311,6 @@ class Rollouts:
         pairs = (zip(one.losses, of_row, strict=True) for one, of_row in zip(own, losses, strict=True))
         return self.per_token([[math.expm1(now - then) - (now - then) for now, then in pair] for pair in pairs])
 
-    def from_teacher(self, rollouts: Sequence[Rollout]) -> float:
-        """The divergence that the run minimises, at the tokens of answers of all ranks, in nats a token."""
-        return self.per_token(
-            [of_row for rows in self.micro_batches(rollouts) for of_row in self.sampler.losses(rows, self.teacher)]
-        )
-
     def per_token(self, rows: list[list[float]]) -> float:
         """The mean over the tokens of all ranks' rows."""
         sums = [(math.fsum(of_row), len(of_row)) for of_row in rows]
@@ -338,7 +333,8 @@ class Rollouts:
         divergence = None
         if self.teacher is not None:
             self.complete(self.sampler, sampled)
-            divergence = self.from_teacher(sampled)
+            every = self.micro_batches(sampled)
+            divergence = self.per_token([of_row for rows in every for of_row in self.sampler.losses(rows, self.teacher)])
         earned = self.earned(rollouts, [shard.rows[row] for row in own])
         parts = [(row, len(r.answer), paid, self.text_of(r)) for row, r, paid in zip(own, rollouts, earned, strict=True)]
         everyone = sorted(one for part in self.ranks.all_gather_objects(parts, "the answers") for one in part)

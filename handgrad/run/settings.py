@@ -76,11 +76,15 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         if weights in BEGINNINGS and not Path(weights).exists():
             raise UsageError(f"init_from names the weights to start from, found {weights!r}: {BEGINNINGS[weights]}")
         merged = from_weights(merged, bare=bare)
-    elif bare and "num_layers" not in merged:
+    elif bare and ("num_layers" not in merged or in_bytes(merged)):
         check_data(merged, command)
         from handgrad.run.autosize import chosen_settings  # imports torch, which `--help` avoids
 
-        merged = {**chosen_settings(merged), **merged}
+        chosen = chosen_settings(merged)
+        size = chosen.get("vqvae", "").partition(",")[0]  # of the data's pictures
+        if "vqvae" in merged and size and "size=" not in merged["vqvae"]:
+            merged["vqvae"] = f"{size},{merged['vqvae']}"
+        merged = {**chosen, **merged}
     architecture = merged.get("architecture", RunConfig.architecture)
     if NETWORKS.get(architecture) is MODERN:
         techniques = resolve_techniques(architecture, merged.get("techniques", ""))
@@ -91,6 +95,18 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     for name, value in merged.items():
         check_value(name, value)
     return RunConfig(**merged)
+
+
+def in_bytes(settings: dict[str, Any]) -> bool:
+    """True for pictures in bytes, which an autoencoder takes unless another network is named."""
+    from handgrad.data.codes import RGB  # imports numpy, which `--help` avoids
+    from handgrad.data.mixture import open_data
+    from handgrad.data.shards import MANIFEST_FILE
+
+    if "architecture" in settings or not Path(settings.get("data", ""), MANIFEST_FILE).is_file():
+        return False
+    codes = open_data(settings["data"]).codes
+    return codes is not None and codes.decoder == RGB
 
 
 def warmup_of(settings: dict[str, Any]) -> int:

@@ -34,8 +34,6 @@ LOCAL_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 class LocalServer(ThreadingHTTPServer):
     """A thread for each connection; connections above `MOST_CONNECTIONS` wait for a free one."""
 
-    daemon_threads = True
-    allow_reuse_address = True
     request_queue_size = 1024  # connections that wait; the system may allow fewer
 
     def __init__(self, host: str, port: int, handler: Callable[..., BaseHTTPRequestHandler]):

@@ -82,8 +82,7 @@ def read_request(kind: str, content: bytes, default: Request, context: int, syst
 
 def setting(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     """The value of `name` in `body`; `default` if it is null or missing. Raises `UsageError` for another type."""
-    value = body.get(name)
-    if value is None:
+    if (value := body.get(name)) is None:
         return default
     if type(value) is kind or (kind is float and type(value) is int):
         return kind(value)
@@ -92,8 +91,7 @@ def setting(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any
 
 def conversation(body: Mapping[str, Any], system: str) -> list[Message]:
     """The messages, each with a single text as content."""
-    given = body.get("messages")
-    if not isinstance(given, list):
+    if not isinstance(given := body.get("messages"), list):
         raise UsageError(f"expected 'messages' to be a list, found {given!r:.60}")
     messages = []
     for message in given:

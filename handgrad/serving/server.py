@@ -86,8 +86,7 @@ class Handler(LocalHandler):
             self.refuse(HTTPStatus.NOT_FOUND, f"nothing is at {self.path:.80}; the page is at /, the API at /v1")
 
     def do_POST(self) -> None:
-        kind = PATHS.get(self.path)
-        if kind is None:
+        if (kind := PATHS.get(self.path)) is None:
             self.refuse(HTTPStatus.NOT_FOUND, f"nothing is at {self.path:.80}; POST to {' or '.join(PATHS)}")
             return
         served, context = self.served, self.served.about["context"]
@@ -98,8 +97,7 @@ class Handler(LocalHandler):
             return
         job = Job(request, self.has_left)
         self.served.jobs.put(job)
-        first = job.arrived.get()
-        if isinstance(first, HandgradError):
+        if isinstance(first := job.arrived.get(), HandgradError):
             self.refuse_with(first)
         elif request.streams:
             self.send_events(job, first)
@@ -160,8 +158,7 @@ class Handler(LocalHandler):
             if isinstance(part, HandgradError):
                 self.send_event(failure(str(part)))
                 return
-            last = choice({"delta": {}} if is_chat else {"text": ""}, part)
-            self.send_event(head | {"choices": [last]} | noted(part))
+            self.send_event(head | {"choices": [choice({"delta": {}} if is_chat else {"text": ""}, part)]} | noted(part))
             if job.request.counts:
                 self.send_event(head | {"choices": [], "usage": usage(part)})
             self.wfile.write(b"data: [DONE]\n\n")

@@ -232,8 +232,7 @@ class RunConfig:
     @property
     def fp8_head_gemms(self) -> str:
         """`fp8_head` with "auto" and "none" replaced by the GEMMs that they stand for."""
-        usual = "" if self.lora else ",".join(HEAD_GEMMS)
-        return {AUTO: usual, "none": ""}.get(self.fp8_head, self.fp8_head)
+        return {AUTO: "" if self.lora else ",".join(HEAD_GEMMS), "none": ""}.get(self.fp8_head, self.fp8_head)
 
     @property
     def micro_steps(self) -> int:
@@ -310,8 +309,7 @@ def check_batch(config: RunConfig) -> None:
         factors = {"lanes": config.lanes, **factors}
     least = math.prod(factors.values())
     for stage in config.batch.stages:
-        tokens = stage.tokens_per_step
-        if tokens % least:
+        if (tokens := stage.tokens_per_step) % least:
             nearest = max(1, round(tokens / least)) * least
             name, found, remedy = "tokens_per_step", f"{tokens}", f"--tokens-per-step {nearest}"
             if stage.first_step:

@@ -16,11 +16,12 @@ def check_objective(config: Any) -> Any:
     no_reward = ("reward", f"none; answers are rewarded by objective {REWARD}", not config.reward)
     precision = ("precision", "bf16, fp16 or fp32", config.precision != "fp8")
     answers = (precision, ("packing", "stream", config.packing in (AUTO, "stream")), ("dropout", "0", not config.dropout))
+    group = config.rollouts * config.sequence_length  # tokens: a row for each rollout
     own_answers = (
         ("init_from", "the model that answers first", bool(config.init_from)),
         ("batch_schedule", "one size for all steps", not config.batch_schedule),
         ("overfit_one_batch", "false", not config.overfit_one_batch),
-        ("tokens_per_step", "a multiple of rollouts * sequence_length", not rows_over(config)),
+        ("tokens_per_step", "a multiple of rollouts * sequence_length", config.tokens_per_step % group == 0),
         *answers,
     )
     needs = {
@@ -48,8 +49,3 @@ def check_objective(config: Any) -> Any:
         if not holds:
             raise UsageError(f"objective {config.objective} needs {name}: {needed}, found {getattr(config, name)!r}")
     return config
-
-
-def rows_over(config: Any) -> int:
-    """The tokens of a step beyond whole groups of rollouts, each rollout in a row."""
-    return config.tokens_per_step % (config.rollouts * config.sequence_length)

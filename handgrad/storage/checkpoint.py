@@ -120,8 +120,7 @@ def save(
     try:
         with storage_errors(f"saving {final}"):
             begin_partial(final)
-            files = write_tensors(final, split_among_writers(list(state), 1)[0])
-            return commit(final, step, files, manifest, extra_files)
+            return commit(final, step, write_tensors(final, split_among_writers(list(state), 1)[0]), manifest, extra_files)
     except StorageError:
         discard_partial(final)
         raise
@@ -338,16 +337,14 @@ def is_best_alias(path: Path) -> bool:
 
 def best(run: Path) -> Checkpoint:
     """The run's checkpoint of the lowest validation loss. `DataError`: none, or damaged, as the user asked for this one."""
-    found = best_validated(run)
-    if found is None:
+    if (found := best_validated(run)) is None:
         raise DataError(f"{run} holds no checkpoint of a validated step; give {run} for its newest; train with --keep-best")
     return open_checkpoint(folder_of(run / CHECKPOINTS, found[0]))
 
 
 def best_validated(run: Path) -> tuple[int, float] | None:
     """(step, loss) of the lowest validation loss among the steps that have a checkpoint, the first if several are equal."""
-    finite = [(loss, step) for step, loss in validated(run).items() if math.isfinite(loss)]
-    if not finite:
+    if not (finite := [(loss, step) for step, loss in validated(run).items() if math.isfinite(loss)]):
         return None
     loss, step = min(finite)
     return step, loss

@@ -71,8 +71,7 @@ def open_certificate(path: Path) -> Line:
 
 def check_signature(certificate: Line, path: Path) -> None:
     """Raises `DataError` unless the key in the certificate made its signature. Nothing here says whose key it is."""
-    signature = certificate.get("signature")
-    if signature is None:
+    if (signature := certificate.get("signature")) is None:
         return
     _, ed25519 = signing()
     from cryptography.exceptions import InvalidSignature
@@ -99,8 +98,7 @@ def evaluations(metrics: Path) -> list[Line]:
     """The last validation, and the last result on each task, in a run's metrics.jsonl."""
     found: dict[str, Line] = {}
     for read in readable_records(metrics) if metrics.is_file() else ():
-        entry = read.fields
-        if entry.get("kind") == "validation":
+        if (entry := read.fields).get("kind") == "validation":
             found["validation loss"] = {"step": entry["step"], "name": "validation loss", "value": entry["loss"]}
         elif entry.get("kind") == "evaluation" and isinstance(entry.get("metrics"), dict):
             for metric, pair in entry["metrics"].items():

@@ -20,7 +20,7 @@ from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
-from handgrad.tools.kernel_checks.operations import CASES, Cases, check_dropout_kernels, check_kernels
+from handgrad.tools.kernel_checks.operations import CASES, check_dropout_kernels, check_kernels
 from handgrad.tools.profile import MadeUpTokens
 from handgrad.tools.speeds import gemm_flops
 
@@ -39,8 +39,7 @@ def examine() -> Iterator[tuple[bool, str]]:
     yield True, threads.describe(torch.get_num_threads())
     if device.type == "cpu" and torch.version.cuda is None and DRIVER.exists():
         yield False, "there is an NVIDIA driver, but this torch is a CPU build; install a CUDA build of torch"
-    memory = devices.available_bytes(device)
-    if memory is not None:
+    if (memory := devices.available_bytes(device)) is not None:
         yield True, f"{human_bytes(memory)} of memory free on {device.type}"
     yield True, f"{human_bytes(shutil.disk_usage('.').free)} of disk free here"
     for precision in ("fp32", half_precision(device)):
@@ -96,7 +95,9 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
     yield True, kernels.tuning()
     dtype = devices.dtype_of(device, half_precision(device))
     devices.set_arithmetic(device, half_precision(device))
-    yield from check_kernels(kernels, device, dtype, cases_on(capability))
+    # Muon's GEMMs are in bf16, which older GPUs lack.
+    cases = {line: make for line, make in CASES.items() if capability >= BF16_CAPABILITY or not line.startswith("muon")}
+    yield from check_kernels(kernels, device, dtype, cases)
     yield from check_dropout_kernels(dropout_operations(kernels), device, dtype)
     if capability < BF16_CAPABILITY:
         yield True, f"--optimizer muon needs bf16, which compute capability {dotted(capability)} lacks: train with adamw"
@@ -105,11 +106,6 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
         yield True, f"--precision fp8 needs {needed}, this GPU has {dotted(capability)}: train in {half_precision(device)}"
     else:
         yield from check_fp8_kernels(choose_backend("kernels", device, "fp8"), device)
-
-
-def cases_on(capability: tuple[int, int]) -> Cases:
-    """The operations that runs launch on such a GPU; leaves out Muon's, whose GEMMs are in bf16, if it has no bf16."""
-    return {line: make for line, make in CASES.items() if capability >= BF16_CAPABILITY or not line.startswith("muon")}
 
 
 def dotted(capability: tuple[int, int]) -> str:

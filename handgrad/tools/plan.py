@@ -13,6 +13,7 @@ from handgrad.format import human_bytes, human_count, human_flops, human_seconds
 from handgrad.machine import devices
 from handgrad.machine.gpus import GPUS, Gpu
 from handgrad.memory.rows import count_parameters
+from handgrad.networks import NETWORKS
 from handgrad.run.checkpointing import copy_plans
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import as_begun, model_of, resolve_lanes
@@ -25,6 +26,7 @@ from handgrad.tools.speeds import gemm_flops, step_time
 from handgrad.training.design import Design
 
 RECOMPUTE_LEVELS = (0, 1, 2, 3)
+SAMPLED = "rollouts   each step samples its answers first, which is not in the speeds below"
 NOTE = (
     "measured: this run's speed is on record; estimated: from the data sheet, by the model of docs/planning.md.\n"
     "Steps alone: validations and checkpoints come on top. kWh: the boards alone, at their power limits."
@@ -46,6 +48,11 @@ class Candidate:
         return f"--recompute {self.config.recompute}" + " --offload true" * self.config.offload
 
 
+def levels_of(config: RunConfig) -> tuple[int, ...]:
+    """The levels of recomputation that the network has."""
+    return (0,) if NETWORKS[config.architecture].pictures else RECOMPUTE_LEVELS
+
+
 def candidates(
     config: RunConfig,
     device: torch.device,
@@ -56,19 +63,13 @@ def candidates(
     """The run at each recompute level, without and, if it can, with offload; the fastest first, if times are known."""
     choices = []
     for offload in (False, True) if can_offload(config, device, ranks) else (False,):
-        for level in RECOMPUTE_LEVELS:
+        for level in levels_of(config):
             changed = replace(config, recompute=level, offload=offload)
             design = design_of(changed)
             moments = sum(buffer.size_bytes for buffer in design.buffers if buffer.kind == "moments")
             memory = sum(memory_bytes(design).values()), design.host_plan.total_bytes, moments
             choices.append(Candidate(changed, *memory, seconds_of(changed, design) if seconds_of else None))
     return sorted(choices, key=lambda candidate: candidate.seconds or 0.0)
-
-
-def chosen_of(choices: list[Candidate], config: RunConfig, available: int) -> Candidate | None:
-    """The candidate with the settings asked for, if it fits, else the first one that fits."""
-    asked = (c for c in choices if (c.config.recompute, c.config.offload) == (config.recompute, config.offload))
-    return first_fitting([*asked, *choices], available)
 
 
 def first_fitting(choices: list[Candidate], available: int) -> Candidate | None:
@@ -123,7 +124,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     check_shared_gradients(config, ranks)
     check_offload(config, device, ranks)
     resolved = cache(resolve)  # the search for a micro-batch and `fit` ask for some of these designs again
-    designs = [resolved(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]
+    designs = [resolved(replace(config, recompute=level), vocab_size, ranks=ranks) for level in levels_of(config)]
     design = designs[0]
     flops_per_token = design.flops_per_token
     tokens = config.batch.tokens_before(config.steps)
@@ -150,7 +151,7 @@ def fits_lines(
     config: RunConfig, vocab_size: int, ranks: int, available: int, there: str, resolved: Callable[..., Design]
 ) -> Iterator[str]:
     """A line for each recompute level about the largest micro-batch that fits. `resolved`: as in `largest_micro_batch`."""
-    for level in RECOMPUTE_LEVELS:
+    for level in levels_of(config):
         fitting = largest_micro_batch(replace(config, recompute=level), vocab_size, available, ranks, resolved=resolved)
         whole = " (a whole step at once)" if fitting * config.lanes * config.sequence_length == config.batch.largest else ""
         advice = f"--micro-batch {fitting}{whole}" if fitting else "not even one sample at a time"
@@ -170,6 +171,7 @@ def run_lines(config: RunConfig, design: Design) -> list[str]:
         f" {human_flops(tokens * flops_per_token)}",
         *(freezing_lines(config, design) if config.lora else []),
         *batch_lines(design.batch),
+        *([SAMPLED] if config.reward else []),
         *settings_lines(config, design),
     ]
 
@@ -192,7 +194,7 @@ def settings_lines(config: RunConfig, design: Design) -> list[str]:
 
 
 def memory_lines(config: RunConfig, designs: list[Design], ranks: int) -> list[str]:
-    """Lines about disk space, and about memory by component. `designs`: one for each of `RECOMPUTE_LEVELS`."""
+    """Lines about disk space, and about memory by component. `designs`: one for each of `levels_of(config)`."""
     checkpoints = most_checkpoints(config)
     memory = "memory per rank" if ranks > 1 else "memory"
     copy = max(plan.total_bytes for plan in copy_plans(designs[0], ranks))
@@ -204,7 +206,7 @@ def memory_lines(config: RunConfig, designs: list[Design], ranks: int) -> list[s
         *([host] if config.async_save else []),
         *([f"host       {human_bytes(state)}: {' and '.join(designs[0].host_plan.size_bytes)}"] if state else []),
         "",
-        f"{memory:<18}" + "".join(f"{f'recompute {level}':>16}" for level in RECOMPUTE_LEVELS),
+        f"{memory:<18}" + "".join(f"{f'recompute {level}':>16}" for level in levels_of(config)),
         *memory_table([memory_bytes(design) for design in designs]),
         "",
     ]
@@ -219,12 +221,13 @@ def describe_gpu(
     """The plan for `ranks` GPUs of this name. Raises the errors of `forecast`."""
     _, spec = named_gpu(gpu)
     fitted = fitted_to(config, spec, vocab_size, ranks) if fit else []
-    if chosen := chosen_of(fitted, config, fit):
+    asked = (c for c in fitted if (c.config.recompute, c.config.offload) == (config.recompute, config.offload))
+    if chosen := first_fitting([*asked, *fitted], fit):
         config = chosen.config
     found = forecast(config, vocab_size, gpu, ranks=ranks, price=price, fit=fit)
     config = replace(resolved_on(config, spec, ranks), micro_batch=found.micro_batch)
     resolved = partial(resolve_for, spec)
-    designs = [resolved(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]
+    designs = [resolved(replace(config, recompute=level), vocab_size, ranks=ranks) for level in levels_of(config)]
     peak = f"{spec.flops(config.precision) / 1e12:g} TFLOP/s in {config.precision}"
     source = f" (benchmarks/results/{found.source}.json)" if found.source else ""
     return [
@@ -255,7 +258,10 @@ def fitted_to(config: RunConfig, gpu: Gpu, vocab_size: int, ranks: int) -> list[
 def describe_gpus(
     config: RunConfig, vocab_size: int, ranks: int = 1, price: float | None = None, fit: int = 0
 ) -> list[str]:
-    """A row for every GPU; if a GPU cannot run it, its row has the reason."""
+    """A row for every GPU; if a GPU cannot run it, its row has the reason. None for an autoencoder: the model of speeds
+    knows no convolutions."""
+    if NETWORKS[config.architecture].pictures:
+        return []
     lines = [HEADING]
     for name in GPUS:
         try:

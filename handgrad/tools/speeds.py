@@ -170,7 +170,8 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     size = design.dtype.itemsize
     rate = MEMORY_SHARE * gpu.terabytes_per_second * 1e12
     parameters = count_parameters(design.parameters)
-    in_fp8 = fp8_share(design)
+    blocks = design.fp8.gemms.blocks if design.fp8 else ()
+    in_fp8 = len(blocks) / (layers * len(shape.fp8_parts)) if blocks else 0.0  # the share of the blocks' GEMMs
     gemms = tokens * gemm_seconds_per_token(gpu, design, precision, rate)
     kind = "bf16" if precision == "fp8" else "fp32" if precision == "tf32" else precision
     attention_gemms = 7 + 2 * (config.recompute >= WHOLE_BLOCKS)  # two forward, five backward
@@ -187,21 +188,16 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     # Per micro-batch: weights read forward and backward, gradients read and written in float32.
     moved = tokens * (layers * channels * per_channel + ends) + micro_batches * parameters * (2 * size + 8)
     moved += micro_batches * count_parameters(design.frozen) * 2 * size
+    # The host's state to the device and back, in both directions at once.
+    offload = design.host_plan.total_bytes / (LINK_SHARE * gpu.host_gigabytes_per_second * 1e9)
     return StepTime(
         gemms=gemms,
         attention=attention,
         memory=moved / rate,
-        optimizer=optimizer_bytes(config, parameters, size, ranks) / rate + offload_seconds(gpu, design),
+        optimizer=optimizer_bytes(config, parameters, size, ranks) / rate + offload,
         exchange=exchange_seconds(gpu, config, parameters, size, ranks)
         + (ranks > 1) * (1 / TOGETHER_SHARE - 1) * (gemms + attention + moved / rate),
     )
-
-
-def fp8_share(design: Design) -> float:
-    """The share of the blocks' GEMMs that run in fp8."""
-    if design.fp8 is None or not design.fp8.gemms.blocks:
-        return 0.0
-    return len(design.fp8.gemms.blocks) / (design.shape.num_layers * len(design.shape.fp8_parts))
 
 
 def gemm_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float) -> float:
@@ -237,13 +233,7 @@ def optimizer_bytes(config: RunConfig, parameters: int, size: int, ranks: int) -
     return parameters * (8 + adamw / share + (4 if config.precision == "fp8" else 0))
 
 
-def offload_seconds(gpu: Gpu, design: Design) -> float:
-    """Seconds to copy the host's state to the device and back, in both directions at once."""
-    return design.host_plan.total_bytes / (LINK_SHARE * gpu.host_gigabytes_per_second * 1e9)
-
-
 def exchange_seconds(gpu: Gpu, config: RunConfig, parameters: int, size: int, ranks: int) -> float:
     """Seconds to send gradients to their ranks and weights back, without overlap."""
     wire = 2 if config.reduce_precision == "bf16" else 4
-    moved = parameters * (wire + size) * (ranks - 1) / ranks
-    return moved / (LINK_SHARE * gpu.link_gigabytes_per_second * 1e9)
+    return parameters * (wire + size) * (ranks - 1) / ranks / (LINK_SHARE * gpu.link_gigabytes_per_second * 1e9)

@@ -111,7 +111,8 @@ class Scaling:
         self.everyone = views["fp8.everyone"]  # (ranks, first_weight, STATISTICS_PLACES): the ranks' totals
         self.tensors = quantized_tensors(fp8.table, views, weights, current=not fp8.delayed)
         self.calibrating = quantized_tensors(fp8.table, views, weights, current=True)
-        self.numbers = [elements_of(row, views) for row in fp8.table]
+        stored = ([f"{row.stored_as}.{form}" for form in ("rows", "columns")] for row in fp8.table)
+        self.numbers = [next(views[name].numel() for name in names if name in views) for names in stored]
         self.calibrated_from: int | None = None  # the first step for which every tensor had a number to set its scale
 
     @property
@@ -216,11 +217,6 @@ def weights_of(tensors: Mapping[str, Any]) -> list[Any]:
     return [*([tensors["head"]] if "head" in tensors else []), *found]
 
 
-def elements_of(row: QuantizedRow, views: Mapping[str, Tensor]) -> int:
-    """The number of elements of a quantised tensor."""
-    return next(views[f"{row.stored_as}.{f}"].numel() for f in ("rows", "columns") if f"{row.stored_as}.{f}" in views)
-
-
 # Forward without training: fixed weights and the final scales of their training.
 
 
@@ -241,8 +237,7 @@ class Fp8Forward:
     ) -> dict[str, Any]:
         """Quantises `weights` (16-bit, by name); returns all tensors by name, over `views` of both kinds of rows.
         `saved`: a checkpoint's scales (`Scaling.saved`). Raises `UsageError` if a tensor has no scale there."""
-        missing = [row.name for row in self.table if row.name not in saved]
-        if missing:
+        if missing := [row.name for row in self.table if row.name not in saved]:
             raise UsageError(f"the checkpoint has no fp8 scale of {missing[0]}; use --precision bf16")
         for place, row in enumerate(self.table):
             views["fp8.scaling"][place].copy_(torch.tensor(saved[row.name][0]))

@@ -39,8 +39,7 @@ class Fp8Gemms:
         """'qkv, mlp (but 0.mlp), head' for the header; 'head.forward' if not all of the head."""
         names = []
         for part in parts:
-            without = [layer for layer in range(layers) if (layer, part) not in self.blocks]
-            if len(without) < layers:
+            if len(without := [layer for layer in range(layers) if (layer, part) not in self.blocks]) < layers:
                 but = ", ".join(f"{layer}.{part}" for layer in without)
                 names.append(part + f" (but {but})" * bool(without))
         head = [f"{HEAD}.{name}" for name in HEAD_GEMMS if name in self.head]
@@ -59,8 +58,7 @@ def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> F
             raise UsageError(f"fp8_keep_bf16 takes {known}, found {name!r}")
         kept |= {(int(layer), part)} if layer else {(n, part) for n in range(layers)}
     chosen = names_in(head)
-    unknown = [name for name in chosen if name not in HEAD_GEMMS]
-    if unknown:
+    if unknown := [name for name in chosen if name not in HEAD_GEMMS]:
         raise UsageError(f"fp8_head takes auto, none, {', '.join(HEAD_GEMMS)}, found {unknown[0]!r}")
     if "wgrad" in chosen and "dgrad" not in chosen:  # the logits' gradient exists in 16 bits or in fp8, not in both
         raise UsageError(f"fp8_head wgrad needs dgrad, found {head!r}; try --fp8-head {','.join(['dgrad', *chosen])}")
@@ -98,8 +96,7 @@ def quantized_table(
     made, weights = list[QuantizedRow](), list[QuantizedRow]()
     tagged = [(row, tag) for row in rows if (tag := tag_of(row, forms))]
     tagged_weights = [(row, tag) for row in parameters if (tag := tag_of(row, forms))]
-    parts = dict.fromkeys(tag.part for tag in forms.values())
-    for layer, part in product(range(layers), parts):
+    for layer, part in product(range(layers), dict.fromkeys(tag.part for tag in forms.values())):
         if (layer, part) not in gemms.blocks:
             continue
         label, prefix = f"{layer}.{part}", f"blocks.{layer}."
@@ -135,8 +132,7 @@ def activation_buffers(
 
     Only the forward reads `rows`, unless the backward reruns that GEMM; the weight gradient reads `columns`."""
     for row in rows:
-        tag = tag_of(row, forms)
-        if tag is None:
+        if (tag := tag_of(row, forms)) is None:
             if not row.of:
                 yield row.buffer(recompute)
         elif tag.part == HEAD:

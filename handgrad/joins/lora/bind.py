@@ -113,9 +113,7 @@ class WithAdapters(Overlay):
     def __getattr__(self, name: str) -> Any:
         if name == "decode":
             return WithAdapters(self.ops, self.memory, self.ops.decode)
-        if name in self.composed:
-            return partial(self.composed_or_fused, name)
-        return getattr(self.module, name)
+        return partial(self.composed_or_fused, name) if name in self.composed else getattr(self.module, name)
 
     def composed_or_fused(self, name: str, *tensors: Tensor | None, **options: Any) -> None:
         """Runs the composed form for a weight with an adapter, whose output is added in between; else the fused kernel."""

@@ -20,7 +20,7 @@ from handgrad.memory.rows import ZEROS, Init, ParameterRow, Table, lay_out
 from handgrad.models import architecture
 from handgrad.networks import ModelShape
 from handgrad.networks.lora import LoraShape
-from handgrad.training.state import FROZEN, TrainingState
+from handgrad.training.state import TrainingState
 
 RANK_MULTIPLE = 8
 KIND = "adapters at work"  # the arena's allocation for their activations
@@ -117,11 +117,6 @@ def adapters_of(shape: ModelShape, lora: LoraShape) -> Iterator[Adapter]:
         if parts:
             outputs, inputs = row.shape
             yield Adapter(row.name, tuple(parts), outputs, inputs, lora.rank, lora.scale)
-
-
-def frozen_buffer(elements: int, dtype: torch.dtype) -> Buffer:
-    """The row of the frozen weights."""
-    return Buffer(FROZEN, (elements,), dtype, "frozen weights")
 
 
 def buffers(design: LoraDesign, frozen: Table, tokens: int, dtype: torch.dtype) -> list[Buffer]:
