@@ -65,7 +65,7 @@ CPU = SETTINGS | {
     " --optimizer muon --matrix-learning-rate 1e-2 --final-learning-rate-fraction 0.5 --eval-every 150 --eval-tokens 16384"
     " --ranks 2",
     "share": 1 / 3,
-    "prompts": 16_000,  # the built-in 2048 would be read twelve times
+    "prompts": 16_000,  # 25,600 are drawn, and the built-in ones are 2048
     "rewards": {"steps": 400, "prompts": 64, "rollouts": 4, "micro_batch": 4, "answer_tokens": 4, "eval_every": 100},
     "schedule": "linear --final-learning-rate-fraction 0 --ranks 2",
     "optimizer": " --optimizer muon --matrix-learning-rate 3e-3",
