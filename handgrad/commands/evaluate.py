@@ -75,7 +75,8 @@ DIVERGED = "its weights have diverged; use an earlier checkpoint, or another --p
 
 
 def run(parsed: Namespace) -> int:
-    if not (tasks := parse_tasks(parsed.tasks)) and (parsed.out or parsed.limit):
+    tasks = parse_tasks(parsed.tasks)
+    if not tasks and (parsed.out or parsed.limit):
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
     if tasks and parsed.precision == "fp8":
         raise UsageError("tasks are scored in 16 bits, found --precision fp8; use bf16, or leave out --tasks")
@@ -135,7 +136,8 @@ def stride_of(parsed: Namespace, source: Weights) -> int:
 
 def validation_data(parsed: Namespace, source: Weights) -> Dataset:
     """The data to evaluate on. Raises `UsageError` if none are known, `DataError` if they do not suit the model."""
-    if not (folder := parsed.data or source.config.data):
+    folder = parsed.data or source.config.data
+    if not folder:
         raise UsageError(f"{parsed.checkpoint} belongs to no run; give --data DIR, prepared with its tokenizer")
     if not parsed.data and source.checkpoint is not None:
         data_of(source.checkpoint, needed=True)
@@ -256,7 +258,8 @@ class TasksPart:
     def lines(self, model: LoadedModel, views: dict[str, Any]) -> list[str]:
         """The table of results and notes about it, on all ranks. `views`: the views of `plan`."""
         progress = Progress(self.ranks, "tasks: {:.0%} launched") if self.ranks.is_rank_0 else None
-        results = results_of(self.tasks, self.requests, self.work.score(model.weights, model.views | views, progress))
+        found = self.work.score(model.weights, model.views | views, progress)
+        results = results_of(self.tasks, self.requests, found)
         return self.ranks.from_rank_0(lambda: self.written(results), "the results")
 
     def written(self, results: list[TaskResult]) -> list[str]:
@@ -299,7 +302,8 @@ class CheckpointForward:
 
     def __init__(self, source: Weights, shape: ModelShape, batch: int, device: torch.device, backend: str, *, packed: bool):
         """For `batch` samples of `shape.sequence_length` tokens at once. Raises `UsageError` for weights without scales."""
-        if not (manifest := {} if source.checkpoint is None else source.checkpoint.manifest).get("fp8"):
+        manifest = {} if source.checkpoint is None else source.checkpoint.manifest
+        if not manifest.get("fp8"):
             found = source.origin["source"]
             raise UsageError(f"{found} has no fp8 scales: expected a checkpoint of a run in fp8; use --precision bf16")
         if source.config.lora:

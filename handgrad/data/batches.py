@@ -128,7 +128,8 @@ class Stretches:
         if not len(self.first):
             return np.zeros_like(token)
         stretch = np.maximum(np.searchsorted(self.first, token) - 1, 0)
-        return self._before[stretch] + np.clip(token - self.first[stretch], 0, self.end[stretch] - self.first[stretch])
+        inside = np.clip(token - self.first[stretch], 0, self.end[stretch] - self.first[stretch])
+        return self._before[stretch] + inside
 
     def mask(self, first: int, end: int) -> np.ndarray:
         """A bool for each token in [`first`, `end`): True inside a stretch."""
@@ -311,7 +312,8 @@ class Batches:
             trained = self._targets(shard)
             every = lengths - 1 - context
             counts.append(every if trained is None else trained.count(first + 1 + context, first + lengths))
-        if not (scored := np.cumsum(np.concatenate(counts)))[-1]:
+        scored = np.cumsum(np.concatenate(counts))
+        if not scored[-1]:
             raise DataError(
                 f"expected a token that counts in the loss, found none among {len(scored) - 1} windows of"
                 f" {self.shards[0].path.parent}; prepare more text, or raise --sequence-length"

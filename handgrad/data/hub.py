@@ -192,14 +192,16 @@ def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> N
             before = _size(partial)
             reason = _continue_download(source, partial, on_bytes)
             if not reason:
-                if not (reason := _verify(source, partial)):
+                reason = _verify(source, partial)
+                if not reason:
                     partial.replace(path)
                     return
                 partial.unlink()
                 wrong_contents += 1
                 if wrong_contents == 2:
                     raise DataError(f"expected {reason} from {source.url}; it was replaced or damaged there, try later")
-            if (failures := 0 if _size(partial) > before else failures + 1) == ATTEMPTS:
+            failures = 0 if _size(partial) > before else failures + 1
+            if failures == ATTEMPTS:
                 raise StorageError(
                     f"expected {source.url}, found {reason} in {ATTEMPTS} attempts; check the connection and run the "
                     f"same command again, it goes on from {partial}"
@@ -250,7 +252,9 @@ def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None
         return str(error)
     except (OSError, http.client.HTTPException) as error:  # urllib.error.URLError is an OSError
         return f"no answer ({getattr(error, 'reason', None) or error})"
-    return f"{have} of {total} bytes" if total is not None and have < total else ""
+    if total is not None and have < total:
+        return f"{have} of {total} bytes"
+    return ""
 
 
 class _Dropped(Exception):
@@ -269,7 +273,8 @@ def _authorize(request: urllib.request.Request) -> None:
     if request.full_url.startswith(endpoint + "/"):
         import huggingface_hub
 
-        if token := huggingface_hub.get_token():  # unredirected: the storage behind the hub must not see it
+        token = huggingface_hub.get_token()
+        if token:  # unredirected: the storage behind the hub must not see it
             request.add_unredirected_header("Authorization", f"Bearer {token}")
 
 

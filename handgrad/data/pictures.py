@@ -91,7 +91,8 @@ def _classes(file: SourceFile) -> tuple[str, ...]:
         return tuple(file.name.split("/")[:-1]) if file.name.count("/") == 1 else ()
     if kind_of(file.path) == "idx":
         return DIGITS if labels_path(file.path) else ()
-    if not (meta := file.path.with_name(CIFAR_NAMES)).is_file():
+    meta = file.path.with_name(CIFAR_NAMES)
+    if not meta.is_file():
         return DIGITS
     with reading(meta), meta.open("rb") as names:
         return tuple(line.strip() for line in names.read(1 << 16).decode(errors="replace").splitlines() if line.strip())
@@ -131,9 +132,8 @@ def read_pictures(
     DataError: damaged, too large, a label out of range, or refused for its size; StorageError: unreadable."""
     total = picture_count(file)
     numbers = range(total)[first : None if count is None else first + count]
-    one = ((_decoded(file.path), "".join(_classes(file))) for _ in numbers)
-    read = {"picture": one, "cifar": _read_cifar(file, numbers), "idx": _read_idx(file, numbers)}[kind_of(file.path)]
-    for number, (image, label) in zip(numbers, read, strict=True):
+    read = {"picture": _read_one, "cifar": _read_cifar, "idx": _read_idx}[kind_of(file.path)]
+    for number, (image, label) in zip(numbers, read(file, numbers), strict=True):
         name = name_of(file, number, total)
         if strict and image.size != (columns, rows):
             where, remedy = file.path.with_name(Path(name).name), "resize it, or let other sizes be resized"
@@ -141,6 +141,10 @@ def read_pictures(
         if image.size != (columns, rows):
             image = ImageOps.fit(image, (columns, rows), Image.Resampling.LANCZOS)
         yield Picture(np.array(image), label, name)
+
+
+def _read_one(file: SourceFile, numbers: range) -> Iterator[tuple[Image.Image, str]]:
+    yield from ((_decoded(file.path), "".join(_classes(file))) for _ in numbers)
 
 
 def _decoded(path: Path) -> Image.Image:

@@ -24,7 +24,8 @@ class Draw:
     """Choices from a hash of `key`: they depend on no other draw and on no library's version."""
 
     def __init__(self, *key: object):
-        self.number = int.from_bytes(hashlib.sha256("/".join(map(str, key)).encode()).digest(), "little")
+        digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+        self.number = int.from_bytes(digest, "little")
 
     def below(self, count: int) -> int:
         self.number, digit = divmod(self.number, count)
@@ -48,6 +49,11 @@ class Kind(NamedTuple):
     ask: Callable[[Draw], str]
     pattern: re.Pattern[str]
     answer: Callable[[re.Match[str]], str]
+
+
+def _subtraction(draw: Draw) -> str:
+    large = draw.below(100)
+    return f"What is {large} - {draw.below(large + 1)}?"
 
 
 def _comparison(draw: Draw) -> str:
@@ -104,11 +110,7 @@ KINDS: dict[str, Kind] = {
         re.compile(r"What is (\d+) \+ (\d+)\?"),
         lambda m: str(int(m[1]) + int(m[2])),
     ),
-    "subtract": Kind(
-        lambda d: f"What is {(large := d.below(100))} - {d.below(large + 1)}?",
-        re.compile(r"What is (\d+) - (\d+)\?"),
-        lambda m: str(int(m[1]) - int(m[2])),
-    ),
+    "subtract": Kind(_subtraction, re.compile(r"What is (\d+) - (\d+)\?"), lambda m: str(int(m[1]) - int(m[2]))),
 }
 OWNER, COLOUR = re.compile(r"Who has the (\w+)\?"), re.compile(r"What colour is the (\w+)\?")
 NAMES = (*KINDS, "world", "plus")  # of all kinds; the last two may refer to an earlier turn
@@ -124,7 +126,8 @@ def conversation(seed: int, number: int, held_out: bool) -> tuple[tuple[str, str
                 break
         asked.append(question)
     answers = [_follow(asked[: turn + 1])[1] for turn in range(len(asked))]
-    return tuple(message for q, a in zip(asked, answers, strict=True) for message in (("user", q), ("assistant", a or "")))
+    turns = zip(asked, answers, strict=True)
+    return tuple(message for q, a in turns for message in (("user", q), ("assistant", a or "")))
 
 
 def check(messages: Sequence[Mapping[str, str]], answer: str) -> bool:
@@ -161,11 +164,13 @@ def _question(draw: Draw, asked: Sequence[str]) -> str:
             return _about(draw, [thing for _, _, thing in facts])
         if (_follow(asked)[1] or "").isdigit():
             return f"And plus {draw.below(10)}?"
-    if (kind := draw.below(len(KINDS) + 2)) < len(KINDS):
+    kind = draw.below(len(KINDS) + 2)
+    if kind < len(KINDS):
         return [*KINDS.values()][kind].ask(draw)
     count = 2 + draw.below(2)
     people, colours, things = draw.some(PEOPLE, count), draw.some(COLOURS, count), draw.some(THINGS, count)
-    return "".join(f"{p} has the {c} {t}. " for p, c, t in zip(people, colours, things, strict=True)) + _about(draw, things)
+    told = "".join(f"{p} has the {c} {t}. " for p, c, t in zip(people, colours, things, strict=True))
+    return told + _about(draw, things)
 
 
 def _about(draw: Draw, things: Sequence[str]) -> str:

@@ -269,7 +269,8 @@ def compile_grammar(grammar: dict[str, Alternatives], start: str = START) -> Pie
 
     def resolve(name: str) -> Piece:
         if name not in slots:
-            if isinstance(source := grammar[name], By):
+            source = grammar[name]
+            if isinstance(source, By):
                 slots[name] = Word(name, source.slot, source.rows)
             elif not any("{" in alternative for alternative in source):
                 slots[name] = Word(name, UNCONDITIONAL, {UNCONDITIONAL: source})
@@ -298,7 +299,8 @@ def derive(start: Piece, number: int) -> tuple[str, int]:
     while stack:
         piece = stack.pop()
         if type(piece) is Word:
-            if (text := words.get(piece.name)) is None:
+            text = words.get(piece.name)
+            if text is None:
                 row = piece.rows[words[piece.by]]
                 number, digit = divmod(number, len(row))
                 span *= len(row)
@@ -317,5 +319,6 @@ def story(seed: int, index: int) -> Story:
     """Story `index` of the corpus `seed`: the same text on every platform, in any order, in any process."""
     # SHA-256 of the counter and not a generator's state: no story needs the ones before it, and no library version
     # or word size can change the text.
-    text, span = derive(STORY, int.from_bytes(hashlib.sha256(f"{seed:d}/{index:d}".encode()).digest(), "little"))
+    digest = hashlib.sha256(f"{seed:d}/{index:d}".encode()).digest()
+    text, span = derive(STORY, int.from_bytes(digest, "little"))
     return Story(text, math.log(span))

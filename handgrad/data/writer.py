@@ -63,7 +63,8 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
     talks = iter(encode_conversations(tokenizer, [piece for piece in pieces if isinstance(piece, Conversation)]))
     for piece in pieces:
         if isinstance(piece, Conversation):
-            if isinstance(found := next(talks), DataError):
+            found = next(talks)
+            if isinstance(found, DataError):
                 if not piece.skips:
                     raise found
                 left_out.append(str(found))
@@ -160,7 +161,8 @@ def _start_worker() -> None:
 
 
 def _exit_with_parent() -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
         parent.join()
     os._exit(1)  # a worker waits on a queue that its siblings hold open as well, so it would wait forever
 
@@ -278,10 +280,11 @@ def lengths(stretches: np.ndarray) -> int:
 def open_sizes(folder: Path, split: str, state: SplitState, form: TokenForm, chat: bool) -> dict[Path, int]:
     """The files of the shard being written (tokens, index, for chat data trained stretches), with their sizes in bytes."""
     path = folder / f"{split}_{len(state.shards):06d}.bin"
-    return {
+    sizes = {
         path: HEADER_BYTES + form.dtype.itemsize * state.open_tokens,
         path.with_suffix(".idx"): 4 * state.open_documents,
-    } | ({path.with_suffix(".trained"): 8 * state.open_stretches} if chat else {})
+    }
+    return sizes | ({path.with_suffix(".trained"): 8 * state.open_stretches} if chat else {})
 
 
 def write_journal(

@@ -54,7 +54,8 @@ def forward_buffers(
     """The activations of a forward pass over `batch` samples of `length` tokens; `chunk`: as in `head_chunk_tokens`.
     `packed`: a sample holds several documents, which do not see each other."""
     documents = document_buffers(architecture(shape), batch, length) if packed else []
-    return [*(row.buffer(recompute=0) for row in forward_rows(shape, batch, length, dtype, ops, chunk=chunk)), *documents]
+    rows = forward_rows(shape, batch, length, dtype, ops, chunk=chunk)
+    return [*(row.buffer(recompute=0) for row in rows), *documents]
 
 
 def document_buffers(model: ModuleType, batch: int, length: int) -> list[Buffer]:
@@ -81,7 +82,8 @@ def compute_losses(ops: Any, weights: Any, act: Any, shape: ModelShape) -> None:
     """act.tokens, act.targets (B, T) -> act.losses (N): cross-entropies in nats, or of pictures squared errors."""
     model = architecture(shape)
     run(model.forward(ops, weights, act, shape))
-    (model.squared_errors if shape.network.pictures else head_losses)(ops, weights, act, shape)
+    losses = model.squared_errors if shape.network.pictures else head_losses
+    losses(ops, weights, act, shape)
 
 
 def named_activations(shape: ModelShape, views: Mapping[str, Any]) -> Any:

@@ -43,7 +43,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
         rotated = norm_and_rotate(ops, weights, block, shape, layer, length=block.lse.shape[2])
         stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, rotated, s, epsilon, masks)))
         x = block.residual_out
-    return [*stages, Stage("head", partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon))]
+    last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
+    return [*stages, Stage("head", last_norm)]
 
 
 def block_forward(
@@ -122,7 +123,8 @@ def backward(
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
     norm = below[-1], g.lnf_gain, d.dlnf, stream[-1], act.lnf_rstd, w.lnf_gain
     last_norm = partial(ops.rmsnorm_backward, *norm, scratch=act.scratch)
-    stages = [Stage("head", partial(head_backward, ops, w, g, act, d, scale, shape, last_norm), done=True)]
+    head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
+    stages = [Stage("head", head, done=True)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
         run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, layer, recompute)
@@ -171,7 +173,8 @@ def block_backward(
         if act.heads is not None:
             norm_and_rotate(ops, w, act, shape, layer, length=length)()
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch, **masks)
+    attention = d.dqkv, shared.datty, act.atty, act.lse, act.qkv
+    ops.attention_backward(*attention, scratch=shared.attention_scratch, **masks)
     norm_and_rotate_backward(ops, w, g, act, d.dqkv, s, shape, layer)
     ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     ops.rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)
@@ -333,7 +336,8 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences and at most `prompt_tokens` tokens per prefill."""
-    return (row for row in decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops) if has(shape, row.name))
+    rows = decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
+    return (row for row in rows if has(shape, row.name))
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:

@@ -78,7 +78,8 @@ class WithDropout(Overlay):
     def attention_backward(
         self, dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor
     ) -> None:
-        self.dropout_ops.attention_backward(dqkv, dout, out, lse, qkv, self.sites[lse], scratch=scratch, mask=self.mask)
+        tensors = dqkv, dout, out, lse, qkv
+        self.dropout_ops.attention_backward(*tensors, self.sites[lse], scratch=scratch, mask=self.mask)
 
     def linear_residual_forward(
         self, out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor
@@ -101,7 +102,8 @@ class WithDropout(Overlay):
     def gelu_linear_backward(
         self, dhidden: Tensor, dweight_acc: Tensor, dout: Tensor, *rest: Tensor, scratch: Tensor
     ) -> None:
-        self.ops.gelu_linear_backward(dhidden, dweight_acc, self.drop_branch(dweight_acc, dout), *rest, scratch=scratch)
+        dbranch = self.drop_branch(dweight_acc, dout)
+        self.ops.gelu_linear_backward(dhidden, dweight_acc, dbranch, *rest, scratch=scratch)
         self.ops.bias_backward(self.dbias_acc[dweight_acc], self.dbranch, scratch=scratch)
 
     def linear_backward(

@@ -136,7 +136,8 @@ def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]], received: Seque
     forwarded, failed = 0, None
     ending = [(patience_seconds + KILL_SECONDS, signal.SIGKILL), (patience_seconds, signal.SIGTERM)]
     while True:
-        if None not in (codes := [process.poll() for process in processes]):
+        codes = [process.poll() for process in processes]
+        if None not in codes:
             return
         for number in received[forwarded:]:
             send(processes, number)
@@ -180,7 +181,8 @@ def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], 
             code = start(received)
             if code in FINAL or received:
                 return code
-            if (idle := 0 if saved_step() > before else idle + 1) == IDLE_STARTS:
+            idle = 0 if saved_step() > before else idle + 1
+            if idle == IDLE_STARTS:
                 print_message(f"gave up: {idle} starts without a new checkpoint, the last with exit code {code}")
                 return code
             if restart > restarts:

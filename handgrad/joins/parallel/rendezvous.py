@@ -104,7 +104,8 @@ def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
     collectives that another rank never joins."""
     if isinstance(error, KeyboardInterrupt):
         end_interrupted()
-    if (message := user_error(error)) is not None:
+    message = user_error(error)
+    if message is not None:
         if prints or not message.shared:
             print_message(message)
     elif not isinstance(error, SystemExit) and is_first_to_print(
@@ -151,7 +152,8 @@ def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True
     connecting = threading.Thread(target=make, daemon=True)  # another program may accept the connection and never answer
     connecting.start()
     connecting.join(limit_seconds + 5)  # torch may exceed its limit a little
-    if not isinstance(store := made[0] if made else None, dist.Store):
+    store = made[0] if made else None
+    if not isinstance(store, dist.Store):
         reason = " ".join(str(store).split())
         where = f"{info.address}:{info.port}"
         if "EADDRINUSE" in reason or "address already in use" in reason.lower():
@@ -203,7 +205,8 @@ def look_for_all(store: dist.Store, info: RankInfo, own: str) -> tuple[str, list
         return "", missing
     if info.rank == 0:
         store.set("words", json.dumps([word.decode() for word in store.multi_get(joined)]))
-    if own not in (words := json.loads(store.get("words")) if store.check(["words"]) else []):
+    words = json.loads(store.get("words")) if store.check(["words"]) else []
+    if own not in words:
         return "", [0]
     start = hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
     store.set(f"{start}/consents/{info.rank}", "")
