@@ -49,8 +49,7 @@ class Init:
     end: int | None = None  # of the columns that a distribution fills; the rest hold `value`
 
     def std_of(self, shape: tuple[int, ...], layers: int) -> float:
-        inputs = shape[-1] if self.by_inputs else 1
-        return self.std / math.sqrt((2 * layers if self.residual else 1) * inputs)
+        return self.std / math.sqrt((2 * layers if self.residual else 1) * (shape[-1] if self.by_inputs else 1))
 
 
 ZEROS, ONES = Init("zeros"), Init("constant", value=1.0)
@@ -261,11 +260,9 @@ def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str =
     if all blocks share the tensor. A tensor that the model lacks is None."""
 
     def lookup(f: Field) -> Any:
-        row = f.metadata
-        if "block" in row:
+        if "block" in (row := f.metadata):
             return [named(row["block"], views, layers, f"{f.name}.{layer}.") for layer in range(layers)]
-        names = (prefix + f.name, f.name, row.get("of") or f.name)
-        found = next((name for name in names if name in views), None)
+        found = next((name for name in (prefix + f.name, f.name, row.get("of") or f.name) if name in views), None)
         assert found is not None or row.get("optional"), f"there is no {prefix}{f.name}"
         return None if found is None else views[found]
 

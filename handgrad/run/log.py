@@ -239,7 +239,7 @@ class StepLines:
         self.peak = peak and peak * ranks
         self.flops_per_token = design.flops_per_token
 
-    def show(self, step: int, result: StepResult, reward: float | None) -> None:
+    def show(self, step: int, result: StepResult, reward: float | None = None) -> None:
         """`step` is counted from 1; `reward`: the mean of its answers', if it trains answers."""
         tokens_per_second = self.pace.add(self.batch.tokens(step - 1), result.elapsed_seconds)
         rate = speed(tokens_per_second, self.flops_per_token, self.peak)
