@@ -1,4 +1,4 @@
-"""handgrad demo: to a trained model, a report and a sample, in two to three minutes from stories, in ten from sprites."""
+"""handgrad demo: to a trained model, a report and a sample, in two to three minutes from stories, four from sprites."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -319,7 +319,7 @@ def gradcheck(parser: Parser) -> None:
 
 
 def demo(parser: Parser) -> None:
-    parser.switch("--images", "pictures with captions instead of stories")
+    parser.switch("--images", "pictures with captions instead of stories: about four minutes")
     parser.text("--data", "DIR", "folder of the shards (default: shards/stories, or shards/sprites)")
     parser.text("--out", "DIR", "folder of the run (default: runs/demo, or runs/sprites)")
     parser.number("--steps", "training steps (default: 2000, or 2200 on sprites)", rule=AT_LEAST_1)
