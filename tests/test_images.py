@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from handgrad.memory.rows import named
 from handgrad.models import gpt2
 from handgrad.ops import reference
 from handgrad.reports.page import write_report
+from handgrad.run import autosize
 from handgrad.run.open import train
 from handgrad.settings.config import ModelShape
 from tests.conftest import make_model, small_run
@@ -82,6 +84,23 @@ def test_shards_hold_each_picture_and_its_class(shards: Dataset, pictures: Path)
         picked = [np.flatnonzero((np.array(codes.colours) == pixel).all(1))[0] for pixel in pixels.reshape(-1, 3)]
         ids = [*shards.tokenizer.encode(f"<{path.parent.name}>"), *picked]
         assert shards.tokenizer.decode(ids) in texts
+
+
+def test_other_kinds_of_pictures_are_counted(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Not text beside them, as labels and captions are."""
+    shutil.copytree(pictures, tmp_path / "in")
+    for name in ("a.gif", "b.GIF", "c.bmp", "captions.txt"):
+        (tmp_path / "in" / name).touch()
+    words = ["--codes", "palette:3", "--size", "6", "--out", str(tmp_path / "out")]
+    assert main(["prepare", "--images", str(tmp_path / "in"), *words]) == 0
+    assert "left out   3 files of other kinds: 2 .gif, 1 .bmp\n" in capsys.readouterr().out
+
+
+def test_pictures_with_a_class_share_a_micro_batch(shards: Dataset) -> None:
+    """Seven would fit into a step, of which a micro-batch of two or more divides no number."""
+    size = autosize.Size(0, 1, 1, 8, 1024, 7 * (SIDE * SIDE + 1), 8, 1e-3, 1)
+    config = autosize.fitted(size, shards)
+    assert config.micro_batch == 4 and config.tokens_per_step == 4 * (SIDE * SIDE + 1)
 
 
 def test_several_processes_write_the_same_shards(

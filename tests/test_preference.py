@@ -337,7 +337,11 @@ def test_what_is_said_of_a_run(base: RunConfig, pairs: Path, tmp_path: Path, cap
     config = preferring(base, pairs, tmp_path / "run", audit_every=4)
     train(config)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert f"objective  dpo: 48 pairs, each answer in a row of its own; beta 0.1; references of {base.out}" in log
+    objective = f"objective  dpo: 48 pairs, each answer in a row of its own; beta 0.1; references of {base.out}"
+    assert f"{objective}\n" in log
+    begun = preferring(base, pairs, tmp_path / "another", init_from=config.out, steps=1)
+    train(begun)
+    assert f"{objective}, NOT the weights that this run starts from" in (tmp_path / "another" / "log.txt").read_text()
     assert "result     reached validation loss" in log and "perplexity" not in log
     last = records(tmp_path / "run", ("validation",))[-1]
     assert main(["report", config.out]) == 0

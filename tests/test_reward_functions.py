@@ -1,4 +1,4 @@
-"""What a reward function may return and do, built in or the user's own, in processes of its own."""
+"""Reward functions, built in and the user's own: their numbers, their errors and their processes."""
 
 import math
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+import handgrad
 from handgrad.cli import main
 from handgrad.data.prompts import asked, open_prompts, prompts_of
-from handgrad.errors import AuditError, DataError, NumericsError, UsageError
+from handgrad.errors import AuditError, ConfigError, DataError, NumericsError, UsageError
 from handgrad.evaluation import rewards
+from handgrad.evaluation.answers import Answers
+from handgrad.evaluation.load import machine
 from handgrad.generation import rollouts as sampling
 from handgrad.generation.rollouts import ExactSampler, Rollout
+from handgrad.interop.sources import open_weights
 from handgrad.joins import policy
+from handgrad.joins.parallel.ranks import Ranks
 from handgrad.reports import reading
 from handgrad.run.loop import Run
 from handgrad.run.open import open_run, train
@@ -262,7 +268,12 @@ def test_a_replay_finds_other_rewards(base: RunConfig, folder: Path, tmp_path: P
     with pytest.raises(AuditError, match="equal answers were given other rewards"):
         replay(record, spans_of(record, None, None, 0, 0)[0], own, tmp_path / "scratch", writes=True)
     (tmp_path / "own.py").write_text("def mine(row, answer):\n    return 0\n")
+    capsys.readouterr()
     assert main(["verify", config.out, "--reward", config.reward]) == 65
+    told = capsys.readouterr().err
+    assert "trained on reward " in told and told.count(":mine") == 3 and "; give --reward with the run's function" in told
+    with pytest.raises(ConfigError, match=r"has learnt from another function than .*own.py:mine holds now; restore it"):
+        train(config)
 
 
 @pytest.mark.parametrize(
@@ -295,19 +306,23 @@ def test_the_command_chooses_the_rest(base: RunConfig, folder: Path, tmp_path: P
     assert settings["tokens_per_step"] == 64 * 32 and settings["learning_rate"] == pytest.approx(base.learning_rate / 20)
     log = (out / "log.txt").read_text()
     assert "objective  reward exact: 8 prompts x 8 answers of up to 8 tokens a sampling" in log and "generation " in log
-    assert "held-out prompts" in log and " (reward 0)" in log
+    assert "held-out prompts" in log and " (reward 0)" in log and re.search(r"^step 2/2 .* \| reward 0\.0000 \|", log, re.M)
     assert main(["report", str(out)]) == 0
     page = (out / "report.html").read_text()
     assert "Tokens per answer" in page and "on held-out prompts" in page and "Perplexity" not in page
+    assert "KL divergence from the start" in page and "times the training data" not in page
     assert reading.read_run(out, "run").rollouts.step.tolist() == [1, 2]
     capsys.readouterr()
-    assert main(["plan", *asked_for]) == 0 and "generation" in capsys.readouterr().out
+    assert main(["plan", *asked_for]) == 0
+    told = capsys.readouterr().out
+    assert "generation" in told and "rollouts   each step samples its answers first" in told
+    assert main(["runs", str(tmp_path)]) == 0 and "reward 0.0000" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="the model knows no data"):  # prompts have no loss
+        handgrad.evaluate(str(out))
 
 
 def test_evaluations_ask_for_answers(base: RunConfig, folder: Path, tmp_path: Path, capsys: Any) -> None:
     """A run's own held-out prompts, or all prompts of a file; in Python a function is the reward."""
-    import handgrad
-
     config = rewarded(base, folder, tmp_path / "run", steps=2, eval_every=0)
     with handgrad.Training(config, reward=lambda row, answer: 0.25) as training:
         training.steps()
@@ -323,3 +338,12 @@ def test_evaluations_ask_for_answers(base: RunConfig, folder: Path, tmp_path: Pa
     said = capsys.readouterr().out
     assert f"prompts           {len(ROWS)} in" in said and "reward            0.0000 ± 0.0000 (exact)" in said
     assert held_out == last["prompts"] < len(ROWS)
+    (said_first,) = re.findall(r"-> (.).* \(reward 0\.25\)", (tmp_path / "run" / "log.txt").read_text())[:1]
+    assert main([*asked_for, "--data", str(folder / "rows.jsonl"), "--answer-stop", said_first]) == 0
+    lengths = [float(out.split("answers           ")[1].split()[0]) for out in (said, capsys.readouterr().out)]
+    assert lengths[1] < lengths[0]
+    (tmp_path / "few.jsonl").write_text(json.dumps({"prompt": "up 2?"}))
+    source, machine_here = open_weights(base.out), machine(torch.device("cpu"), "fp32", "auto")
+    lonely = replace(source, config=replace(source.config, data=str(tmp_path / "few.jsonl")))
+    with pytest.raises(UsageError, match=r"expected held-out prompts in .*few.jsonl, found none; give other prompts"):
+        Answers(lonely, "", "exact", 8, None, source.shape, machine_here, Ranks())

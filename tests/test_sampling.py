@@ -126,7 +126,8 @@ def test_greedy_text_equals_that_of_fresh_forwards(prompt: list[int]) -> None:
 
 
 def test_equal_prompts_are_prefilled_once() -> None:
-    """The texts are those of prompts alone. The last token is read by the first step, so it may differ."""
+    """Each text equals the one that its prompt gives without the others. The first step reads a prompt's last token, so two
+    prompts that differ in it alone share a prefill."""
     model, drawn = make_model(ModelShape(23, 48, 2, 2, 16), 1, 48, noise=0.8), SamplingOptions(1.0)
     prompts = [[5, 1, 7, 3], [5, 1, 7, 2, 9], [5, 1, 7, 3], [5, 1, 7, 4], [5, 1, 7, 2, 9], [8]]
     decoder, sequences = make_decoder(model, 6, drawn), list[int]()

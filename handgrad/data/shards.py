@@ -76,7 +76,8 @@ class Shard:
         DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read."""
         _ = self.written_ns  # read before hashing the content
         content, form = _memory_map(self.path), token_form(self.vocab_size)
-        if (found := _token_count(content[:HEADER_BYTES], len(content), self.path, form)) != self.token_count:
+        found = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
+        if found != self.token_count:
             raise DataError(f"expected {self.token_count} tokens in {self.path}, found {found}; prepare the data again")
         _ = self.verified_sha256
         tokens = np.frombuffer(content, form.dtype, offset=HEADER_BYTES)
@@ -138,7 +139,8 @@ class Shard:
         path = self.path.with_suffix(".idx")
         if self.document_count is None or self.index_sha256 is None:
             raise DataError(f"expected a manifest with document boundaries beside {self.path}, found none; prepare again")
-        if len(content := _memory_map(path)) != 4 * self.document_count:
+        content = _memory_map(path)
+        if len(content) != 4 * self.document_count:
             raise DataError(f"expected {4 * self.document_count} bytes in {path}, found {len(content)}; prepare again")
         _check_hash(self.index_sha256, path)
         starts = np.frombuffer(content, "<u4")
@@ -228,8 +230,9 @@ def open_dataset(folder: str | Path, model: str = "", *, chat: bool = False) -> 
         hint = "finish it by running its `handgrad prepare` again" if begun else hint
         raise DataError(f"expected a folder of token shards, found none at {folder}; {hint}")
     with storage_errors(f"reading {folder}"):
-        prepared = (folder / MANIFEST_FILE).is_file()
-        return _open_prepared(folder) if prepared else _open_bare(folder, model, chat=chat)
+        if (folder / MANIFEST_FILE).is_file():
+            return _open_prepared(folder)
+        return _open_bare(folder, model, chat=chat)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -241,7 +244,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = parse_json(path.read_bytes())
     except ValueError:
         raise DataError(f"expected JSON, found none in {path}; prepare the data again") from None
-    if (schema := manifest.get("schema") if isinstance(manifest, dict) else None) != SCHEMA:
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if schema != SCHEMA:
         raise DataError(f"expected schema {SCHEMA}, found {schema!r:.100} in {path}; prepare the data with this version")
     splits = _field(manifest, "splits", dict, path)
     chat = "chat" in manifest and _field(manifest, "chat", bool, path)
@@ -260,7 +264,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 if not isinstance(shard, dict) or not re.fullmatch(pattern, _field(shard, key, str, path)):
                     raise DataError(f"expected {form} as {key} of a shard, found {shard!r:.100} in {path}; prepare again")
         for key in totals:
-            if counts[key] != (total := sum(_field(shard, key, int, path) for shard in shards)):
+            total = sum(_field(shard, key, int, path) for shard in shards)
+            if counts[key] != total:
                 raise DataError(
                     f"expected {counts[key]} {key} in the {name} shards, found {total} in {path}; prepare again"
                 )
@@ -268,7 +273,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _field(record: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
-    if type(value := record.get(key)) is kind and (kind is not int or 0 <= value < 1 << 63):
+    value = record.get(key)
+    if type(value) is kind and (kind is not int or 0 <= value < 1 << 63):
         return value
     raise DataError(f"expected {key} as {kind.__name__}, found {value!r:.100} in {path}; prepare the data again")
 
@@ -280,7 +286,8 @@ def _open_prepared(folder: Path) -> Dataset:
     for name in SPLITS:
         shards = []
         for record in manifest["splits"][name]["shards"]:
-            if not (path := folder / record["file"]).is_file():
+            path = folder / record["file"]
+            if not path.is_file():
                 raise DataError(f"expected the shard {path}, found no such file; restore it or prepare the data again")
             _check_size(path.stat().st_size, record["tokens"], path, token_form(tokenizer.vocab_size))
             hashes = record["sha256"], record["index_sha256"], record["trained_sha256"] if manifest.get("chat") else None
@@ -298,7 +305,8 @@ def _open_bare(folder: Path, model: str, *, chat: bool) -> Dataset:
     tokenizer = load_tokenizer("gpt2")
     splits: dict[str, list[Shard]] = {name: [] for name in SPLITS}
     for path in sorted(folder.glob("*.bin")):
-        if (match := re.search(r"(?:^|_)(train|val|validation)(?:_|\.)", path.name)) and path.is_file():
+        match = re.search(r"(?:^|_)(train|val|validation)(?:_|\.)", path.name)
+        if match and path.is_file():
             with path.open("rb") as file:
                 first = file.read(HEADER_BYTES)
             if first[:4] == EVALUATION.to_bytes(4, "little"):

@@ -135,7 +135,8 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
     with reading(path), open_plain(path) as file:
         file.seek(start)
         while start < stop:
-            if not (block := file.read(min(BLOCK_BYTES, stop - start))):
+            block = file.read(min(BLOCK_BYTES, stop - start))
+            if not block:
                 raise DataError(f"expected {stop} bytes, found {start} in {path}; it shrank while it was read")
             pending = len(decoder.getstate()[0])  # bytes of a character that the last block cut
             start += len(block)
@@ -236,7 +237,8 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
         if not isinstance(row, dict) or text_field not in row:
             remedy = field_to_try(row if isinstance(row, dict) else (), longest_text(row))
             raise DataError(f"expected an object with {text_field!r}, found {keys_of(row)} in {where}; {remedy}")
-        if (text := row[text_field]) is not None and not isinstance(text, str):
+        text = row[text_field]
+        if text is not None and not isinstance(text, str):
             raise DataError(f"expected text in {text_field!r}, found {text!r:.60} in {where}; try --text-field")
         check_text(text or "", where)
         yield position, text
@@ -256,7 +258,8 @@ def field_to_try(keys: Iterable[str], longest: str) -> str:
 
 def keys_of(row: Any) -> str:
     """The keys of a JSON object in words, or the type of anything else."""
-    return (f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}")[:200]
+    found = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
+    return found[:200]
 
 
 def check_text(text: str, where: str) -> None:
@@ -293,7 +296,8 @@ def open_parquet(path: Path) -> Iterator[Any]:
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     with open_parquet(path) as file:
-        if (column := file.schema_arrow.get_field_index(text_field)) < 0:
+        column = file.schema_arrow.get_field_index(text_field)
+        if column < 0:
             names, remedy = ", ".join(file.schema_arrow.names), field_to_try(file.schema_arrow.names, first_text(file))
             raise DataError(f"expected a column {text_field!r}, found {names:.200} in {path}; {remedy}")
         kind = file.schema_arrow.field(column).type
@@ -349,8 +353,9 @@ def is_text(path: Path, suffixes: tuple[str, ...] = FOLDER_SUFFIXES) -> bool:
 
 def open_plain(path: Path, raw: IO[bytes] | None = None) -> IO[bytes]:
     """A file, or its file object `raw`, opened for reading; a .gz is decompressed."""
-    packed = path.suffix.lower() == ".gz"
-    return cast(IO[bytes], gzip.open(raw or path, "rb")) if packed else raw or path.open("rb")
+    if path.suffix.lower() == ".gz":
+        return cast(IO[bytes], gzip.open(raw or path, "rb"))
+    return raw or path.open("rb")
 
 
 @contextlib.contextmanager

@@ -116,8 +116,7 @@ def plain(run: Run, key: str, digits: int = 17) -> str:
 
 def rows_of_runs(runs: Sequence[Run], columns: Sequence[Column], *, with_logs: bool = True) -> str:
     """A sortable table with a row for each of `runs`, in the colours of their curves."""
-    names = [text(column.name).replace("_", "_<wbr>") for column in columns]  # a line may break there
-    heads = (f"<th{right(column, runs)}><button>{name}</button></th>" for column, name in zip(columns, names, strict=True))
+    head = "".join(f"<th{right(column, runs)}><button>{breakable(column.name)}</button></th>" for column in columns)
     rows = []
     for index, run in enumerate(runs):
         if run.is_log and not with_logs:
@@ -128,9 +127,14 @@ def rows_of_runs(runs: Sequence[Run], columns: Sequence[Column], *, with_logs: b
         ]
         name = f'<th data-key="{text(json.dumps(run.name))}">{swatch(index)}{text(run.name)}</th>'
         rows.append(f"<tr>{name}{''.join(cells)}</tr>")
-    body = f"<thead><tr><th><button>run</button></th>{''.join(heads)}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    body = f"<thead><tr><th><button>run</button></th>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
     wide = " broad" if len(columns) > 6 else ""
     return f'<div class="scroll{wide}"><table class="sortable">{body}</table></div>'
+
+
+def breakable(name: str) -> str:
+    """The name of a column as HTML that may break after an underscore."""
+    return text(name).replace("_", "_<wbr>")
 
 
 def sort_key(column: Column, run: Run) -> float | str | None:

@@ -197,7 +197,9 @@ def wall_clock(run: Run) -> np.ndarray:
 
 def date_text(seconds: float) -> str:
     """A time in UTC, the same text wherever the report is written."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC") if 0 <= seconds < 1e11 else DASH
+    if not 0 <= seconds < 1e11:
+        return DASH
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def median(values: np.ndarray) -> float:
@@ -229,7 +231,8 @@ def perplexity(loss: float) -> float:
 
 def bits_per_byte(run: Run, loss: float) -> float:
     """Bits per byte of validation text: the loss in a unit that does not depend on the tokenizer."""
-    if not (data := run.start.data).validation_text_bytes > 0 or squares(run):
+    data = run.start.data
+    if not data.validation_text_bytes > 0 or squares(run):
         return math.nan
     return loss * data.validation_tokens / data.validation_text_bytes / math.log(2)
 
@@ -310,7 +313,8 @@ def scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     while abs(float(f"{value:.3g}")) >= base and power < len(units) - 1:
         value, power = value / base, power + 1
-    return (f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}") + units[power]
+    digits = f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+    return digits + units[power]
 
 
 def duration_text(seconds: float) -> str:
@@ -348,7 +352,8 @@ def envelope(x: np.ndarray, y: np.ndarray, bins: int) -> tuple[np.ndarray, np.nd
         return x, y
     keep = []
     for indices in np.array_split(np.arange(len(y)), bins):
-        if np.isnan(within := y[indices]).all():
+        within = y[indices]
+        if np.isnan(within).all():
             keep.append(int(indices[0]))  # one NaN breaks the line here
             continue
         keep.extend(sorted({int(indices[np.nanargmin(within)]), int(indices[np.nanargmax(within)])}))

@@ -60,11 +60,9 @@ def link_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
     """The first difference between the contents of two chains."""
     begun = one.begins[0]["step"], other.begins[0]["step"]
     first, second = (record.state_at(step) for record, step in zip((one, other), begun, strict=True))
-    if begun[0] == begun[1] and first is not None and second is not None:
-        mine, theirs = first["state"], second["state"]
-        if names := [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]:
-            yield f"links          the initial states differ ({', '.join(names)})"
-            return
+    if begun[0] == begun[1] and first is not None and second is not None and (names := differing_states(first, second)):
+        yield f"links          the initial states differ ({names})"
+        return
     mine, theirs, equal = one.steps, other.steps, max(begun)
     for step in sorted(mine.keys() & theirs.keys()):
         if fields := differing(mine[step], theirs[step]):
@@ -72,6 +70,12 @@ def link_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
             yield f"links          step {step} is the first that differs: {meaning(fields, step, equal)} ({found})"
             return
         equal = step
+
+
+def differing_states(one: Line, other: Line) -> str:
+    """The buffers of two links whose digests differ: "m, weights"."""
+    mine, theirs = one["state"], other["state"]
+    return ", ".join(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
 
 
 def found_text(fields: list[str], one: Line, other: Line) -> str:
@@ -137,7 +141,8 @@ def difference(name: str, one: Tensor, other: Tensor) -> TensorDifference:
     """Compares two tensors, in units in the last place: the difference of the floats' bits as ordered integers."""
     a, b = ordered(one), ordered(other)
     distance = (a - b).abs().double()
-    largest = math.nan if bool((one.isnan() != other.isnan()).any()) else float(distance.max()) if distance.numel() else 0.0
+    lone = one.isnan() != other.isnan()
+    largest = math.nan if bool(lone.any()) else float(distance.max()) if distance.numel() else 0.0
     bits = int((a != b).sum())
     return TensorDifference(name, bits, a.numel(), largest, float(distance.mean()) if distance.numel() else 0.0)
 

@@ -208,7 +208,8 @@ class Recorder:
 
     def on_event(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            if (entry := self.entry_of(frame)) is not None:
+            entry = self.entry_of(frame)
+            if entry is not None:
                 self.enter(frame, entry)
         elif event == "return" and self.running and self.running[-1].frame is frame:
             self.leave()
@@ -310,17 +311,20 @@ def spent_on_gpu(events: Sequence[Event]) -> dict[str, Spent]:
     by_time: list[tuple[float, Event]] = []
     for event in events:
         if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"):
-            if (call := calls.get(event["args"]["correlation"])) is None:
+            call = calls.get(event["args"]["correlation"])
+            if call is None:
                 by_time.append((event["ts"], event))
             else:
                 by_call.append((call, event))
     spent: dict[str, Spent] = defaultdict(Spent)
+    on_device = [e for e in events if e["cat"] == "gpu_user_annotation"]
     for chosen, ranges in (
         (by_call, ranges_of(events, "user_annotation")),
-        (by_time, ranges_of([e for e in events if e["cat"] == "gpu_user_annotation"], "gpu_user_annotation")),
+        (by_time, ranges_of(on_device, "gpu_user_annotation")),
     ):
         chosen.sort(key=lambda pair: pair[0])
-        for kind, (_, event) in zip(innermost(ranges, [moment for moment, _ in chosen]), chosen, strict=True):
+        kinds = innermost(ranges, [moment for moment, _ in chosen])
+        for kind, (_, event) in zip(kinds, chosen, strict=True):
             row = spent[kind or (OTHER if event["cat"] == "kernel" else COPIES)]
             row.launches += 1
             row.microseconds += event["dur"]
@@ -332,7 +336,8 @@ def spent_on_cpu(events: Sequence[Event]) -> dict[str, Spent]:
     spent: dict[str, Spent] = defaultdict(Spent)
     around: list[Range] = []
     for found in ranges_of(events, "user_annotation"):
-        if around := [r for r in around if r.end > found.start]:
+        around = [r for r in around if r.end > found.start]
+        if around:
             spent[around[-1].kind].microseconds -= found.end - found.start
         spent[found.kind].launches += 1
         spent[found.kind].microseconds += found.end - found.start

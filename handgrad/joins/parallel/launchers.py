@@ -44,7 +44,8 @@ def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
     if slurm_starts_several(environment):
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
-        port = SLURM_PORTS[number(environment, "SLURM_JOB_ID", 0) % len(SLURM_PORTS)]
+        job = number(environment, "SLURM_JOB_ID", 0)
+        port = SLURM_PORTS[job % len(SLURM_PORTS)]
         local_size = tasks_here(environment)
         return rank_info("srun", environment, names, address=first_host(nodes), port=port, local_size=local_size)
     return RankInfo()
@@ -91,15 +92,18 @@ def rank_info(
     local_size = number(environment, names[3]) if local_size is None else local_size
     if not 0 <= local_rank < local_size:
         raise UsageError(f"expected {names[2]} below {local_size}, found {local_rank}; start again with {launcher}")
-    if not (address := environment.get("MASTER_ADDR") or address):
+    address = environment.get("MASTER_ADDR") or address
+    if not address:
         raise UsageError(f"MASTER_ADDR is not set; set it to the name of rank 0's machine, the same for all {size} ranks")
-    if not 1 <= (port := number(environment, "MASTER_PORT", port)) <= 65535:
+    port = number(environment, "MASTER_PORT", port)
+    if not 1 <= port <= 65535:
         raise UsageError(f"expected MASTER_PORT from 1 to 65535, found {port}; set it to a free port, or not at all")
     return RankInfo(rank, size, local_rank, local_size, launcher, address, port)
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    if (text := environment.get(name)) is None and default is not None:
+    text = environment.get(name)
+    if text is None and default is not None:
         return default
     if text is None or not re.fullmatch(r"\d+", text):
         raise UsageError(f"expected {name} to be a whole number, found {text!r}; start again with torchrun, srun or mpirun")

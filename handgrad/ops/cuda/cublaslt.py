@@ -114,8 +114,8 @@ class Plan:
         return heuristic[0]
 
     def whole(self) -> np.ndarray:
-        """The algorithm of `choose` without a split of the inner dimension, or the next of the heuristic that the library
-        accepts so. Raises `UsageError`: none."""
+        """The algorithm of `choose` without its split of the inner dimension. If the library lacks that form, the next one
+        of the heuristic that it has unsplit. Raises `UsageError` if there is none."""
         settings = np.array([1], np.int32), np.array([int(lt.ReductionScheme.NONE)], np.uint32)
         for algorithm in (self.choose(), *self.candidates(MOST_CANDIDATES)):
             with contextlib.suppress(lt.cuBLASLtError):  # a split one may have no form without its split
