@@ -138,22 +138,22 @@ ATTENTION_TILES: AttentionTiles = {
     ("forward", 128): (AttentionTile(64, 64, 4, 3), AttentionTile(128, 32, 8, 2), AttentionTile(32, 16, 8, 2)),
     ("forward", 256): (AttentionTile(128, 64, 8, 2), AttentionTile(64, 32, 8, 2), AttentionTile(32, 16, 8, 2)),
     ("dq", 64): (AttentionTile(64, 64, 4, 2, 128), AttentionTile(64, 64, 4, 2), AttentionTile(32, 32, 8, 2)),
-    ("dq", 128): (AttentionTile(128, 64, 8, 3), AttentionTile(64, 32, 4, 2), AttentionTile(32, 16, 8, 2)),
+    ("dq", 128): (AttentionTile(64, 64, 4, 2), AttentionTile(64, 32, 4, 2), AttentionTile(32, 16, 8, 2)),
     ("dq", 256): (AttentionTile(128, 32, 8, 2), AttentionTile(32, 32, 4, 2), AttentionTile(32, 16, 8, 2)),
     ("dkdv", 64): (AttentionTile(64, 64, 4, 3), AttentionTile(32, 64, 8, 2), AttentionTile(32, 32, 8, 2)),
-    ("dkdv", 128): (AttentionTile(64, 64, 8, 3), AttentionTile(32, 32, 4, 2), AttentionTile(16, 16, 4, 2)),
+    ("dkdv", 128): (AttentionTile(32, 64, 4, 2), AttentionTile(32, 32, 4, 2), AttentionTile(16, 16, 4, 2)),
     # Two accumulators of 64 keys by 256 channels spill: so 32 keys, too few rows for Hopper's own instructions (wgmma).
     ("dkdv", 256): (AttentionTile(64, 32, 8, 2), AttentionTile(32, 32, 8, 2), AttentionTile(16, 16, 8, 2)),
 }
-# If query heads share keys, for 16-bit inputs on a data-centre GPU: one stage less, or half of the queries, prevents
-# spills.
-GROUPED_TILES = {("dkdv", 128): AttentionTile(64, 64, 8, 2), ("dkdv", 256): AttentionTile(32, 32, 8, 2)}
+# If query heads share keys, for 16-bit inputs on a data-centre GPU. Both spill a few words, and take half the time of tiles
+# that do not (benchmarks/results/h200-attention-choices.json).
+GROUPED_TILES = {("dkdv", 128): AttentionTile(64, 64, 4, 2), ("dkdv", 256): AttentionTile(64, 64, 8, 2)}
 WIDEST_HEAD = max(width for _, width in ATTENTION_TILES)
-# With documents in a row. The tiles are the same, so a row of one document gets the plain kernels' bits. Without a register
-# cap the tensor-core instructions overlap, and eight warps do not spill.
+# With documents in a row. Fewer keys at a time skip more of them and are added in the same order, so a row of one document
+# gets the plain kernels' bits. Eight warps of float32 do not spill.
 DOCUMENT_TILES: AttentionTiles = {
-    ("dq", 64): (AttentionTile(64, 64, 4, 2), AttentionTile(64, 64, 4, 2), AttentionTile(32, 32, 8, 2)),
-    ("dkdv", 128): (AttentionTile(64, 64, 8, 3), AttentionTile(32, 32, 4, 2), AttentionTile(16, 16, 8, 2)),
+    ("dq", 64): (AttentionTile(64, 32, 4, 3), AttentionTile(64, 64, 4, 2), AttentionTile(32, 32, 8, 2)),
+    ("dkdv", 128): (AttentionTile(32, 64, 4, 2), AttentionTile(32, 32, 4, 2), AttentionTile(16, 16, 8, 2)),
 }
 
 # Before Ampere, for 16-bit inputs and float32. Triton has no tensor-core instructions there
