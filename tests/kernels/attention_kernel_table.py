@@ -15,7 +15,7 @@ FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
 KINDS: dict[str, ModuleType] = {"plain": attention_triton, "grouped": attention_triton, "dropout": dropout}
 KINDS |= dict.fromkeys(FORMATS, fp8)
 DOCUMENTS = " with documents"  # behind a kind
-OLDER = "dkdv", 256  # too few rows for Hopper's tensor-core instructions, unless heads share keys: they run Ampere's
+OLDER = "dkdv", 256  # its tiles have too few rows for Hopper's tensor-core instructions: they run Ampere's
 
 Case = tuple[str, int, str, str, int, bool]  # kernel, head width, kind, dtype, architecture, whether lengths leave a tail
 
@@ -66,7 +66,7 @@ def compile_one(case: Case) -> dict[str, object]:
         **made,
         "limit": SHARED_LIMIT[86 if arch == 80 else arch],  # A100's tiles are those of the smaller cards
         "most_stack": most_stack(name, D, kind, narrow=narrow, arch=arch, tail=tail),
-        "wgmma": made["wgmma"] if arch == 90 and narrow and ((name, D) != OLDER or base == "grouped") else None,
+        "wgmma": made["wgmma"] if arch == 90 and narrow and (name, D) != OLDER else None,
     }
 
 
@@ -76,8 +76,8 @@ def most_stack(name: str, D: int, kind: str, *, narrow: bool, arch: int, tail: b
     if (name, D, narrow) == ("dkdv", 256, False) and documents:  # float32 is no precision for speed
         return 288
     # Tiles that do not spill take up to twice the time (benchmarks/results/h200-attention-choices.json).
-    if (name, arch) == ("dkdv", 90) and narrow and (D == 128 or (kind.startswith("grouped") and D == 256)):
-        return 640 if kind.removesuffix(DOCUMENTS) in FORMATS else 300
+    if (name, D, narrow, arch) == ("dkdv", 128, True, 90):
+        return 640 if kind.removesuffix(DOCUMENTS) in FORMATS else 256
     return 40 * (tail or documents)  # a few words outside the loops
 
 
