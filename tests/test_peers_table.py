@@ -1,0 +1,43 @@
+"""The table of whole steps beside peers: what it says of a record, and that a row which fails leaves the others."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import llama_speed, peers_table
+from benchmarks.llama_twin import SHAPES
+from handgrad.errors import UsageError
+
+RECORD = {"commit": "0123abc", "figures": {}}
+SPEEDS = {"handgrad": 150e3, "handgrad-fp8": 300e3, "llmc": 100e3}
+
+
+def test_a_row_has_each_contender_and_handgrads_speed_over_a_peers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    figures = {name: {"tokens_per_second": speed} for name, speed in SPEEDS.items()} | {"twin": {"failed": "out of memory"}}
+    (tmp_path / "h100-step-124m-llmc.json").write_text(json.dumps({**RECORD, "figures": figures}))
+    peers_table.main(["--folder", str(tmp_path), "--kind", "h100"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["GPT-2", "124M", "llmc", "100.0k", "1.500x,", "3.000x", "0123abc"] in lines
+    assert ["GPT-2", "124M", "handgrad-fp8", "300.0k", "0123abc"] in lines and ["SmolLM2-135M", "no", "record"] in lines
+    assert len(lines) == 1 + len(peers_table.STEPS) - 1 + len(SPEEDS)
+
+
+def test_a_row_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    """One ends with an error, one outlasts its limit; a row that nobody knows is refused before any runs."""
+    for name, arguments in (("wrong", "--no-such-flag"), ("slow", "--help")):
+        monkeypatch.setitem(peers_table.STEPS, name, peers_table.Row(name, "handgrad", arguments))
+    peers_table.measure("wrong", tmp_path, "h200")
+    monkeypatch.setattr(peers_table, "LIMIT_SECONDS", 0.01)
+    peers_table.measure("slow", tmp_path, "h200")
+    assert capfd.readouterr().err.splitlines()[-2:] == ["wrong: ended with 64", "slow: ended with more than 0.01 s"]
+    with pytest.raises(UsageError, match="unknown rows nothing; known: Qwen"):
+        peers_table.main(["--run", "wrong,nothing", "--folder", str(tmp_path)])
+
+
+def test_each_command_is_one_that_its_module_takes() -> None:
+    rows = [row for row in peers_table.STEPS.values() if row.module == "benchmarks.llama_speed"]
+    for options in (llama_speed.parse(row.arguments.split()) for row in rows):
+        assert options.shapes in SHAPES and len(options.contenders.split(",")) == 2
+        llama_speed.check_contenders(options.contenders, options.precision, chats=options.chats)
+    assert len(rows) == len(peers_table.STEPS) - 1
