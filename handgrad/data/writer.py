@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -162,8 +163,9 @@ def _start_worker() -> None:
 
 def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
+    # Not `parent.join()`: it waits for the end of a pipe, which a stray close in the parent ends as well.
+    while parent is not None and os.getppid() == parent.pid:
+        time.sleep(0.5)
     os._exit(1)  # a worker waits on a queue that its siblings hold open as well, so it would wait forever
 
 

@@ -40,6 +40,24 @@ def test_no_worker_outlives_a_failure(tmp_path, make_text, small_units):
     assert not {*multiprocessing.active_children()} - others and held.traceback
 
 
+def test_workers_live_on_after_a_stray_close(tmp_path, make_text, small_units):
+    """Of the pipes by which multiprocessing's own children see the end of their parent."""
+    closed = []
+
+    def close(progress):
+        for child in multiprocessing.active_children() if not closed else ():
+            *_, pipe = child._popen.finalizer._args
+            end = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(end, pipe)  # the child sees the end of the pipe, the descriptor stays this process's
+            os.close(end)
+            closed.append(child.pid)
+
+    source = str(everything(tmp_path, make_text))
+    for name, progress in (("control", None), ("out", close)):
+        prepare(PrepareOptions(source, tmp_path / name, "gpt2", workers=2, shard_tokens=5000), progress)
+    assert len(closed) == 2 and contents(tmp_path / "out") == contents(tmp_path / "control")
+
+
 class Kill:
     """A progress callback that kills one worker after some units."""
 
