@@ -42,10 +42,10 @@ def test_no_worker_outlives_a_failure(tmp_path, make_text, small_units):
 
 def test_workers_live_on_after_a_stray_close(tmp_path, make_text, small_units):
     """Of the pipes by which multiprocessing's own children see the end of their parent."""
-    closed = []
+    closed, others = [], {*multiprocessing.active_children()}  # of other tests in this process
 
     def close(progress):
-        for child in multiprocessing.active_children() if not closed else ():
+        for child in {*multiprocessing.active_children()} - others if not closed else ():
             *_, pipe = child._popen.finalizer._args
             end = os.open(os.devnull, os.O_WRONLY)
             os.dup2(end, pipe)  # the child sees the end of the pipe, the descriptor stays this process's
@@ -63,10 +63,11 @@ class Kill:
 
     def __init__(self, after: int):
         self.calls, self.after, self.killed = 0, after, 0
+        self.others = {*multiprocessing.active_children()}  # of other tests in this process
 
     def __call__(self, progress):
         self.calls += 1
-        children = multiprocessing.active_children()
+        children = [*{*multiprocessing.active_children()} - self.others]
         if self.calls == self.after and children:
             os.kill(children[0].pid, signal.SIGKILL)
             self.killed = children[0].pid
