@@ -1,7 +1,7 @@
 """Milliseconds of attention's Triton kernels with other tiles than the shipped ones, on a data-centre GPU in bf16.
 
-A tile is (queries, keys, warps, stages, registers). One kernel changes at a time; FLOPs are those of the visible pairs: two
-products forward, three for dq, four for dk and dv.
+A tile is (queries, keys, warps, stages, registers). Each measurement changes one kernel. FLOPs count the visible pairs of
+queries and keys: the forward takes two products, dq three, dk and dv four.
 
     python -m benchmarks.attention_choices --out benchmarks/results/h200-attention-choices.json       (needs a GPU)
 """

@@ -54,14 +54,11 @@ STEPS["GPT-2 124M"] = Row(
 
 
 def measure(name: str, folder: Path, kind: str) -> None:
-    """Runs the module of a row, whose record ends in `folder`."""
+    """Runs the module of a row, which writes its record into `folder`."""
     row = STEPS[name]
-    where = (
-        ["--out-folder", folder]
-        if row.module == "benchmarks.llama_speed"
-        else ["--out", folder / f"{kind}-{row.record}.json"]
-    )
-    command = [sys.executable, "-m", row.module, *row.arguments.split(), *map(str, where)]
+    names_records = row.module == "benchmarks.llama_speed"
+    out = ("--out-folder", str(folder)) if names_records else ("--out", str(folder / f"{kind}-{row.record}.json"))
+    command = [sys.executable, "-m", row.module, *row.arguments.split(), *out]
     try:
         code: int | str = subprocess.run(command, timeout=LIMIT_SECONDS).returncode
     except subprocess.TimeoutExpired:

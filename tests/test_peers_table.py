@@ -24,7 +24,7 @@ def test_a_row_has_each_contender_and_handgrads_speed_over_a_peers(tmp_path: Pat
 
 
 def test_a_row_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
-    """One ends with an error, one outlasts its limit; a row that nobody knows is refused before any runs."""
+    """A command fails, another outlasts its limit. The table refuses an unknown row before it runs any."""
     for name, arguments in (("wrong", "--no-such-flag"), ("slow", "--help")):
         monkeypatch.setitem(peers_table.STEPS, name, peers_table.Row(name, "handgrad", arguments))
     peers_table.measure("wrong", tmp_path, "h200")

@@ -72,13 +72,14 @@ def compile_one(case: Case) -> dict[str, object]:
 
 def most_stack(name: str, D: int, kind: str, *, narrow: bool, arch: int, tail: bool) -> int:
     """Bytes of a thread outside its registers."""
-    documents = kind.endswith(DOCUMENTS)
+    base, documents = kind.removesuffix(DOCUMENTS), kind.endswith(DOCUMENTS)
     if (name, D, narrow) == ("dkdv", 256, False) and documents:  # float32 is no precision for speed
         return 288
     # Tiles that do not spill take up to twice the time (benchmarks/results/h200-attention-choices.json).
-    if (name, D, narrow, arch) == ("dkdv", 128, True, 90):
-        return 640 if kind.removesuffix(DOCUMENTS) in FORMATS else 256
-    return 40 * (tail or documents)  # a few words outside the loops
+    if (name, D, narrow, arch) == ("dkdv", 128, True, 90) and (documents or base in ("grouped", *FORMATS)):
+        return 640 if base in FORMATS else 256
+    few_words = 40 if (name, D) == ("dq", 128) else 32  # outside the loops
+    return few_words * (tail or documents)
 
 
 def cases_of(arch: int, dtypes: tuple[str, ...]) -> list[Case]:
