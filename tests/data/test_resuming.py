@@ -41,7 +41,7 @@ def test_no_worker_outlives_a_failure(tmp_path, make_text, small_units):
 
 
 def test_workers_live_on_after_a_stray_close(tmp_path, make_text, small_units):
-    """A child of multiprocessing takes the end of a pipe for its parent's death; here the pipe ends while the parent lives."""
+    """A child of multiprocessing takes the end of a pipe for its parent's death; here only the pipe ends."""
     closed, others = [], {*multiprocessing.active_children()}  # of other tests in this process
 
     def close(progress):
