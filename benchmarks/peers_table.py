@@ -8,9 +8,11 @@ A row that ends with an error or outlasts its limit is named, and the others go 
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from benchmarks.record import keep_commit, run_main
@@ -18,7 +20,7 @@ from handgrad.errors import UsageError
 from handgrad.machine.gpus import short_name
 
 RESULTS = Path(__file__).parent / "results"
-LIMIT_SECONDS = 150  # of a row: its contenders compile, then take a few turns
+LIMIT_SECONDS = 200  # of a row: its contenders compile, then take a few turns
 
 
 class Row(NamedTuple):
@@ -32,6 +34,7 @@ class Row(NamedTuple):
 TURNS = "--seconds 8 --turn-seconds 4"
 LLMQ, TWIN = "--contenders handgrad,llmq --sequence-length 1024", "--contenders handgrad,twin-cudnn+stream+regional"
 CHATS, ADAPTERS = "--chats --contenders handgrad,trl+varlen", "--chats --contenders handgrad-lora,trl+lora+varlen"
+FP8 = "--sequence-length 1024 --precision fp8 --contenders handgrad"
 ROWS = {
     "Qwen2.5-1.5B on chats": ("chats-qwen2_5-1_5b", f"--shapes Qwen2.5-1.5B {CHATS}"),
     "Llama-3.2-1B adapters on chats": ("lora-chats-llama-3_2-1b", f"--shapes Llama-3.2-1B {ADAPTERS}"),
@@ -39,32 +42,39 @@ ROWS = {
     "Qwen2.5-0.5B": ("qwen2_5-0_5b", f"--shapes Qwen2.5-0.5B --micro-batch 32 {LLMQ}"),
     "Qwen2.5-1.5B": ("qwen2_5-1_5b", f"--shapes Qwen2.5-1.5B --micro-batch 32 {LLMQ}"),
     "Qwen2.5-3B": ("qwen2_5-3b", f"--shapes Qwen2.5-3B --micro-batch 16 {LLMQ}"),
+    "Qwen2.5-0.5B in fp8": ("fp8-1024-qwen2_5-0_5b", f"--shapes Qwen2.5-0.5B --micro-batch 32 {FP8}"),
+    "Qwen2.5-1.5B in fp8": ("fp8-1024-qwen2_5-1_5b", f"--shapes Qwen2.5-1.5B --micro-batch 32 {FP8}"),
     "SmolLM2-135M": ("smollm2-135m", f"--shapes SmolLM2-135M {TWIN}"),
     "Llama-3.2-1B": ("llama-3_2-1b", f"--shapes Llama-3.2-1B {TWIN}"),
     "Qwen3-0.6B": ("qwen3-0_6b", f"--shapes Qwen3-0.6B {TWIN}"),
 }
+STEP = "bench step --device cuda --micro-steps 8 --starts 1"
+NETWORKS = {
+    "GPT-2 124M": ("124m-llmc", "--contenders handgrad,handgrad-fp8,llmc"),
+    "GPT-2 350M": ("350m-llmc", "--model d24 --micro-batch 32 --contenders handgrad,llmc"),
+    "GPT-2 774M": ("774m-llmc", "--model d36 --micro-batch 32 --contenders handgrad,llmc"),
+    "GPT-2 1558M": ("1558m-llmc", "--model d48 --micro-batch 16 --contenders handgrad,llmc"),
+    "m12 beside GPT-2's sizes": ("m12", "--model m12 --contenders handgrad,handgrad-adamw,handgrad-fp8,handgrad-gpt2-fp8"),
+}
 STEPS = {
     name: Row(f"llama-speed-{end}", "benchmarks.llama_speed", f"{given} {TURNS}") for name, (end, given) in ROWS.items()
-}
-STEPS["GPT-2 124M"] = Row(
-    "step-124m-llmc",
-    "handgrad",
-    f"bench step --device cuda --micro-steps 8 --contenders handgrad,handgrad-fp8,llmc {TURNS}",
-)
+} | {name: Row(f"step-{end}", "handgrad", f"{STEP} {given} {TURNS}") for name, (end, given) in NETWORKS.items()}
 
 
 def measure(name: str, folder: Path, kind: str) -> None:
-    """Runs the module of a row, which writes its record into `folder`."""
+    """Runs the module of a row, and keeps its record in `folder` by the row's name."""
     row = STEPS[name]
-    names_records = row.module == "benchmarks.llama_speed"
-    out = ("--out-folder", str(folder)) if names_records else ("--out", str(folder / f"{kind}-{row.record}.json"))
-    command = [sys.executable, "-m", row.module, *row.arguments.split(), *out]
-    try:
-        code: int | str = subprocess.run(command, timeout=LIMIT_SECONDS).returncode
-    except subprocess.TimeoutExpired:
-        code = f"more than {LIMIT_SECONDS} s"
-    if code:
-        print(f"{name}: ended with {code}", file=sys.stderr)
+    with TemporaryDirectory() as made:
+        out = ("--out-folder", made) if row.module == "benchmarks.llama_speed" else ("--out", f"{made}/record.json")
+        command = [sys.executable, "-m", row.module, *row.arguments.split(), *out]
+        try:
+            code: int | str = subprocess.run(command, timeout=LIMIT_SECONDS).returncode
+        except subprocess.TimeoutExpired:
+            code = f"more than {LIMIT_SECONDS} s"
+        if code:
+            print(f"{name}: ended with {code}", file=sys.stderr)
+        for record in Path(made).glob("*.json"):
+            shutil.copyfile(record, folder / f"{kind}-{row.record}.json")
 
 
 def lines_of(name: str, record: dict[str, Any]) -> list[str]:

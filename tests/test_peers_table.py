@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from benchmarks import llama_speed, peers_table
+from benchmarks import gpu_step, llama_speed, peers_table
 from benchmarks.llama_twin import SHAPES
 from handgrad.errors import UsageError
 
@@ -35,9 +37,28 @@ def test_a_row_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         peers_table.main(["--run", "wrong,nothing", "--folder", str(tmp_path)])
 
 
+def test_a_record_has_the_rows_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark of Llama's shapes chooses a name of its own."""
+
+    def run(command: list[str], timeout: float) -> Any:
+        out = Path(command[-1])
+        (out / "a-name-of-its-own.json" if command[-2] == "--out-folder" else out).write_text(" ".join(command[1:-2]))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(peers_table.subprocess, "run", run)
+    for name in ("Qwen2.5-0.5B in fp8", "GPT-2 350M"):
+        peers_table.measure(name, tmp_path, "h100")
+    records = {path.name: path.read_text().split() for path in tmp_path.iterdir()}
+    assert records.keys() == {"h100-llama-speed-fp8-1024-qwen2_5-0_5b.json", "h100-step-350m-llmc.json"}
+    assert records["h100-step-350m-llmc.json"][:4] == ["-m", "handgrad", "bench", "step"]
+
+
 def test_each_command_is_one_that_its_module_takes() -> None:
     rows = [row for row in peers_table.STEPS.values() if row.module == "benchmarks.llama_speed"]
     for options in (llama_speed.parse(row.arguments.split()) for row in rows):
-        assert options.shapes in SHAPES and len(options.contenders.split(",")) == 2
+        assert options.shapes in SHAPES and len(options.contenders.split(",")) == (1 if options.precision == "fp8" else 2)
         llama_speed.check_contenders(options.contenders, options.precision, chats=options.chats)
-    assert len(rows) == len(peers_table.STEPS) - 1
+    others = [row.arguments.split() for row in peers_table.STEPS.values() if row not in rows]
+    assert len(rows) == len(peers_table.ROWS) and len(others) == len(peers_table.NETWORKS)
+    for arguments in others:
+        gpu_step.check_contenders(arguments[arguments.index("--contenders") + 1])

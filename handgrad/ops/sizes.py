@@ -145,9 +145,9 @@ ATTENTION_TILES: AttentionTiles = {
     # Two accumulators of 64 keys by 256 channels spill: so 32 keys, too few rows for Hopper's own instructions (wgmma).
     ("dkdv", 256): (AttentionTile(64, 32, 8, 2), AttentionTile(32, 32, 8, 2), AttentionTile(16, 16, 8, 2)),
 }
-# If query heads share keys, for 16-bit inputs on a data-centre GPU. With 128 channels they spill a few words; without
-# spills they take up to twice the time (benchmarks/results/h200-attention-choices.json).
-GROUPED_TILES = {("dkdv", 128): AttentionTile(64, 64, 4, 2), ("dkdv", 256): AttentionTile(32, 32, 8, 2)}
+# If query heads share keys, for 16-bit inputs on a data-centre GPU. It spills a few words; without spills it takes up to
+# twice the time (benchmarks/results/h200-attention-choices.json).
+GROUPED_TILES = {("dkdv", 128): AttentionTile(64, 64, 4, 2)}
 WIDEST_HEAD = max(width for _, width in ATTENTION_TILES)
 # With documents in a row. Fewer keys at a time skip more of them and are added in the same order, so a row of one document
 # gets the plain kernels' bits. Eight warps of float32 do not spill.
