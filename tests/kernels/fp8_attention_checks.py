@@ -14,7 +14,7 @@ from torch import Tensor
 from handgrad.joins.fp8 import formats, reference
 from handgrad.joins.fp8.cuda import attention
 from handgrad.joins.fp8.formats import CLIPPED, VANISHED, Quantized
-from handgrad.ops.cuda import attention_triton
+from handgrad.ops.cuda import attention as ops_attention, attention_triton
 from handgrad.ops.reference.attention import Mask
 from handgrad.ops.sizes import attention_scratch_bytes, rows_of
 from tests.kernels.fp8_checks import copy, forms_of, make, same, totals
@@ -65,7 +65,7 @@ def run(
     size = attention_scratch_bytes(batch=B, length=T, num_heads=H)
     scratch = torch.full((size,), 255, dtype=torch.uint8, device=draw.device)
     mask = Mask(None if starts is None else starts.to(draw.device))
-    attention_triton.attention_forward(out, lse, qkv, mask=mask)
+    ops_attention.attention_forward(out, lse, qkv, scratch=scratch, mask=mask)
     attention_triton.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, mask=mask)
 
     def programs(kernel: str) -> int:

@@ -158,8 +158,12 @@ def attention_scratch_bytes(
     return sizes.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 
+def forward_in_cudnn(out: Tensor, lse: Tensor, mask: Mask) -> bool:
+    return cudnn_runs(out.dtype, out.shape[1] // lse.shape[1]) and (mask.document_starts is None or not mask.has_documents)
+
+
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL) -> None:
-    if cudnn_runs(qkv.dtype, out.shape[1] // lse.shape[1]) and (mask.document_starts is None or not mask.has_documents):
+    if forward_in_cudnn(out, lse, mask):
         cudnn_forward(out, lse, qkv, scratch=scratch, window=mask.window)
     else:
         attention_triton.attention_forward(out, lse, qkv, mask=mask)

@@ -23,7 +23,6 @@ WARPS = 8
 BLOCK, UNROLL = tl.constexpr(2048), tl.constexpr(8)
 TILE = tl.constexpr(2048 * 8)
 
-
 # Elements per program of the cap alone: two 16-byte loads per lane in bf16.
 CAP_BLOCK = 4096
 
@@ -126,7 +125,7 @@ def _forward_backward(
 
 @triton.jit
 def store_in_place(logits, column, d, mask, EVICTION: tl.constexpr):
-    tl.store(logits + column, d, mask=mask, eviction_policy=EVICTION)
+    tl.store(logits + column, d.to(logits.dtype.element_ty), mask=mask, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -134,13 +133,13 @@ def loss_and_gradient(
     loss, logits, target, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, UNTRAINED: tl.constexpr,
     STORE: tl.constexpr, into,
 ):  # fmt: skip
-    """Stores a row's loss, and d = scale * dloss/dlogits in the logits' dtype by STORE(into, columns, d, mask, EVICTION).
+    """Stores a row's loss, and d = scale * dloss/dlogits by STORE(into, columns, d, mask, EVICTION), which rounds d.
     It does not read a row without a loss. (The test costs registers, so it is compiled only with UNTRAINED.)"""
     if UNTRAINED and target < 0:
         tl.store(loss, 0.0)
         for start in range(0, Vp, BLOCK):
             column = start + tl.arange(0, BLOCK)[None, :]
-            STORE(into, column, tl.zeros((1, BLOCK), logits.dtype.element_ty), column < Vp, "evict_first")
+            STORE(into, column, tl.zeros((1, BLOCK), tl.float32), column < Vp, "evict_first")
     else:
         trained_loss_and_gradient(loss, logits, target, scale, V, Vp, CAP, STORE, into)
 
@@ -160,19 +159,19 @@ def trained_loss_and_gradient(
         x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy="evict_first").to(tl.float32)
         z, slope = capped(x, CAP, logits.dtype.element_ty)
         d = tl.where(column < V, tl.exp2((z - maximum) * LOG2_E) * per_exponential * slope, 0.0)
-        STORE(into, column, d.to(logits.dtype.element_ty), column < Vp, "evict_first")
+        STORE(into, column, d, column < Vp, "evict_first")
     for back in range(0, WHOLE, TILE):
         column = tile_columns(WHOLE - TILE - back)
         x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
         z, slope = capped(x, CAP, logits.dtype.element_ty)
         d = tl.exp2((z - maximum) * LOG2_E) * per_exponential * slope
-        STORE(into, column, d.to(logits.dtype.element_ty), None, "evict_first")
+        STORE(into, column, d, None, "evict_first")
 
     # The target's gradient overwrites what the sweep stored there: cheaper than a comparison for every column.
     tl.debug_barrier()
     z, slope = capped(of_target, CAP, logits.dtype.element_ty)
     d = (tl.exp2((z - maximum) * LOG2_E) / total - 1.0) * factor * slope
-    STORE(into, target, d.to(logits.dtype.element_ty), None, "")
+    STORE(into, target, d, None, "")
 
 
 @triton.jit

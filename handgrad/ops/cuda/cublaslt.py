@@ -234,10 +234,7 @@ PLANS: dict[Product, Plan] = {}  # one per GEMM that this process has launched
 
 def plan(product: Product) -> Plan:
     """The plan of a GEMM, created at its first launch."""
-    found = PLANS.get(product)
-    if found is None:
-        found = PLANS[product] = Plan(product)
-    return found
+    return PLANS.get(product) or PLANS.setdefault(product, Plan(product))
 
 
 def multiply(

@@ -282,10 +282,7 @@ def turns_per_position(pair, D: tl.constexpr):
 @triton.jit
 def angles_at(frequency, positions, row, length, SCALE: tl.constexpr):
     """(cos, sin) of the angles of a row, times the scale. Without `positions`, the row has position row mod length."""
-    if positions is not None:
-        position = tl.load(positions + row)
-    else:
-        position = row % length
+    position = row % length if positions is None else tl.load(positions + row)
     return scaled_turn(frequency, position, SCALE)
 
 

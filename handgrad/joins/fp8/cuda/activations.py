@@ -183,7 +183,7 @@ def _relu2_backward(
 def through_relu2(y, dy, dscale, scale):
     """From 16-bit y and dy: (magnitude of the gradient before the ReLU, that gradient in 16 bits and scaled, y scaled)."""
     y32 = widened(y)
-    dx = widened(dy) * (2 * tl.sqrt_rn(y32))
+    dx = widened(dy) * (2 * tl.sqrt(y32))
     return tl.abs(dx), rounded_and_scaled(dx, dscale, y.dtype), y32 * scale
 
 

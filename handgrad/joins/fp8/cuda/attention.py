@@ -138,11 +138,11 @@ def launch_blocks(
 
 
 def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, mask: Mask = CAUSAL) -> None:
-    if isinstance(out, Tensor):
-        attention.attention_forward(out, lse, qkv, scratch=scratch, mask=mask)
-    elif out.current:
-        attention_triton.attention_forward(plain(out), lse, qkv, mask=mask)
-        quantize(out, plain(out))
+    """cuDNN's kernel and a pass behind it take less time than the Triton kernel that quantises."""
+    if isinstance(out, Tensor) or out.current or attention.forward_in_cudnn(plain(out), lse, mask):
+        attention.attention_forward(plain(out), lse, qkv, scratch=scratch, mask=mask)
+        if isinstance(out, Quantized):
+            quantize(out, plain(out))
     else:
         width = out.shape[1] // lse.shape[1]
         launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), mask, out, 0, lse, width)

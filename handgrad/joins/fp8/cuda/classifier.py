@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from handgrad.joins.fp8.cuda.elementwise import rounded_and_scaled
 from handgrad.joins.fp8.cuda.quantizing import SCALE, UNALIGNED, rounded, transpose_rows, write_forms
 from handgrad.joins.fp8.formats import Form, on_plain, plain
 from handgrad.ops import cuda
@@ -55,10 +56,12 @@ def _forward_backward(
 def store_gradient(into, column, d, mask, EVICTION: tl.constexpr):
     """Stores d in place, and in fp8 from the value rounded there."""
     logits, rows, scale, IN_PLACE = into
+    TYPE: tl.constexpr = logits.dtype.element_ty
     if IN_PLACE:
-        tl.store(logits + column, d, mask=mask, eviction_policy=EVICTION)
-    d8 = rounded(d.to(tl.float32), scale, rows.dtype.element_ty)
+        tl.store(logits + column, d.to(TYPE), mask=mask, eviction_policy=EVICTION)
     place = rows + column
     if len(column.shape) == 2:  # stores of 8 bytes: 16 would shuffle a tile of 16-bit numbers between lanes
-        place = tl.max_contiguous(place, (1, 8))
-    tl.store(place, d8, mask=mask)
+        place, scaled = tl.max_contiguous(place, (1, 8)), rounded_and_scaled(d, scale, TYPE)
+    else:
+        scaled = d.to(TYPE).to(tl.float32) * scale
+    tl.store(place, rounded(scaled, 1.0, rows.dtype.element_ty), mask=mask)

@@ -66,8 +66,7 @@ def backward(
     scale: float = 1.0,
 ) -> None:
     if isinstance(dqkv, Tensor):
-        options = {"rotary": rotary, "frequencies": frequencies, "scale": scale}
-        plain_rotary.backward(dqkv, qkv, rstd, num_heads, length, **options)
+        plain_rotary.backward(dqkv, qkv, rstd, num_heads, length, rotary=rotary, frequencies=frequencies, scale=scale)
     else:
         launch_backward(dqkv, None, qkv, rstd, (None, None), num_heads, length, frequencies, rotary, scale)
 
@@ -139,89 +138,102 @@ def _backward(
     scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
     quad, pair = tl.program_id(0) * QUADS + tl.arange(0, QUADS)[:, None], tl.arange(0, BLOCK_P)[None, :]
     in_quad, in_row = quad < N4, pair < D // 2
-    inside = in_quad & in_row
     row0 = quad.to(tl.int64) * QUAD
-    row1, row2, row3 = row0 + 1, row0 + 2, row0 + 3
+    nothing = None, None, None, None
+    turns = nothing
     if ROTARY:
         frequency = frequencies_at(frequencies, pair, D)
         turn0 = scaled_turn(frequency, row0 % length, TURN_SCALE)
-        turn1 = scaled_turn(frequency, row1 % length, TURN_SCALE)
-        turn2 = scaled_turn(frequency, row2 % length, TURN_SCALE)
-        turn3 = scaled_turn(frequency, row3 % length, TURN_SCALE)
-    else:
-        turn0, turn1, turn2, turn3 = (1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (1.0, 0.0)
-    largest = tl.zeros((QUADS, BLOCK_P), tl.float32)
-    sums = largest, largest
-    clipped, vanished = 0, 0
-    tensors, places = (plain, rows, dturned, qkv, rstd, scale), (in_quad, inside)
-    for head in range(HEADS):
-        column, is_query = head * D + pair, head < QUERIES
-        gains = None if q_gain is None else pairs_at(tl.where(is_query, q_gain, k_gain) + pair, in_row, D)
-        a0, x0, z0, sums = turned_pairs(tensors, sums, row0, column, head, places, turn0, gains, COLUMNS, TURNED, D, ROTARY)
-        a1, x1, z1, sums = turned_pairs(tensors, sums, row1, column, head, places, turn1, gains, COLUMNS, TURNED, D, ROTARY)
-        a2, x2, z2, sums = turned_pairs(tensors, sums, row2, column, head, places, turn2, gains, COLUMNS, TURNED, D, ROTARY)
-        a3, x3, z3, sums = turned_pairs(tensors, sums, row3, column, head, places, turn3, gains, COLUMNS, TURNED, D, ROTARY)
-        if q_gain is not None and (head == QUERIES - 1) | (head == TURNED - 1):  # the last of its gain
-            mine = partials + (tl.program_id(0) * 2 + tl.where(is_query, 0, 1)) * D + pair
-            tl.store(mine, tl.sum(sums[0], 0, keep_dims=True), mask=in_row)
-            tl.store(mine + D // 2, tl.sum(sums[1], 0, keep_dims=True), mask=in_row)
-            sums = tl.zeros_like(largest), tl.zeros_like(largest)
-        largest = tl.maximum(largest, tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3)))
-        if counting:
-            found = counted_quads((x0, x1, x2, x3), (z0, z1, z2, z3), LARGEST, VANISHES_AT)
-            clipped += found & 65535
-            vanished += found >> 16
-        if columns is not None:
-            store_quads(columns, (x0, x1, x2, x3), (z0, z1, z2, z3), column, quad, inside, N4, D)
+        turn1 = scaled_turn(frequency, (row0 + 1) % length, TURN_SCALE)
+        turn2 = scaled_turn(frequency, (row0 + 2) % length, TURN_SCALE)
+        turn3 = scaled_turn(frequency, (row0 + 3) % length, TURN_SCALE)
+        turns = turn0, turn1, turn2, turn3
+    tensors = plain, rows, columns, dturned, scale, counting
+    places, found = (quad, pair, in_quad, in_row, N4), (tl.zeros((QUADS, BLOCK_P), tl.float32), 0, 0)
+    sizes = COLUMNS, TURNED, D, LARGEST, VANISHES_AT
+    found = through_heads(0, QUERIES, tensors, (qkv, rstd, q_gain, partials), turns, places, found, sizes)
+    found = through_heads(QUERIES, TURNED, tensors, (qkv, rstd, k_gain, partials), turns, places, found, sizes)
+    largest, clipped, vanished = through_heads(TURNED, HEADS, tensors, nothing, nothing, places, found, sizes)
     amax = tl.max(tl.max(largest, 1), 0).to(dturned.dtype.element_ty).to(tl.float32)
     store_part(statistics, PARTS, tl.program_id(0), amax, clipped, vanished)
 
 
 @triton.jit
-def turned_pairs(
-    tensors, sums, row, column, head, places, turn, gains, COLUMNS: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr,
-    ROTARY: tl.constexpr,
-):  # fmt: skip
-    """Returns (larger magnitude of a pair, its first and second channel in 16 bits and scaled, sums), and writes the rows.
-    Adds both channels' terms of the gains' gradients to the sums; values have none."""
-    plain, rows, dturned, qkv, rstd, scale = tensors
-    in_quad, inside = places
-    cos, sin = turn
-    sums1, sums2 = sums
-    place = row * COLUMNS + column
-    dx1, dx2 = widened_pairs(dturned + place, inside, D)
-    if head < TURNED:  # a query or a key
-        if gains is not None:
-            du1, du2 = turned_back(dx1, dx2, cos, sin)
-            x1, x2 = widened_pairs(qkv + place, inside, D)
-            row_rstd = tl.load(rstd + row * TURNED + head, mask=in_quad, other=0.0)
-            dx1, dx2, dg1, dg2 = through_gained_norm(du1, du2, x1, x2, gains[0], gains[1], row_rstd, D)
-            sums1 += dg1
-            sums2 += dg2
-        else:
-            if rstd is not None:
-                y1, y2 = widened_pairs(qkv + place, inside, D)
-                row_rstd = tl.load(rstd + row * TURNED + head, mask=in_quad, other=0.0)
-                dx1, dx2 = through_norm(dx1, dx2, y1, y2, row_rstd, D)
-            if ROTARY:
-                dx1, dx2 = turned_back(dx1, dx2, cos, sin)
-    amax, x, z = written_pairs((plain, rows), place, inside, dx1, dx2, scale, dturned.dtype.element_ty, D)
-    return amax, x, z, (sums1, sums2)
+def through_heads(FIRST: tl.constexpr, END: tl.constexpr, tensors, norm, turns, places, found, sizes):
+    """Writes the heads from FIRST to before END: the queries, the keys or the values. Returns (largest magnitudes, numbers
+    clipped and vanished) so far."""
+    plain, rows, columns, dturned, scale, counting = tensors
+    qkv, rstd, gain, partials = norm
+    quad, pair, in_quad, in_row, N4 = places
+    largest, clipped, vanished = found
+    COLUMNS, TURNED, D, LARGEST, VANISHES_AT = sizes
+    forms, inputs, inside, row0 = (plain, rows, scale), (dturned, qkv, rstd), in_quad & in_row, quad.to(tl.int64) * QUAD
+    sums = tl.zeros_like(largest), tl.zeros_like(largest)
+    gains = None if gain is None else pairs_at(gain + pair, in_row, D)
+    for head in range(FIRST, END):
+        column, row0_rstd = head * D + pair, row0 * TURNED + head
+        place0 = row0 * COLUMNS + column
+        place1, place2, place3 = place0 + COLUMNS, place0 + 2 * COLUMNS, place0 + 3 * COLUMNS
+        # All loads before the first store, which none could overtake: a row at a time leaves too few bytes in flight.
+        loads0 = loaded_pairs(inputs, place0, row0_rstd, in_quad, inside, D)
+        loads1 = loaded_pairs(inputs, place1, row0_rstd + TURNED, in_quad, inside, D)
+        loads2 = loaded_pairs(inputs, place2, row0_rstd + 2 * TURNED, in_quad, inside, D)
+        loads3 = loaded_pairs(inputs, place3, row0_rstd + 3 * TURNED, in_quad, inside, D)
+        a0, x0, z0, sums = written_pairs(forms, place0, inside, loads0, gains, turns[0], sums, D)
+        a1, x1, z1, sums = written_pairs(forms, place1, inside, loads1, gains, turns[1], sums, D)
+        a2, x2, z2, sums = written_pairs(forms, place2, inside, loads2, gains, turns[2], sums, D)
+        a3, x3, z3, sums = written_pairs(forms, place3, inside, loads3, gains, turns[3], sums, D)
+        largest = tl.maximum(largest, tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3)))
+        if counting:
+            both = counted_quads((x0, x1, x2, x3), (z0, z1, z2, z3), LARGEST, VANISHES_AT)
+            clipped += both & 65535
+            vanished += both >> 16
+        if columns is not None:
+            store_quads(columns, (x0, x1, x2, x3), (z0, z1, z2, z3), column, quad, inside, N4, D)
+    if gain is not None:
+        mine = partials + (tl.program_id(0) * 2 + (1 if FIRST else 0)) * D + pair
+        tl.store(mine, tl.sum(sums[0], 0, keep_dims=True), mask=in_row)
+        tl.store(mine + D // 2, tl.sum(sums[1], 0, keep_dims=True), mask=in_row)
+    return largest, clipped, vanished
 
 
 @triton.jit
-def written_pairs(forms, place, inside, dx1, dx2, scale, TYPE: tl.constexpr, D: tl.constexpr):
-    """Computes the result of `turned_pairs` for float32 pairs; writes the rows and, if it exists, the 16-bit form."""
-    plain, rows = forms
+def loaded_pairs(inputs, place, rstd_place, in_quad, inside, D: tl.constexpr):
+    """Of a row's pairs: gradients, outputs of a norm or inputs of one with gains, and rstd; the last two None without."""
+    dturned, qkv, rstd = inputs
+    d = tl.load(dturned + place, mask=inside, other=0.0), tl.load(dturned + place + D // 2, mask=inside, other=0.0)
+    if rstd is None:
+        return d, None, None
+    else:
+        y = tl.load(qkv + place, mask=inside, other=0.0), tl.load(qkv + place + D // 2, mask=inside, other=0.0)
+        return d, y, tl.load(rstd + rstd_place, mask=in_quad, other=0.0)
+
+
+@triton.jit
+def written_pairs(forms, place, inside, loads, gains, turn, sums, D: tl.constexpr):
+    """Computes the gradients of a row before norm and rotation; writes the forms that exist. Returns (larger magnitude of a
+    pair, its first and second channel in 16 bits and scaled, sums with the terms of the gains' gradients)."""
+    plain, rows, scale = forms
+    d, y, row_rstd = loads
+    dx1, dx2 = widened(d[0]), widened(d[1])
+    if gains is not None:
+        dx1, dx2 = turned_back(dx1, dx2, turn[0], turn[1])
+        x1, x2 = widened(y[0]), widened(y[1])
+        dx1, dx2, dg1, dg2 = through_gained_norm(dx1, dx2, x1, x2, gains[0], gains[1], row_rstd, D)
+        sums = sums[0] + dg1, sums[1] + dg2
+    else:
+        if y is not None:
+            dx1, dx2 = through_norm(dx1, dx2, widened(y[0]), widened(y[1]), row_rstd, D)
+        if turn is not None:
+            dx1, dx2 = turned_back(dx1, dx2, turn[0], turn[1])
     if plain is not None:
         tl.store(plain + place, dx1.to(plain.dtype.element_ty), mask=inside)
         tl.store(plain + place + D // 2, dx2.to(plain.dtype.element_ty), mask=inside)
-    s1 = rounded_and_scaled(dx1, scale, TYPE)
-    s2 = rounded_and_scaled(dx2, scale, TYPE)
+    s1, s2 = rounded_and_scaled(dx1, scale, d[0].dtype), rounded_and_scaled(dx2, scale, d[0].dtype)
     if rows is not None:
         tl.store(rows + place, rounded(s1, 1.0, rows.dtype.element_ty), mask=inside)
         tl.store(rows + place + D // 2, rounded(s2, 1.0, rows.dtype.element_ty), mask=inside)
-    return tl.maximum(tl.abs(dx1), tl.abs(dx2)), s1, s2
+    return tl.maximum(tl.abs(dx1), tl.abs(dx2)), s1, s2, sums
 
 
 @triton.jit
@@ -245,10 +257,3 @@ def store_quads(columns, firsts, seconds, column, quad, inside, N4, D: tl.conste
     into = columns.to(tl.pointer_type(tl.int32)) + tl.trans(column.to(tl.int64) * N4 + quad)
     tl.store(into, tl.trans(word(x0, x1, x2, x3, DTYPE)), mask=tl.trans(inside))
     tl.store(into + D // 2 * tl.cast(N4, tl.int64), tl.trans(word(z0, z1, z2, z3, DTYPE)), mask=tl.trans(inside))
-
-
-@triton.jit
-def widened_pairs(first, inside, D: tl.constexpr):
-    """Loads both channels of pairs as float32. `first`: addresses of the first channels."""
-    x1 = widened(tl.load(first, mask=inside, other=0.0))
-    return x1, widened(tl.load(first + D // 2, mask=inside, other=0.0))
