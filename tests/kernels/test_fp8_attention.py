@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
 if torch.cuda.is_available():
     pytest.skip("a GPU runs tests/gpu/test_fp8_attention_on_gpu.py", allow_module_level=True)
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 from handgrad.joins.fp8.cuda import attention
 from handgrad.joins.fp8.formats import E4M3, E5M2
 from handgrad.joins.fp8.sizes import attention_parts
-from handgrad.ops.cuda import attention_triton
+from handgrad.ops.cuda import attention as ops_attention, attention_triton
 from handgrad.ops.sizes import AttentionTile, attention_tile, rows_of
 from tests.documents import document_starts
 from tests.kernels import fp8_attention_checks as checks, fp8_stand_ins
@@ -44,6 +45,20 @@ def test_bits(shape: tuple[int, ...], kind: torch.dtype, tiles: str, monkeypatch
 def test_bits_of_columns_in_another_format() -> None:
     """At the scale of the rows."""
     checks.run(Draw(torch.float32, "cpu"), 2, 37, 2, 16, E4M3, counting=True, columns=E5M2)
+
+
+def test_bits_behind_cudnns_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass quantises what cuDNN's kernel, for which Triton's stands in, wrote in 16 bits."""
+    calls: list[int] = []
+
+    def forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, window: int) -> None:
+        calls.append(window)
+        attention_triton.attention_forward(out, lse, qkv)
+
+    monkeypatch.setattr(ops_attention, "forward_in_cudnn", lambda *_: True)
+    monkeypatch.setattr(ops_attention, "cudnn_forward", forward)
+    checks.run(Draw(torch.float32, "cpu"), 2, 37, 2, 16, E4M3, counting=True)
+    assert len(calls) == 5, "the 16-bit forward, and one for each set of forms"
 
 
 @pytest.mark.parametrize("tiles", ["wide", "tall"])

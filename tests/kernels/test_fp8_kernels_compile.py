@@ -24,8 +24,8 @@ def compiled(launcher: Launcher) -> list[dict]:
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:
-    """On sm_100 ptxas saves four registers to fit three programs of the float16 classifier."""
-    assert [row for row in compiled if row["stack"] > (0 if row["arch"] == 90 else 16) or row["spills"]] == []
+    """On sm_100 ptxas saves six registers to fit three programs of the classifier, outside of its loops."""
+    assert [row for row in compiled if row["stack"] > (0 if row["arch"] == 90 else 24) or row["spills"]] == []
 
 
 def test_accesses_are_wide(compiled: list[dict]) -> None:
