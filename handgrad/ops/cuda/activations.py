@@ -131,7 +131,7 @@ def _relu2_backward(dhidden, out, elements, BLOCK: tl.constexpr):
     inside = place < elements - start
     y = tl.load(out + start + place, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(dhidden + start + place, mask=inside, other=0.0).to(tl.float32)
-    dx = dy * (2 * tl.sqrt(y))
+    dx = dy * (2 * tl.sqrt_rn(y))
     tl.store(dhidden + start + place, dx.to(dhidden.dtype.element_ty), mask=inside)
 
 

@@ -267,10 +267,7 @@ def store_pairs(first, x1, x2, inside, D: tl.constexpr):
 @triton.jit
 def frequencies_at(table, pair, D: tl.constexpr):
     """Turns per position of the pairs, in float64: from the table or from `ROTARY_BASE`."""
-    if table is not None:
-        return tl.load(table + pair, mask=pair < D // 2, other=0.0)
-    else:
-        return turns_per_position(pair, D)
+    return turns_per_position(pair, D) if table is None else tl.load(table + pair, mask=pair < D // 2, other=0.0)
 
 
 @triton.jit

@@ -167,7 +167,8 @@ def through_heads(FIRST: tl.constexpr, END: tl.constexpr, tensors, norm, turns, 
     quad, pair, in_quad, in_row, N4 = places
     largest, clipped, vanished = found
     COLUMNS, TURNED, D, LARGEST, VANISHES_AT = sizes
-    forms, inputs, inside, row0 = (plain, rows, scale), (dturned, qkv, rstd), in_quad & in_row, quad.to(tl.int64) * QUAD
+    forms, inputs = (plain, rows, scale, rstd), (dturned, qkv, rstd)
+    inside, row0 = in_quad & in_row, quad.to(tl.int64) * QUAD
     sums = tl.zeros_like(largest), tl.zeros_like(largest)
     gains = None if gain is None else pairs_at(gain + pair, in_row, D)
     for head in range(FIRST, END):
@@ -199,11 +200,11 @@ def through_heads(FIRST: tl.constexpr, END: tl.constexpr, tensors, norm, turns, 
 
 @triton.jit
 def loaded_pairs(inputs, place, rstd_place, in_quad, inside, D: tl.constexpr):
-    """Of a row's pairs: gradients, outputs of a norm or inputs of one with gains, and rstd; the last two None without."""
+    """Of a row: gradients, outputs of a norm (inputs of one with gains), rstd; without a norm the last two mean nothing."""
     dturned, qkv, rstd = inputs
     d = tl.load(dturned + place, mask=inside, other=0.0), tl.load(dturned + place + D // 2, mask=inside, other=0.0)
     if rstd is None:
-        return d, None, None
+        return d, d, 0.0
     else:
         y = tl.load(qkv + place, mask=inside, other=0.0), tl.load(qkv + place + D // 2, mask=inside, other=0.0)
         return d, y, tl.load(rstd + rstd_place, mask=in_quad, other=0.0)
@@ -213,7 +214,7 @@ def loaded_pairs(inputs, place, rstd_place, in_quad, inside, D: tl.constexpr):
 def written_pairs(forms, place, inside, loads, gains, turn, sums, D: tl.constexpr):
     """Computes the gradients of a row before norm and rotation; writes the forms that exist. Returns (larger magnitude of a
     pair, its first and second channel in 16 bits and scaled, sums with the terms of the gains' gradients)."""
-    plain, rows, scale = forms
+    plain, rows, scale, rstd = forms
     d, y, row_rstd = loads
     dx1, dx2 = widened(d[0]), widened(d[1])
     if gains is not None:
@@ -222,7 +223,7 @@ def written_pairs(forms, place, inside, loads, gains, turn, sums, D: tl.constexp
         dx1, dx2, dg1, dg2 = through_gained_norm(dx1, dx2, x1, x2, gains[0], gains[1], row_rstd, D)
         sums = sums[0] + dg1, sums[1] + dg2
     else:
-        if y is not None:
+        if rstd is not None:
             dx1, dx2 = through_norm(dx1, dx2, widened(y[0]), widened(y[1]), row_rstd, D)
         if turn is not None:
             dx1, dx2 = turned_back(dx1, dx2, turn[0], turn[1])
