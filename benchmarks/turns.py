@@ -58,6 +58,8 @@ def excuses(pipe: TextIO) -> Iterator[None]:
         say(pipe, {"failed": "out of memory; a smaller --micro-batch or fewer --contenders may fit"})
     except HandgradError as error:
         say(pipe, {"failed": str(error)})
+    except BrokenPipeError:  # the process that asked has ended
+        os._exit(1)
 
 
 def contend(

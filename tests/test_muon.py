@@ -260,9 +260,16 @@ def test_at_a_learning_rate_of_0_the_state_moves_alone(config: RunConfig) -> Non
 
 
 def test_its_state_is_nobody_elses(config: RunConfig, tmp_path: Path) -> None:
-    """A run keeps its optimizer, whatever may change."""
-    train(replace(config, optimizer="muon", steps=2, save_every=0, eval_every=0))
-    with pytest.raises(
-        ConfigError, match="holds the state of muon, found optimizer adamw; start a new run from its weights"
+    """A run keeps its optimizer and its sizes, whatever may change, and a refusal leaves its configuration as it was."""
+    begun = replace(config, optimizer="muon", steps=2, save_every=0, eval_every=0)
+    train(begun)
+    written = (Path(config.out) / "config.toml").read_text()
+    for changes, words in (
+        ({"optimizer": "adamw"}, "optimizer muon, found adamw"),
+        ({"channels": 2 * config.channels}, f"channels {config.channels}, found {2 * config.channels}"),
+        ({"num_layers": 1 + config.num_layers}, f"num_layers {config.num_layers}, found {1 + config.num_layers}"),
     ):
-        train(replace(config, steps=2, save_every=0, eval_every=0), allow_changes=True)
+        with pytest.raises(ConfigError, match=f"holds the state of {words}; resume with that, or start a new run from"):
+            train(replace(begun, **changes), allow_changes=True)
+    assert (Path(config.out) / "config.toml").read_text() == written
+    train(begun)  # as it was

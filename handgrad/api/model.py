@@ -156,10 +156,7 @@ class Model:
             given = [given]
         rows = []
         for row in given:
-            if isinstance(row, str):
-                ids = self.tokens(row)
-            else:
-                ids = row.tolist() if hasattr(row, "tolist") else list(row)
+            ids = self.tokens(row) if isinstance(row, str) else row.tolist() if hasattr(row, "tolist") else list(row)
             for one in ids:
                 if not isinstance(one, int | np.integer):
                     raise UsageError(f"expected token ids, found {one!r:.40}; give a text, ids, or rows of them")

@@ -25,10 +25,8 @@ def run(parsed: Namespace) -> int:
     elif parsed.to == "hf":
         done = export_model(source, path, EXPORT_DTYPES[dtype])
         read_back = f"the logits of {done.tokens} random tokens are the same bits"
-    elif parsed.to == "llmc":
-        done = export_llmc(source, path, EXPORT_DTYPES[dtype])
     else:
-        done = export_gguf(source, path, dtype)
+        done = export_llmc(source, path, EXPORT_DTYPES[dtype]) if parsed.to == "llmc" else export_gguf(source, path, dtype)
     print(f"checkpoint {source.folder} (step {source.step})")
     print(f"written    {done.folder}: {done.parameters_bytes >> 10} KiB of weights in {dtype}")
     print(f"read back  {read_back}")

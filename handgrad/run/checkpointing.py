@@ -168,10 +168,12 @@ def load_weights(weights: Weights, table: Table, load: Callable[[ParameterRow, T
 
 def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
     """Resumes from a checkpoint: loads its tensors, and the `run_numbers` that apply to the configuration. Raises
-    `ConfigError` for the state of another optimizer."""
-    if (made_by := source.manifest["config"].get("optimizer", RunConfig.optimizer)) != config.optimizer:
-        remedy = f"start a new run from its weights: --init-from {source.folder}"
-        raise ConfigError(f"{source.folder} holds the state of {made_by}, found optimizer {config.optimizer}; {remedy}")
+    `ConfigError` for the state of another optimizer or model."""
+    remedy = f"resume with that, or start a new run from its weights: --init-from {source.folder}"
+    for name in ("optimizer", "architecture", "num_layers", "channels"):
+        made_by, now = source.manifest["config"].get(name, getattr(RunConfig, name)), getattr(config, name)
+        if made_by != now:
+            raise ConfigError(f"{source.folder} holds the state of {name} {made_by}, found {now}; {remedy}")
     kept = with_parts_left(config, source.manifest)
     if config.precision == "fp8" and kept != config:
         head = "" if kept.fp8_head == config.fp8_head else " --fp8-head none"

@@ -103,7 +103,7 @@ def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool)
     spec = tokenizer_flag(record, config.out if begun else config.init_from)
     if begun is None:
         raise DataError(other_tokenizer(config.init_from, record, spec, dataset))
-    if not allow_changes:
+    if not allow_changes or record.get("vocab_size") != dataset.tokenizer.vocab_size:  # no weight would fit
         trained_on = found[1]["config"].get("data")
         remedy = f"{spec}, or choose another --out"
         if trained_on and trained_on != config.data:

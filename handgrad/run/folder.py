@@ -98,8 +98,8 @@ class RunFolder:
             why = f"the run failed at step {self.failure['failed_at']} each time it resumed from it; it is now in {moved}"
             self.resumed, self.passed_over = older, [*self.passed_over, f"passed over {failing.folder.name}: {why}", *lines]
 
-    def claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
-        """Claims the folder: rank 0 writes the configuration. `ConfigError`: the checkpoint has seen other data."""
+    def check_identity(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
+        """Notes what changed. `ConfigError`: the checkpoint has seen other data."""
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = {DOCUMENTS: identity.get(DOCUMENTS), **old} if isinstance(old, dict) else {}
         trained_on, here = self.resumed.manifest["config"].get("data") if self.resumed else None, self.config.data
@@ -125,6 +125,9 @@ class RunFolder:
             others = "choose another --out, or --allow-changes"
             raise ConfigError(f"{self.path} was trained on other data than {here}{old} {others}")
         self.changes += changed
+
+    def write_config(self) -> None:
+        """Claims the folder. Called once the run is open: a refused resume leaves the configuration as it was."""
         with storage_errors(f"writing {self.path / CONFIG_FILE}"):
             write_durably(self.path / CONFIG_FILE, to_toml(self.config))
 

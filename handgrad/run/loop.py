@@ -76,7 +76,7 @@ class Run:
         self.batch, batches = config.batch, training_batches(config, dataset)
         versions, identity = versions_of(design.device, design.plain_ops), identity_of(config, dataset, teacher)
         ranks.check_equal("versions and data", {**versions, **identity})
-        ranks.from_rank_0(lambda: folder.claim(identity, allow_changes=allow_changes), "the run's data")
+        ranks.from_rank_0(lambda: folder.check_identity(identity, allow_changes=allow_changes), "the run's data")
 
         resumed = folder.resumed
         copy, self.save_lines = host_copy(config, self.design, ranks)  # before other parts take the memory
@@ -92,6 +92,7 @@ class Run:
         self.audit = audit.Audit(config.audit_every, ranks, self.log)
         facts = audit.facts(config, versions, identity, self.origin, dataset)
         self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
+        ranks.from_rank_0(folder.write_config, "the configuration")
         check, files = SaveCheck(self.training.state, ranks), tokenizer_files(dataset.tokenizer)
         self.saves = Saves(config, folder, ranks, self.log, check, copy, files, self.audit.seal)
         self.evaluations = Evaluations(config, self.training, dataset, ranks, self.log, tasks)
