@@ -157,6 +157,7 @@ def test_a_curve_in_the_terminal_and_in_a_file(
     assert main(["plot", str(tmp_path / "runs"), "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out == f"{picture}\n"
     assert "there is no run" in refused(capsys, 65, "plot", str(tmp_path / "nothing"))
+    assert "writes PNG" in refused(capsys, 64, "plot", str(tmp_path / "runs"), "--out", str(tmp_path / "losses.jpg"))
 
 
 def test_the_intervals_of_a_chosen_run_are_round(shards: Path) -> None:

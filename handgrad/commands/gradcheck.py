@@ -41,8 +41,7 @@ def mistake(checked: Checked) -> str:
 
 def wiring(checked: Checked) -> str:
     """Names the wrong part of a network nearest to the loss: it spoils the gradients that the backward makes after it."""
-    last = checked.wrong[-1]
-    part = last.of.rpartition(".")[0]
+    part = checked.wrong[-1].of.rpartition(".")[0]
     names = [found.of for found in checked.wrong if found.of.rpartition(".")[0] == part]
     right = [found.of for found in checked.gradients if found.right and found.of.rpartition(".")[0] == part]
     return (

@@ -252,9 +252,7 @@ def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None
         return str(error)
     except (OSError, http.client.HTTPException) as error:  # urllib.error.URLError is an OSError
         return f"no answer ({getattr(error, 'reason', None) or error})"
-    if total is not None and have < total:
-        return f"{have} of {total} bytes"
-    return ""
+    return f"{have} of {total} bytes" if total is not None and have < total else ""
 
 
 class _Dropped(Exception):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from numbers import Integral, Real
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +39,8 @@ class SamplingOptions:
             if not holds:
                 raise UsageError(f"{name} must be {wanted}, found {getattr(self, name)}")
 
+        for name, value in vars(self).items():
+            expect(isinstance(value, Integral if name == "top_k" else Real), name, "a number")
         warm = SMALLEST_TEMPERATURE <= self.temperature < math.inf
         expect(self.temperature == 0 or warm, "temperature", f"0 (greedy) or at least {SMALLEST_TEMPERATURE}")
         expect(self.top_k >= 0, "top_k", "0 (all tokens) or more")
@@ -48,9 +51,9 @@ class SamplingOptions:
 
 def check_writing(max_tokens: int, seed: int, stops: Sequence[str]) -> None:
     """Raises `UsageError` for an invalid option."""
-    if max_tokens < 1:
+    if not isinstance(max_tokens, Integral) or max_tokens < 1:
         raise UsageError(f"max_tokens must be 1 or more, found {max_tokens}")
-    if not 0 <= seed < 1 << 32:
+    if not isinstance(seed, Integral) or not 0 <= seed < 1 << 32:
         raise UsageError(f"seed must be at least 0 and below 2^32, found {seed}")
     if not all(stops):
         raise UsageError("stop must be some text, found none")

@@ -144,6 +144,8 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
         found = "a file" if path.is_file() else "a folder without them" if path.is_dir() else "nothing"
         if runs := sorted(folder.parent for folder in path.glob(f"*/{CHECKPOINTS}")):
             found = f"a folder of runs; name one of them, as {runs[0]}"
+        elif (path / "model.bin").is_file():
+            found = "a folder of llm.c; name its model.bin"
         elif models := sorted(file.parent for file in path.glob(f"*/{CONFIG_FILE}")):
             found = f"a folder of models; name one of them, as {models[-1]}"
         elif run := next((above for above in path.parents if (above / CHECKPOINTS).is_dir()), None):

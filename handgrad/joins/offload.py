@@ -97,8 +97,7 @@ class OffloadedUpdate:
     def __init__(self, state: TrainingState):
         design = state.design
         self.pieces = list(pieces(state))
-        scratch = state.views.get(OPTIMIZER_SCRATCH)
-        tensors = state.controls, state.results, scratch
+        tensors = state.controls, state.results, state.views.get(OPTIMIZER_SCRATCH)
         self.updates = [partial(design.optimizer.update, design.ops, [piece.staged], *tensors) for piece in self.pieces]
         self.streams = [torch.cuda.Stream() for _ in range(2)] if design.device.type == "cuda" else []
         self.emptied = [torch.cuda.Event() for _ in range(SLOTS)] if self.streams else []  # after copying the slot out

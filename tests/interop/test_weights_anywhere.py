@@ -93,6 +93,14 @@ def test_a_folder_of_models_names_one(
     assert line.rstrip().endswith(f"found a folder of models; name one of them, as {tmp_path / 'out' / 'checkpoint-500'}")
 
 
+def test_a_folder_of_llmc_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As `export --to llmc` writes it."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.bin").touch()
+    line = refused(capsys, 65, "import", str(tmp_path / "out"), "--out", str(tmp_path / "run"))
+    assert line.rstrip().endswith("found a folder of llm.c; name its model.bin")
+
+
 def test_the_file_of_a_tokenizer_is_answered_with_its_folder(tmp_path: Path) -> None:
     folder = write_folder(made_tokenizer(None), tmp_path / "model")
     with pytest.raises(DataError, match=rf"found its file .*/tokenizer.json; give --tokenizer {folder}$"):

@@ -44,8 +44,7 @@ def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
     if slurm_starts_several(environment):
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
-        job = number(environment, "SLURM_JOB_ID", 0)
-        port = SLURM_PORTS[job % len(SLURM_PORTS)]
+        port = SLURM_PORTS[number(environment, "SLURM_JOB_ID", 0) % len(SLURM_PORTS)]
         local_size = tasks_here(environment)
         return rank_info("srun", environment, names, address=first_host(nodes), port=port, local_size=local_size)
     return RankInfo()

@@ -39,9 +39,7 @@ def attempt(line: str, compared: Callable[[], Compared]) -> tuple[bool, str]:
 
 def beyond(error: float, allowed: float) -> float:
     """The ratio of an error to the allowed one."""
-    if error == 0:
-        return 0.0
-    return error / allowed if allowed else math.inf
+    return 0.0 if error == 0 else error / allowed if allowed else math.inf
 
 
 def launch(operation: Callable[..., None], arguments: Arguments) -> None:
