@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,14 @@ def turn_of(steps: int, seconds: float, joules: float, megahertz: float) -> dict
         "allocated_bytes": 1 << 30,
         "reserved_bytes": 0,
     }
+
+
+def test_a_contender_ends_with_the_process_that_asked() -> None:
+    """Without a traceback."""
+    closed = "import os; read, write = os.pipe(); os.dup2(write, 1); os.close(write); os.close(read)"
+    code = f"{closed}\nfrom benchmarks.turns import *\npipe = answers()\nwith excuses(pipe): say(pipe, {{}})"
+    ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 def test_figures_follow_from_the_turns() -> None:
