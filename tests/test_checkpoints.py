@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from handgrad import ops
-from handgrad.errors import DataError, StorageError
+from handgrad.errors import ConfigError, DataError, StorageError
 from handgrad.run.evaluating import Evaluations
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
@@ -192,6 +192,8 @@ def test_a_checkpoint_of_another_model_is_refused(finished: RunConfig) -> None:
     with pytest.raises(DataError, match="another model"):
         train(dataclasses.replace(finished, num_layers=3), allow_changes=True)
     with pytest.raises(DataError, match=r"expected .* of shape"):
+        train(dataclasses.replace(finished, sequence_length=8), allow_changes=True)
+    with pytest.raises(ConfigError, match="holds the state of channels 32, found 64"):
         train(dataclasses.replace(finished, channels=64), allow_changes=True)
 
 

@@ -170,7 +170,7 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
     """Resumes from a checkpoint: loads its tensors, and the `run_numbers` that apply to the configuration. Raises
     `ConfigError` for the state of another optimizer or model."""
     remedy = f"resume with that, or start a new run from its weights: --init-from {source.folder}"
-    for name in ("optimizer", "architecture", "num_layers", "channels"):
+    for name in ("optimizer", "architecture", "channels"):
         made_by, now = source.manifest["config"].get(name, getattr(RunConfig, name)), getattr(config, name)
         if made_by != now:
             raise ConfigError(f"{source.folder} holds the state of {name} {made_by}, found {now}; {remedy}")

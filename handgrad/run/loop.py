@@ -88,11 +88,11 @@ class Run:
         self.completed, self.skips_in_a_row = begin_state(self.training, config, weights, resumed, teacher)
         if resumed is not None:
             folder.changes += changed_versions(resumed, versions)
+        ranks.from_rank_0(folder.write_config, "the configuration")
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, console, audited=bool(config.audit_every))
         self.audit = audit.Audit(config.audit_every, ranks, self.log)
         facts = audit.facts(config, versions, identity, self.origin, dataset)
         self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
-        ranks.from_rank_0(folder.write_config, "the configuration")
         check, files = SaveCheck(self.training.state, ranks), tokenizer_files(dataset.tokenizer)
         self.saves = Saves(config, folder, ranks, self.log, check, copy, files, self.audit.seal)
         self.evaluations = Evaluations(config, self.training, dataset, ranks, self.log, tasks)
