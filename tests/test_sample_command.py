@@ -292,7 +292,7 @@ def test_texts_of_another_model_are_refused(shards: Path, tmp_path: Path, capsys
         (["--prompt-file", sys.executable], 65, "expected UTF-8"),
         (["--stop", ""], 64, "stop must be some text"),
         (["--samples", "0"], 64, "--samples must be at least 1, found 0"),
-        (["--max-tokens", "0"], 64, "max_tokens must be 1 or more, found 0"),
+        (["--max-tokens", "0"], 64, "max_tokens must be 1 or more, and whole, found 0"),
         (["--batch", "-1"], 64, "--batch must be at least 1, found -1"),
         (["--batch", "x"], 64, "--batch"),
         (["--top-p", "0"], 64, "top_p must be above 0 and at most 1"),

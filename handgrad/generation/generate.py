@@ -39,11 +39,11 @@ class SamplingOptions:
             if not holds:
                 raise UsageError(f"{name} must be {wanted}, found {getattr(self, name)}")
 
-        for name, value in vars(self).items():
-            expect(isinstance(value, Integral if name == "top_k" else Real), name, "a number")
+        for name in vars(self):
+            expect(isinstance(getattr(self, name), Real), name, "a number")
         warm = SMALLEST_TEMPERATURE <= self.temperature < math.inf
         expect(self.temperature == 0 or warm, "temperature", f"0 (greedy) or at least {SMALLEST_TEMPERATURE}")
-        expect(self.top_k >= 0, "top_k", "0 (all tokens) or more")
+        expect(isinstance(self.top_k, Integral) and self.top_k >= 0, "top_k", "a whole number, 0 (all tokens) or more")
         expect(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (all tokens)")
         expect(0 <= self.min_p <= 1, "min_p", "from 0 (all tokens) to 1")
         expect(0.001 <= self.repetition_penalty <= 1000, "repetition_penalty", "from 0.001 to 1000 (1: none)")
@@ -52,7 +52,7 @@ class SamplingOptions:
 def check_writing(max_tokens: int, seed: int, stops: Sequence[str]) -> None:
     """Raises `UsageError` for an invalid option."""
     if not isinstance(max_tokens, Integral) or max_tokens < 1:
-        raise UsageError(f"max_tokens must be 1 or more, found {max_tokens}")
+        raise UsageError(f"max_tokens must be 1 or more, and whole, found {max_tokens}")
     if not isinstance(seed, Integral) or not 0 <= seed < 1 << 32:
         raise UsageError(f"seed must be at least 0 and below 2^32, found {seed}")
     if not all(stops):

@@ -169,8 +169,8 @@ def load_weights(weights: Weights, table: Table, load: Callable[[ParameterRow, T
 def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
     """Resumes from a checkpoint: loads its tensors, and the `run_numbers` that apply to the configuration. Raises
     `ConfigError` for the state of another optimizer or model."""
-    remedy = f"resume with that, or start a new run from its weights: --init-from {source.folder}"
-    for name in ("optimizer", "architecture", "channels"):
+    weights, out = f"start a new run from its weights: --init-from {source.folder}", "choose another --out"
+    for name, remedy in (("optimizer", weights), ("architecture", out), ("channels", out)):
         made_by, now = source.manifest["config"].get(name, getattr(RunConfig, name)), getattr(config, name)
         if made_by != now:
             raise ConfigError(f"{source.folder} holds the state of {name} {made_by}, found {now}; {remedy}")

@@ -127,7 +127,7 @@ class RunFolder:
         self.changes += changed
 
     def write_config(self) -> None:
-        """Claims the folder. Called once the run is open: a refused resume leaves the configuration as it was."""
+        """Claims the folder, once its checkpoint is loaded: a refused resume leaves the configuration as it was."""
         with storage_errors(f"writing {self.path / CONFIG_FILE}"):
             write_durably(self.path / CONFIG_FILE, to_toml(self.config))
 

@@ -24,8 +24,11 @@ def compiled(launcher: Launcher) -> list[dict]:
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:
-    """On sm_100 ptxas saves six registers to fit three programs of the classifier, outside of its loops."""
-    assert [row for row in compiled if row["stack"] > (0 if row["arch"] == 90 else 24) or row["spills"]] == []
+    """On sm_100 ptxas saves four registers, in bf16 six, to fit three programs of the classifier, outside of its loops."""
+    saved = {"bf16": 24, "fp16": 16}
+    for row in compiled:
+        allowed = saved[row["dtype"]] if row["arch"] != 90 and row["kernel"] == "classifier_forward_backward" else 0
+        assert row["stack"] <= allowed and not row["spills"], row
 
 
 def test_accesses_are_wide(compiled: list[dict]) -> None:

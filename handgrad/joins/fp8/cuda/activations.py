@@ -183,7 +183,7 @@ def _relu2_backward(
 def through_relu2(y, dy, dscale, scale):
     """From 16-bit y and dy: (magnitude of the gradient before the ReLU, that gradient in 16 bits and scaled, y scaled)."""
     y32 = widened(y)
-    # One instruction where the exact root takes ten; of bf16's few significands both gave the same gradients.
+    # In bf16 the short root gave the exact one's gradients (benchmarks/results/h200-fp8-operations.json).
     dx = widened(dy) * (2 * (tl.sqrt(y32) if tl.bfloat16 == y.dtype else tl.sqrt_rn(y32)))
     return tl.abs(dx), rounded_and_scaled(dx, dscale, y.dtype), y32 * scale
 

@@ -200,7 +200,7 @@ def through_heads(FIRST: tl.constexpr, END: tl.constexpr, tensors, norm, turns, 
 
 @triton.jit
 def loaded_pairs(inputs, place, rstd_place, in_quad, inside, D: tl.constexpr):
-    """Of a row: gradients, outputs of a norm (inputs of one with gains), rstd; without a norm the last two mean nothing."""
+    """(gradients, outputs of the norm or inputs of one with gains, rstd) of a row. Without a norm only the first counts."""
     dturned, qkv, rstd = inputs
     d = tl.load(dturned + place, mask=inside, other=0.0), tl.load(dturned + place + D // 2, mask=inside, other=0.0)
     if rstd is None:
