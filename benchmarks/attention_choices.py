@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -29,7 +30,7 @@ from handgrad.machine import devices
 from handgrad.ops.cuda import attention_triton as kernels
 from handgrad.ops.cuda.launch import collecting
 from handgrad.ops.reference.attention import Mask
-from handgrad.ops.sizes import ATTENTION_TILES, DOCUMENT_TILES, GROUPED_TILES, AttentionTile, attention_tile
+from handgrad.ops.sizes import AttentionTile, attention_tile
 
 TOKENS, LAUNCHES, PRODUCTS = 32768, 12, {"forward": 2, "dq": 3, "dkdv": 4}
 CASES = {  # (length, heads, heads of keys and values, documents)
@@ -39,9 +40,12 @@ CASES = {  # (length, heads, heads of keys and values, documents)
 }
 FP8_CASES = {64: [(1024, 12, 12, NONE), (1024, 25, 25, NONE), (1024, 12, 12, SHORT)]}
 CHOICES = {
-    (64, "forward"): "64/64/4/3 64/64/4/2/128 64/64/4/4/128 64/32/4/3/128 64/32/4/3 64/32/4/3/96 128/32/4/3 64/128/4/2",
-    (64, "dq"): "64/64/4/2 64/64/4/3/128 64/64/4/3 64/32/4/3 64/32/4/3/128 64/32/4/2/128 128/32/8/3/128",
-    (64, "dkdv"): "64/64/4/2 64/64/4/2/168 32/64/4/3 32/64/4/2 32/64/4/3/128 32/64/4/3/168 64/128/8/2 32/128/8/2 64/64/8/2",
+    (64, "forward"): "64/64/4/3 64/64/4/2/128 64/64/4/4/128 64/32/4/3/128 64/32/4/3 64/32/4/3/96 128/32/4/3 64/128/4/2"
+    " 64/32/4/4/96 64/32/4/3/112",
+    (64, "dq"): "64/64/4/2 64/64/4/3/128 64/64/4/3 64/32/4/3 64/32/4/3/128 64/32/4/2/128 128/32/8/3/128"
+    " 64/32/4/4 64/32/4/3/96",
+    (64, "dkdv"): "64/64/4/2 64/64/4/2/168 32/64/4/3 32/64/4/2 32/64/4/3/128 32/64/4/3/168 64/128/8/2 32/128/8/2 64/64/8/2"
+    " 64/64/4/2/152 64/64/4/2/184 32/64/4/4/128 32/64/4/3/144",
     (128, "forward"): "64/64/4/3/168 64/32/4/3 64/32/4/2 128/32/8/3 128/64/8/3",
     (128, "dq"): "128/64/8/3 64/32/4/3 64/32/4/2 64/64/4/3",
     (128, "dkdv"): "64/64/8/3 64/64/8/2 64/64/4/2 32/64/4/2 32/64/4/3 16/64/4/2 16/64/4/3 32/128/8/2",
@@ -51,29 +55,21 @@ CHOICES = {
 }
 
 
-def tiles_of(case: Case, kernel: str) -> list[AttentionTile]:
+def tiles_of(case: Case, kernel: str, made: Callable) -> list[AttentionTile]:
     """The shipped tile first."""
     grouped, documents = case.kv_heads < case.heads, case.documents != NONE
     shipped = attention_tile(kernel, case.width, narrow=True, newer=True, grouped=grouped, documents=documents)
+    if made is fp8_launches:
+        shipped = fp8.TILES.get((kernel, case.width), shipped)
     others = (AttentionTile(*map(int, choice.split("/"))) for choice in CHOICES[case.width, kernel].split())
     return [shipped, *(tile for tile in others if tile != shipped)]
 
 
 @contextmanager
-def chosen(kernel: str, width: int, tile: AttentionTile) -> Iterator[None]:
-    """The kernel takes this tile in every case."""
-    key, grouped = (kernel, width), dict(GROUPED_TILES)
-    before = [(table, table[key]) for table in (ATTENTION_TILES, DOCUMENT_TILES) if key in table]
-    for table, tiles in before:
-        table[key] = (tile, *tiles[1:])
-    GROUPED_TILES[key] = tile
-    try:
+def chosen(tile: AttentionTile) -> Iterator[None]:
+    """A kernel that is launched takes this tile."""
+    with patch.object(kernels, "choose_config", lambda *_: tile), patch.object(fp8, "TILES", {}):
         yield
-    finally:
-        for table, tiles in before:
-            table[key] = tiles
-        GROUPED_TILES.clear()
-        GROUPED_TILES.update(grouped)
 
 
 def quantized(rows: int, columns: int, inputs: Inputs) -> Quantized:
@@ -120,8 +116,8 @@ def compile_kernels(cases: list[Case], device: torch.device, made: Callable[[Inp
     jobs: dict[Any, Callable[[], object]] = {}
     for case in cases:
         for kernel, launch in made(Inputs(case, case.length, device, torch.bfloat16)).items():
-            for tile in tiles_of(case, kernel):
-                with chosen(kernel, case.width, tile), collecting() as noted:
+            for tile in tiles_of(case, kernel, made):
+                with chosen(tile), collecting() as noted:
                     launch()
                 [(function, [(grid, tensors, options)])] = noted.items()
                 key = case.width, case.heads // case.kv_heads, case.documents == NONE, kernel, tile
@@ -138,10 +134,11 @@ def measure(case: Case, device: torch.device, made: Callable[[Inputs], dict[str,
     for launch in every.values():
         launch()
     for kernel, launch in every.items():
-        for tile in tiles_of(case, kernel):
-            row = {**asdict(case), "kernel": kernel, "tile": list(tile), "shipped": tile == tiles_of(case, kernel)[0]}
+        shipped, *others = tiles_of(case, kernel, made)
+        for tile in (shipped, *others):
+            row = {**asdict(case), "kernel": kernel, "tile": list(tile), "shipped": tile == shipped}
             try:
-                with chosen(kernel, case.width, tile):
+                with chosen(tile):
                     launch()
                     milliseconds = launch_milliseconds(launch, LAUNCHES)
             except RuntimeError as error:  # Triton's: more shared memory than there is

@@ -112,11 +112,11 @@ Sizes = tuple[int, int, int, int]
 
 
 def blocks(
-    name: str, lse: Tensor, *tensors: Tensor | None, width: int = 0, documents: bool = False
+    name: str, lse: Tensor, *tensors: Tensor | None, width: int = 0, documents: bool = False, tile: Any = None
 ) -> tuple[int, Sizes, dict[str, Any]]:
     """(programs, (H, T, C, row stride), tile sizes and options) of a kernel over all blocks of all heads. The last of its
-    tensors is qkv. Heads have `width` channels; without it, there are as many key heads as query heads. Offsets within a
-    batch entry have 32 bits: T 3C < 2^31."""
+    tensors is qkv. Heads have `width` channels; without it, there are as many key heads as query heads. `tile`: another
+    than the shipped one. Offsets within a batch entry have 32 bits: T 3C < 2^31."""
     B, H, T = lse.shape
     qkv = tensors[-1]
     assert qkv is not None
@@ -126,7 +126,7 @@ def blocks(
     packed = N == B * T and columns == (H + 2 * kv_heads) * D and kv_heads > 0 and H % kv_heads == 0
     assert packed and D <= WIDEST_HEAD, f"{tuple(qkv.shape)} does not pack {tuple(lse.shape)}"
     assert all(t is None or t.is_contiguous() for t in (*tensors, lse)) and lse.dtype == torch.float32
-    config = choose_config(name, qkv, D, kv_heads < H, documents)
+    config = tile or choose_config(name, qkv, D, kv_heads < H, documents)
     tiles = {"D": D, "WIDTH": max(16, triton.next_power_of_2(D)), "QUERIES": config.queries, "KEYS": config.keys}
     tail = T % config.queries != 0 or T % config.keys != 0
     options = {"num_warps": config.warps, "num_stages": config.stages}

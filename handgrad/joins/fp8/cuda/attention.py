@@ -12,6 +12,8 @@ from handgrad.joins.fp8.formats import Form, Quantized, plain
 from handgrad.ops.cuda import attention, attention_triton
 from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
 from handgrad.ops.cuda.attention_tiles import (
+    capability,
+    is_data_centre,
     key_block,
     load_vector,
     mask_of,
@@ -23,8 +25,12 @@ from handgrad.ops.cuda.attention_tiles import (
 from handgrad.ops.cuda.attention_triton import blocks, sums_in
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.reference.attention import CAUSAL, Mask
+from handgrad.ops.sizes import AttentionTile
 
 SCALE = tl.constexpr(formats.SCALE)
+# On a data-centre GPU one more program fits a multiprocessor, and computes while another one stores. dkdv spills a few
+# words, and takes 10 % longer without (benchmarks/results/h200-attention-choices-fp8.json).
+TILES = {("dq", 64): AttentionTile(64, 32, 4, 3), ("dkdv", 64): AttentionTile(64, 64, 4, 2, 168)}
 
 
 @triton.jit
@@ -115,23 +121,18 @@ def dkdv_kernel(
 
 
 def launch_blocks(
-    name: str,
-    kernel: Any,
-    tensors: tuple[Tensor | None, ...],
-    mask: Mask,
-    quantized: Quantized,
-    first_part: int,
-    lse: Tensor,
-    width: int,
+    name: str, kernel: Any, tensors: tuple[Any, ...], mask: Mask, quantized: Quantized, part: int, lse: Tensor, width: int
 ) -> int:
     """Launches a kernel over all blocks of all heads; returns the number of programs. Each writes one part of the
-    statistics of `quantized`, from `first_part` on. `width`: channels per head."""
+    statistics of `quantized`, from `part` on. `width`: channels per head."""
     starts = mask.starts_like(lse)
     statistics, parts = quantized.statistics, quantized.statistics.shape[1]
     forms = quantized.rows, quantized.columns, quantized.scaling
-    programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors, documents=starts is not None, width=width)
-    assert first_part + programs <= parts, f"{parts} parts, {first_part + programs} needed"
-    first, N = statistics.view(-1)[first_part:], quantized.shape[0]
+    tile = TILES.get((name, width)) if is_data_centre(capability(lse.device)) else None
+    kind = {"width": width, "documents": starts is not None, "tile": tile}
+    programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors, **kind)
+    assert part + programs <= parts, f"{parts} parts, {part + programs} needed"
+    first, N = statistics.view(-1)[part:], quantized.shape[0]
     options |= dict(zip(("LARGEST", "VANISHES_AT"), limits(quantized), strict=True))
     launch(kernel, (programs,), *tensors, starts, *forms, first, *sizes, N, parts, **options)
     return programs
@@ -155,14 +156,12 @@ def attention_backward(
     (heads that share keys always do), the faster of cuDNN and Triton fills that, and an operation between attention and the
     GEMM quantises it."""
     inputs = dout, plain(out), lse, qkv
-    if isinstance(dqkv, Quantized) and dqkv.workspace is not None:
-        attention.attention_backward(dqkv.workspace, *inputs, scratch=scratch, mask=mask)
+    into = dqkv if isinstance(dqkv, Tensor) else dqkv.workspace
+    if into is not None:
+        either = attention_triton if into is dqkv and isinstance(out, Quantized) else attention
+        either.attention_backward(into, *inputs, scratch=scratch, mask=mask)
         return
-    if isinstance(dqkv, Tensor):
-        either = attention if isinstance(out, Tensor) else attention_triton
-        either.attention_backward(dqkv, *inputs, scratch=scratch, mask=mask)
-        return
-    assert qkv.shape[1] == 3 * dout.shape[1], "heads that share keys are quantised behind attention"
+    assert isinstance(dqkv, Quantized) and qkv.shape[1] == 3 * dout.shape[1], "heads that share keys need a workspace"
     sums, width = sums_in(scratch, lse), dout.shape[1] // lse.shape[1]
 
     def run() -> None:
