@@ -5,7 +5,6 @@ from types import ModuleType
 
 from handgrad.joins.dropout import cuda as dropout
 from handgrad.joins.fp8.cuda import attention as fp8
-from handgrad.joins.fp8.sizes import DATA_CENTRE_TILES
 from handgrad.networks.fp8 import WIDEST_HEAD_OF_FP8
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.sizes import ATTENTION_TILES, TURING_TILES, AttentionTile, attention_tile
@@ -59,7 +58,6 @@ def compile_one(case: Case) -> dict[str, object]:
     groups = {"grouped": base == "grouped", "documents": kind != base}
     config = attention_tile(name, D, narrow=narrow, newer=newer, turing=arch < 80, **groups)
     config = fp8.TILES.get((name, D), config) if base in FORMATS else config
-    config = DATA_CENTRE_TILES.get((name, D), config) if base in FORMATS else config
     signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, kind=kind)
     made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
     return {
@@ -81,8 +79,6 @@ def most_stack(name: str, D: int, kind: str, *, narrow: bool, arch: int, tail: b
     # Tiles that do not spill take up to twice the time (benchmarks/results/h200-attention-choices.json).
     if (name, D, narrow, arch) == ("dkdv", 128, True, 90) and (documents or base in ("grouped", *FORMATS)):
         return 640 if base in FORMATS else 256
-    if (name, D, base in FORMATS, documents) == ("dkdv", 64, True, False):
-        return 48
     if (name, D, base in FORMATS, documents) == ("dkdv", 64, True, False):  # outside the loop
         return 48
     # Half as many queries take 1.5 to 1.6 times as long (benchmarks/results/h200-attention-choices-256.json).
