@@ -161,7 +161,7 @@ def attention_backward(
         either = attention_triton if into is dqkv and isinstance(out, Quantized) else attention
         either.attention_backward(into, *inputs, scratch=scratch, mask=mask)
         return
-    assert isinstance(dqkv, Quantized) and qkv.shape[1] == 3 * dout.shape[1], "heads that share keys need a workspace"
+    assert isinstance(dqkv, Quantized) and qkv.shape[1] == 3 * dout.shape[1], "shared keys are quantised behind attention"
     sums, width = sums_in(scratch, lse), dout.shape[1] // lse.shape[1]
 
     def run() -> None:
