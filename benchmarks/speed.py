@@ -24,12 +24,11 @@ COLORS = {
 def measured() -> dict[str, dict[str, float | None]]:
     """Tokens per second by model and contender; of several twins the fastest, None for one that was not measured."""
     speeds: dict[str, dict[str, float | None]] = {}
-    peers = json.loads((RESULTS / "h200-llmc.json").read_text())["tokens_per_second"]
     for model in MODELS:
         rows = done(RESULTS / f"h200-step-{model.lower()}.json")
         bf16 = {name: row["tokens_per_second"] for name, row in rows.items() if row["precision"] == "bf16"}
         twin = max((speed for name, speed in bf16.items() if name.startswith("twin")), default=None)
-        llmc = next(speed for name, speed in peers.items() if name.startswith(f"{model},"))
+        llmc = done(RESULTS / f"h200-step-{model.lower()}-llmc.json")["llmc"]["tokens_per_second"]
         fp8 = done(RESULTS / f"h200-fp8-head-step-{model.lower()}.json")["handgrad-fp8"]["tokens_per_second"]
         speeds[model] = dict(zip(COLORS, (fp8, bf16["handgrad"], twin, llmc), strict=True))
     return speeds

@@ -153,7 +153,4 @@ PAGES: dict[str, dict[str, str]] = {
 NOT_YET: tuple[str, ...] = ()
 
 # Records whose commit is none, or not in the history: why.
-COMMITS: dict[str, str] = {
-    "h200-llmc": "another program's",
-    "h200-fp8-choices": "several trees of one day, some uncommitted, as the record says",
-}
+COMMITS: dict[str, str] = {"h200-fp8-choices": "several trees of one day, some uncommitted, as the record says"}

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,25 @@ def test_bits_behind_cudnns_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops_attention, "cudnn_forward", forward)
     checks.run(Draw(torch.float32, "cpu"), 2, 37, 2, 16, E4M3, counting=True)
     assert len(calls) == 5, "the 16-bit forward, and one for each set of forms"
+
+
+def test_bits_in_the_tiles_of_a_data_centre_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the gradients' kernels take them."""
+    launched: dict[str, tuple[int, ...]] = {}
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        names = "QUERIES", "KEYS", "num_warps", "num_stages", "maxnreg"
+        launched[kernel.fn.__name__.removesuffix("_kernel")] = tuple(options.get(name) for name in names)
+        usual(kernel, grid, *arguments, **options)
+
+    usual = attention.launch
+    monkeypatch.setattr(attention, "launch", launch)
+    tile = AttentionTile(64, 64, 4, 1)
+    monkeypatch.setattr(attention, "is_data_centre", lambda _: True)
+    monkeypatch.setattr(attention_triton, "choose_config", lambda *_: tile)
+    checks.run(Draw(torch.float32, "cpu"), 1, 80, 1, 64, E4M3, counting=True)
+    wanted = {name: tuple(tile) for (name, _), tile in attention.TILES.items()}
+    assert launched == {"forward": tuple(tile)} | wanted
 
 
 @pytest.mark.parametrize("tiles", ["wide", "tall"])

@@ -29,7 +29,7 @@ from handgrad.ops.sizes import AttentionTile
 
 SCALE = tl.constexpr(formats.SCALE)
 # On a data-centre GPU one more program fits a multiprocessor, and computes while another one stores. dkdv spills a few
-# words, and takes 10 % longer without (benchmarks/results/h200-attention-choices-fp8.json).
+# words, and takes longer without (benchmarks/results/h200-attention-choices-fp8.json).
 TILES = {("dq", 64): AttentionTile(64, 32, 4, 3), ("dkdv", 64): AttentionTile(64, 64, 4, 2, 168)}
 
 
