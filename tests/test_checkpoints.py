@@ -197,6 +197,13 @@ def test_a_checkpoint_of_another_model_is_refused(finished: RunConfig) -> None:
         train(dataclasses.replace(finished, channels=64), allow_changes=True)
 
 
+def test_fewer_steps_than_a_run_has_made_are_refused(finished: RunConfig) -> None:
+    before = (Path(finished.out) / "config.toml").read_bytes()
+    with pytest.raises(ConfigError, match=f"expected --steps {finished.steps} or more, as .* has made, found 8"):
+        train(dataclasses.replace(finished, steps=8), allow_changes=True)
+    assert (Path(finished.out) / "config.toml").read_bytes() == before
+
+
 def test_fp16_goes_on_with_its_loss_scale(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Doubled after every third good step here, and resumed between two of those: the same bits, the same scale."""
     monkeypatch.setattr(ops, "LOSS_SCALE_GROWTH_STEPS", 3)

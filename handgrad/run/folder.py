@@ -55,8 +55,7 @@ class RunFolder:
             if strict and self.resumed is not None and self.passed_over:
                 raise DataError(checkpoint.strict_message(self.resumed, self.passed_over))
             records = records_of(self.path)
-            failed_at = last_failure(records)
-            self.failure = {} if failed_at is None else {"failed_at": failed_at}
+            self.failure = {"failed_at": step} if (step := last_failure(records)) is not None else {}
             self._leave_failing(records)
             if self.resumed is None and self.passed_over:
                 raise DataError(
@@ -79,6 +78,8 @@ class RunFolder:
                     f" use the old settings (--config {shlex.quote(str(self.path / CONFIG_FILE))}), another --out, or"
                     " --allow-changes"
                 )
+            if (made := self.resumed.step if self.resumed else 0) > (steps := self.config.steps):
+                raise ConfigError(f"expected --steps {made} or more, as {self.path} has made, found {steps}; raise it")
         except BaseException:
             self.close()
             raise
