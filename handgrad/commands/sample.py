@@ -15,6 +15,7 @@ import torch
 
 import handgrad
 from handgrad.commands.chat import sampling_options
+from handgrad.commands.flags import MAX_TOKENS
 from handgrad.data import canvas
 from handgrad.data.codes import codes_of
 from handgrad.errors import DataError, UsageError, storage_errors
@@ -55,8 +56,8 @@ def run(parsed: Namespace) -> int:
     on = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     draws = bool(parsed.image_out or parsed.image_in or parsed.of_class) or codes_of(weights.tokenizer) is not None
-    if draws and parsed.stop:
-        raise UsageError("--stop ends a text, found it with a model of pictures; leave it out")
+    if draws and (parsed.stop or (parsed.max_tokens != MAX_TOKENS and not parsed.input)):
+        raise UsageError("--stop and --max-tokens end a text, found one with a model of pictures; leave it out")
     if draws and not parsed.input:
         codes = form_of(weights.tokenizer)
         asked = prompts[0]["prompt"], parsed.of_class, parsed.image_in, parsed.rows
