@@ -1,4 +1,4 @@
-"""Recipes compared by the tokens and seconds that they take to a loss: runs that differ in their seed form a group.
+"""Recipes compared by the tokens and seconds that they take to a loss: runs that differ in seed or lanes form a group.
 
     python -m benchmarks.tokens_to_loss OUT.json gpt2=runs/a-1,runs/a-2,runs/a-3 modern=runs/b-1,runs/b-2,runs/b-3
 
@@ -29,13 +29,14 @@ def group(name: str, folders: list[Path], *, shared: bool) -> dict[str, Any]:
     runs = [read(folder) for folder in folders]
     configs = [run.pop("config") for run in runs]
     for config in configs[1:]:
-        # Lanes add the gradients of micro-steps in another order: a run of several GPUs has them.
+        # A run on several GPUs has more lanes, which add gradients in another order; the record names them.
         differ = [line for line in differences(configs[0], config) if not line.startswith(("seed:", "lanes:"))]
         assert not differ, f"runs of {name} differ in {', '.join(differ)}"
     finals = [run["final_validation"] for run in runs]
     return {
         "settings": differences(to_dict(RunConfig()), configs[0]),
         "seeds": [config["seed"] for config in configs],
+        "lanes": [config["lanes"] for config in configs],
         "tokens": runs[0]["tokens"],
         **({} if shared else {"seconds": round(fmean(seconds_in_steps(lines_of(folder)) for folder in folders), 2)}),
         "mean": fmean(finals),

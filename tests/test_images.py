@@ -329,7 +329,7 @@ def test_a_model_that_knows_nothing_finishes_each_picture(form: str) -> None:
         ),
         (["sample", "RUN", "--image-out", "x.jpg"], "--image-out writes PNG, found x.jpg; name a FILE.png"),
         (["sample", "RUN", "--stop", "a"], "--stop and --max-tokens end a text, found one with a model of pictures"),
-        (["sample", "RUN", "--max-tokens", "9"], "found one with a model of pictures; leave it out"),
+        (["sample", "RUN", "--max-tokens", "200"], "found one with a model of pictures; leave it out"),
         (["sample", "RUN", "--rows", "3"], "--rows goes with --image-in, found it without"),
         (["sample", "RUN", "--image-in", "none.png"], "none.png"),
         (["sample", "RUN", "--prompt", "hello", "--image-out", "x.png"], "expected classes and codes alone"),

@@ -36,7 +36,7 @@ TECHNIQUE_CHANGES = {
 PLANNED_GPUS = f"plan for this GPU, which need not be here: {', '.join(GPUS)}; or all (default: this machine, then all)"
 
 EPOCHS_TEXT = "passes over the training split, instead of --steps; the run keeps the steps (default: --steps decides)"
-WATCH_PORT, SERVE_PORT, MAX_TOKENS = 8360, 8361, 200  # the last: of a sample
+WATCH_PORT, SERVE_PORT = 8360, 8361
 FP8_NOTE = "; fp8: as a run in fp8 validates"
 SHELLS = ("bash", "zsh", "tcsh")
 BENCHMARK_TEXTS = {
@@ -331,7 +331,7 @@ def sample(parser: Parser) -> None:
     parser.text("--prompt", "TEXT", "the beginning (default: a new document)", default=None)
     parser.text("--prompt-file", "FILE", "a file with the beginning; - reads standard input", default=None)
     parser.number("--samples", "number of samples (default: 1)", rule=AT_LEAST_1)
-    parser.number("--max-tokens", "longest sample (default: 200)", default=MAX_TOKENS)
+    parser.number("--max-tokens", "longest sample (default: 200)")
     add_sampling_arguments(parser, "a sample")
     parser.number("--seed", "of the first sample or prompt; each further one counts up", default=0)
     prompts = 'prompts, one {"prompt": TEXT} a line; may have "max_tokens"'

@@ -15,7 +15,6 @@ import torch
 
 import handgrad
 from handgrad.commands.chat import sampling_options
-from handgrad.commands.flags import MAX_TOKENS
 from handgrad.data import canvas
 from handgrad.data.codes import codes_of
 from handgrad.errors import DataError, UsageError, storage_errors
@@ -40,9 +39,12 @@ from handgrad.machine import devices
 from handgrad.run.console import output_wrap
 
 PROGRESS_SECONDS = 5  # between two lines of progress
+MAX_TOKENS = 200
 
 
 def run(parsed: Namespace) -> int:
+    limited = parsed.max_tokens is not None
+    parsed.max_tokens = parsed.max_tokens if limited else MAX_TOKENS
     check_flags(parsed)
     options = sampling_options(parsed)
     prompts = read_prompts(Path(parsed.input)) if parsed.input else [{"prompt": prompt_of(parsed)}] * (parsed.samples or 1)
@@ -56,7 +58,7 @@ def run(parsed: Namespace) -> int:
     on = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     draws = bool(parsed.image_out or parsed.image_in or parsed.of_class) or codes_of(weights.tokenizer) is not None
-    if draws and (parsed.stop or (parsed.max_tokens != MAX_TOKENS and not parsed.input)):
+    if draws and (parsed.stop or (limited and not parsed.input)):
         raise UsageError("--stop and --max-tokens end a text, found one with a model of pictures; leave it out")
     if draws and not parsed.input:
         codes = form_of(weights.tokenizer)

@@ -55,7 +55,8 @@ class RunFolder:
             if strict and self.resumed is not None and self.passed_over:
                 raise DataError(checkpoint.strict_message(self.resumed, self.passed_over))
             records = records_of(self.path)
-            self.failure = {"failed_at": step} if (step := last_failure(records)) is not None else {}
+            failed_at = last_failure(records)
+            self.failure = {} if failed_at is None else {"failed_at": failed_at}
             self._leave_failing(records)
             if self.resumed is None and self.passed_over:
                 raise DataError(
@@ -71,6 +72,9 @@ class RunFolder:
                 with storage_errors(f"reading {self.checkpoints}"):
                     names = checkpoint.unknown_names(self.resumed)
                 self.passed_over += [f"ignored in {self.checkpoints}: {', '.join(names)}"] if names else []
+                made, asked = self.resumed.step, self.config.steps
+                if made > asked:
+                    raise ConfigError(f"expected --steps {made} or more, as {self.path} has made, found {asked}; raise it")
                 self.changes = differences(self.resumed.manifest["config"], to_dict(self.config))
             if self.changes and not allow_changes:
                 raise ConfigError(
@@ -78,8 +82,6 @@ class RunFolder:
                     f" use the old settings (--config {shlex.quote(str(self.path / CONFIG_FILE))}), another --out, or"
                     " --allow-changes"
                 )
-            if (made := self.resumed.step if self.resumed else 0) > (steps := self.config.steps):
-                raise ConfigError(f"expected --steps {made} or more, as {self.path} has made, found {steps}; raise it")
         except BaseException:
             self.close()
             raise
@@ -90,7 +92,8 @@ class RunFolder:
         failing = self.resumed
         if failing is None or not failed_twice(records, failing.step):
             return
-        if checkpoint.has_failed_before(failing.folder) or differences(failing.manifest["config"], to_dict(self.config)):
+        moved_aside = self.checkpoints / checkpoint.FAILING / failing.folder.name
+        if moved_aside.exists() or differences(failing.manifest["config"], to_dict(self.config)):
             return  # going back did not help, or the user is trying something else
         older, lines = checkpoint.newest(self.checkpoints, moves=True, before=failing.step)
         if older is not None:

@@ -258,11 +258,6 @@ def unused_checkpoints(checkpoints: Path) -> list[Path]:
     return [path for path in found if path.is_dir()]
 
 
-def has_failed_before(folder: Path) -> bool:
-    """True if an earlier checkpoint of the same step was moved aside for its failures."""
-    return (folder.parent / FAILING / folder.name).exists()
-
-
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Opens the checkpoint in `folder` and verifies every file's size and hash. Raises `DamagedCheckpoint`, which names
     the file and the tensor; another `DataError` if it is incomplete, of another version, or contradicts its run's
