@@ -72,9 +72,6 @@ class RunFolder:
                 with storage_errors(f"reading {self.checkpoints}"):
                     names = checkpoint.unknown_names(self.resumed)
                 self.passed_over += [f"ignored in {self.checkpoints}: {', '.join(names)}"] if names else []
-                made, asked = self.resumed.step, self.config.steps
-                if made > asked:
-                    raise ConfigError(f"expected --steps {made} or more, as {self.path} has made, found {asked}; raise it")
                 self.changes = differences(self.resumed.manifest["config"], to_dict(self.config))
             if self.changes and not allow_changes:
                 raise ConfigError(
@@ -82,6 +79,9 @@ class RunFolder:
                     f" use the old settings (--config {shlex.quote(str(self.path / CONFIG_FILE))}), another --out, or"
                     " --allow-changes"
                 )
+            if self.resumed is not None and self.resumed.step > self.config.steps:
+                made, asked = self.resumed.step, self.config.steps
+                raise ConfigError(f"expected --steps {made} or more, as {self.path} has made, found {asked}; raise it")
         except BaseException:
             self.close()
             raise
