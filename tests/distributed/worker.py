@@ -8,6 +8,7 @@ folder: the seconds that an import takes would else be most of a test's time.
 """
 
 import contextlib
+import datetime
 import functools
 import gc
 import importlib
@@ -28,6 +29,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import handgrad.commands.train
 from benchmarks import network
@@ -157,6 +159,24 @@ def resized(step: int) -> None:
     Ranks.all_to_all = all_to_all
 
 
+class SlowToEnd:
+    """A module that Python takes apart at its end, when the threads that are left may no longer take its lock."""
+
+    def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        sleep(6.0)
+
+
+def still_connecting(step: int) -> None:
+    """The connection to rank 0 hangs in C++ for 10 s: longer than the rank waits, but not than Python takes to end."""
+
+    def connect(*given: Any, **named: Any) -> None:
+        fired()
+        dist.HashStore().wait(["what nobody sets"], datetime.timedelta(seconds=10))
+
+    dist.TCPStore = connect
+    sys.modules["slow to end"] = SlowToEnd()
+
+
 def fails(error: BaseException) -> Callable[[int], None]:
     """An error in a rank's own work on a step."""
 
@@ -214,6 +234,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "break-silent": fails(KeyError()),
     "memory": out_of_memory,
     "other-code": other_code,
+    "connecting": still_connecting,
     **moments.FAULTS,
     **work.FAULTS,
 }

@@ -88,7 +88,11 @@ def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
 def joined(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Iterator[Ranks]:
     """Calls `join`, and leaves the group at the end of a `with` block. An error in the block ends the process at once. If
     only this rank has it, the others are told; if all ranks have it, rank 0 prints it."""
-    ranks = join(info, device, timeouts)
+    try:
+        ranks = join(info, device, timeouts)
+    except LostRank as error:
+        # A thread of `open_store` may still connect. If it returned from C++ while Python shuts down, it would abort.
+        exit_now(error, prints=True)
     try:
         yield ranks
     except BaseException as error:
@@ -132,20 +136,12 @@ def new_overlapped_group(limit: datetime.timedelta, ctas: int = OVERLAPPED_CTAS)
 def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True) -> dist.Store:
     """Connects to the ranks' store; calls take at most `limit_seconds`. Rank 0 hosts it, unless torchrun's agent does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts, limit = hosts_store and info.rank == 0 and not agent, datetime.timedelta(seconds=limit_seconds)
     made: list[dist.Store | Exception] = []
 
     def make() -> None:
         try:
-            made.append(
-                dist.TCPStore(
-                    info.address,
-                    info.port,
-                    info.size,
-                    is_master=hosts_store and info.rank == 0 and not agent,
-                    timeout=datetime.timedelta(seconds=limit_seconds),
-                    wait_for_workers=False,
-                )
-            )
+            made.append(dist.TCPStore(info.address, info.port, info.size, hosts, limit, wait_for_workers=False))
         except (dist.DistError, RuntimeError) as error:
             made.append(error)
 
