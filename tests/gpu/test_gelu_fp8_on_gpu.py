@@ -19,7 +19,6 @@ current = pytest.mark.parametrize("current", [True, False])
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
 def draw(request: pytest.FixtureRequest) -> Draw:
-    torch.cuda.empty_cache()
     return Draw(request.param, "cuda")
 
 

@@ -32,7 +32,6 @@ HEADS += [(48, 4, 2, 24, 16), (36, 3, 3, 100, 12), (4, 1, 1, 2, 4)]
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
 def draw(request: pytest.FixtureRequest) -> Draw:
-    torch.cuda.empty_cache()
     return Draw(request.param, "cuda")
 
 

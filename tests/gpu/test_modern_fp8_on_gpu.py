@@ -19,7 +19,6 @@ hidden = pytest.mark.parametrize(("N", "F"), [(65536, 3072), (16384, 6400), (208
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
 def draw(request: pytest.FixtureRequest) -> Draw:
-    torch.cuda.empty_cache()
     return Draw(request.param, "cuda")
 
 
