@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import io
 import os
+import select
 import shlex
 import sys
 import warnings
@@ -58,19 +59,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"handgrad.commands.{command}")
         with interruptible():
             return module.run(parsed)
-    except BrokenPipeError:
-        # The reader of our output went away (`handgrad sample ... | head`): end quietly, as other tools do.
-        send_to_devnull(sys.stdout)
-        return 0
     except KeyboardInterrupt as interrupt:
         print(f"handgrad: {interrupt}" if str(interrupt) else "handgrad: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # `user_error` returns None for a bug, which propagates
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            send_to_devnull(sys.stdout)
+            return 0
         message = user_error(error)
         if message is None:
             raise
         print_message(message)
         return message.exit_code
+
+
+def reader_is_gone() -> bool:
+    """True if nobody reads our output any more (`handgrad sample ... | head`): we end quietly, as other tools do."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return bool(poll.poll(0))  # an error or a hang-up; no other event was asked for
 
 
 def note_other_checkout(command: str) -> None:

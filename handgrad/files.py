@@ -1,10 +1,11 @@
 """Durable files: on disk when a call returns, complete or absent; and their hashes."""
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from handgrad.errors import StorageError, UsageError, storage_error
@@ -23,7 +24,7 @@ def write_durably(path: Path, text: str) -> None:
 
 def write_bytes_durably(path: Path, content: bytes) -> None:
     """Atomically replaces `path` with a file of `content`, which is on disk when this returns. Raises OSError."""
-    new = path.with_name(path.name + ".new")
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")  # two processes may write it, as a run's report
     try:
         with new.open("wb") as file:
             file.write(content)
@@ -54,6 +55,23 @@ def sync_name(path: Path) -> None:
         raise OSError(
             error.errno, f"{error.strerror}; {path.name} is whole, but a loss of power may take its name away"
         ) from None
+
+
+@contextlib.contextmanager
+def locked(folder: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """Makes a folder and locks it against other processes; while one holds it, calls `busy` once and waits. The system
+    releases the lock when this process ends, even if killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_free(path: Path) -> None:

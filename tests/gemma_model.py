@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, PassTensors, activation, rows_of_pass
-from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.arena import WHOLE_BLOCKS, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.passes import Stage, head_backward
 from handgrad.settings.config import ModelShape
@@ -92,11 +92,7 @@ class Gradients:
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
 
 
-def activations(
-    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
-) -> Iterator[ActivationRow]:
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    return rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
+activations = partial(rows_of_pass, (Activations, Gradients))
 
 
 def rotation(shape: ModelShape, length: int) -> dict[str, Any]:

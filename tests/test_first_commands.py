@@ -61,6 +61,7 @@ def test_epochs_become_steps_once(start: list[str], shards: Path, tmp_path: Path
         assert main([*command, "--epochs", "1.5"]) == 0
         lines = capsys.readouterr().out
         (steps,) = re.findall(r"^epochs     1\.5 epochs = (\d+) steps$", lines, re.MULTILINE)
+        assert f" = {steps} steps" in (out / "log.txt").read_text(), "the run prints it, which goes on without a reader"
         begun = peek_config(out)
         assert begun is not None and begun["steps"] == int(steps) and "epochs" not in begun
         resolved = RunConfig(**begun)

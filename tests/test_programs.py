@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import handgrad
-from handgrad.cli import COMMANDS
+from handgrad.cli import COMMANDS, main
+from handgrad.commands import recipes
 from handgrad.joins.parallel.local import LAUNCHER, command_line
 from tests.test_commands import SMALL
 
@@ -28,6 +29,22 @@ def test_as_a_program() -> None:
     command = f"{sys.executable} -m handgrad doctor | head -1"
     run = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert run.returncode == 0 and run.stderr == "", run.stderr
+
+
+def test_a_pipe_that_is_not_our_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """As to a process that died: an error, not the quiet end of a command that nobody reads."""
+
+    def run(parsed: object) -> int:
+        reader, writer = os.pipe()
+        os.close(reader)
+        try:
+            return os.write(writer, b"question")
+        finally:
+            os.close(writer)
+
+    monkeypatch.setattr(recipes, "run", run)
+    assert main(["recipes"]) == 74
+    assert capsys.readouterr().err == "handgrad: input or output failed: Broken pipe\n"
 
 
 @pytest.fixture

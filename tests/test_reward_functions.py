@@ -1,13 +1,17 @@
 """Reward functions, built in and the user's own: their numbers, their errors and their processes."""
 
 import math
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from handgrad.errors import DataError, UsageError
+from handgrad.errors import STOPPING, DataError, UsageError
 from handgrad.evaluation import rewards
 from handgrad.evaluation.rewards import Rewards
 
@@ -53,6 +57,42 @@ def test_rewards_come_from_processes_in_order(tmp_path: Path) -> None:
     assert own.of(rows, ["a" * n for n in range(20)]) == [2.0 * n for n in range(20)]
     assert len(own.workers) == rewards.WORKERS and own.of(rows[:1], ["b"]) == [1.0]
     own.close()
+
+
+OWN = """
+import subprocess
+
+def mine(row, answer):
+    program = subprocess.Popen(["sleep", "60"])
+    program.terminate()
+    return program.wait()
+"""
+
+
+def test_signals_leave_workers_and_a_lost_one_is_replaced(tmp_path: Path) -> None:
+    """A terminal and a scheduler signal all processes of a run, which needs rewards to finish its step. Programs that a
+    function starts end by signals as ever."""
+    (tmp_path / "own.py").write_text(OWN)
+    own = Rewards(f"{tmp_path / 'own.py'}:mine", 20)
+    row = {"messages": [{"role": "user", "content": "a"}]}
+    (process,) = (worker.process for worker in own.workers)
+    assert os.getpgid(process.pid) != os.getpgrp(), "Ctrl-C would reach its programs"
+    for number in (signal.SIGINT, *STOPPING):
+        os.kill(process.pid, number)
+    assert own.of([row], ["b"]) == [-signal.SIGTERM] and own.workers[0].process is process and process.is_alive()
+    process.kill()
+    process.join()
+    assert own.of([row], ["b"]) == [-signal.SIGTERM] and own.workers[0].process is not process
+    own.close()
+
+
+def test_a_program_that_forgets_its_workers_ends(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def mine(row, answer):\n    return 1\n")
+    (tmp_path / "program.py").write_text(
+        "from handgrad.evaluation.rewards import Rewards\n"
+        f"if __name__ == '__main__':\n    own = Rewards('{tmp_path / 'own.py'}:mine', 20)\n"
+    )
+    subprocess.run([sys.executable, tmp_path / "program.py"], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

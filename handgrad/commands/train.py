@@ -26,9 +26,9 @@ def run(parsed: Namespace) -> int:
         check(config)  # else `open_run` does
         return supervise(partial(launch, parsed, ranks), partial(saved_step, Path(config.out)), parsed.restarts or 0)
     end_with_launcher()
-    if parsed.epochs and not find_rank_info(os.environ).rank:
-        print(f"epochs     {parsed.epochs:g} epochs = {config.steps:,} steps", flush=True)
     with open_run(config, allow_changes=parsed.allow_changes, strict=parsed.strict) as run:
+        if parsed.epochs:
+            run.log.line(f"epochs     {parsed.epochs:g} epochs = {config.steps:,} steps")
         run.begin()
         run.advance(config.steps)
         uses = "chat" if run.dataset.is_chat else "sample"

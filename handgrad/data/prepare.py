@@ -6,7 +6,6 @@ but tokenises only what is missing. The folder gets its name when it is complete
 """
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -16,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import handgrad
 from handgrad.data import hub
@@ -41,7 +40,7 @@ from handgrad.data.writer import (
     write_journal,
 )
 from handgrad.errors import DataError, StorageError, UsageError, storage_errors
-from handgrad.files import sync_folder, write_durably
+from handgrad.files import locked, sync_folder, write_durably
 
 BPE_SAMPLE_CHARACTERS = 16 << 20
 CHECKPOINT_UNITS = 32  # about 32 MB of text, a few seconds of one core
@@ -100,8 +99,7 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
             if options.chat or options.preferences:
                 check_files(files, pairs=options.preferences)
         partial = out.with_name(out.name + ".partial")
-        partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial):
+        with locked(partial, lambda: _refuse(partial)):
             attempt = _Attempt(options, files, partial, progress or (lambda _: None))
             try:
                 attempt.run()
@@ -201,7 +199,7 @@ class _Attempt:
         """Removes the files that have names of ours."""
         for path in self.partial.iterdir():
             if re.fullmatch(
-                r"(train|validation)_\d{6}\.(bin|idx|trained)|(journal|manifest|tokenizer(_others)?)\.json(\.new)?",
+                r"(train|validation)_\d{6}\.(bin|idx|trained)|(journal|manifest|tokenizer(_others)?)\.json(\.\d+\.new)?",
                 path.name,
             ):
                 path.unlink()
@@ -273,18 +271,8 @@ class _Attempt:
         }
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Locks a folder against other processes; the system releases the lock when this process ends, even if killed."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"expected {folder} to be free, found another prepare writing it; wait for that one") from None
-        yield
-    finally:
-        os.close(descriptor)
+def _refuse(folder: Path) -> NoReturn:
+    raise UsageError(f"expected {folder} to be free, found another prepare writing it; wait for that one")
 
 
 def _rename(partial: Path, out: Path) -> None:

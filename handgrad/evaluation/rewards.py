@@ -4,11 +4,15 @@ A reward takes (row, answer): a prompt's row with its "messages", and an answer'
 returns a finite number. This module imports no torch: worker processes load it.
 """
 
+import atexit
+import contextlib
 import hashlib
 import importlib.util
 import math
 import multiprocessing
+import os
 import re
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import SequenceMatcher
@@ -18,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from handgrad.data import questions
-from handgrad.errors import DataError, UsageError
+from handgrad.errors import STOPPING, DataError, UsageError
 from handgrad.names import nearest_name
 
 Reward = Callable[[Mapping[str, Any], str], float]
@@ -189,19 +193,28 @@ class Worker:
     """A process that computes rewards one by one."""
 
     def __init__(self, spec: str):
+        self.spec = spec
+        self.start()
+
+    def start(self) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks and the GPU's state
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, spec), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, self.spec), daemon=True)
         self.process.start()
+        atexit.register(self.process.kill)  # multiprocessing would send it SIGTERM and wait
         theirs.close()
-        late = f"{spec} took longer than {LOADING_SECONDS} s to load; compute less outside of its functions"
+        late = f"{self.spec} took longer than {LOADING_SECONDS} s to load; compute less outside of its functions"
         _, error = self.received(LOADING_SECONDS, late)  # a start does not count as an answer's time
         if error:
-            raise UsageError(f"{spec} cannot be loaded: found {ENDED}; mend it" if error == ENDED else error)
+            raise UsageError(f"{self.spec} cannot be loaded: found {ENDED}; mend it" if error == ENDED else error)
 
     def ask(self, row: Mapping[str, Any], answer: str, seconds: float) -> Any:
         """An answer's reward. Raises `UsageError` if the function raised, ended the process or took longer."""
-        self.connection.send((row, answer))
+        try:
+            self.connection.send((row, answer))
+        except OSError:  # it was killed while it waited, as by a system short of memory
+            self.start()
+            self.connection.send((row, answer))
         of = f"the reward of {named(row, answer)}"
         more = f"mend the function, or give it more: --reward-seconds {math.ceil(2 * seconds)}"
         value, error = self.received(seconds, f"{of} took longer than {seconds:g} s; {more}")
@@ -216,28 +229,33 @@ class Worker:
             raise UsageError(late)
         try:
             return self.connection.recv()  # type: ignore[no-any-return]
-        except EOFError:
+        except (EOFError, OSError):
             return None, ENDED
 
 
 def serve(connection: Connection, spec: str) -> None:
-    """Runs in a worker process: answers (row, answer) with (reward, "") or (None, the error)."""
+    """Runs in a worker process: answers (row, answer) with (reward, "") or (None, the error).
+
+    Ctrl-C and a scheduler signal all processes of a run; its own process then finishes and saves the step, for which it
+    needs rewards. A handler, unlike SIG_IGN, is not inherited by programs that the function starts."""
+    os.setsid()
+    for number in (signal.SIGINT, *STOPPING):
+        signal.signal(number, lambda *_: None)
     try:
         function = load(spec)
         connection.send((None, ""))
     except UsageError as error:
         connection.send((None, str(error)))
         return
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError):  # the run has ended
+        while True:
             row, answer = connection.recv()
-        except EOFError:
-            return
-        try:
-            value = function(row, answer)
-            connection.send((float(value) if hasattr(value, "__float__") else repr(value), ""))
-        except Exception as error:  # the user's own code may raise anything
-            connection.send((None, repr(error)))
+            try:
+                value = function(row, answer)
+                reply = float(value) if hasattr(value, "__float__") else repr(value), ""
+            except Exception as error:  # the user's own code may raise anything
+                reply = None, repr(error)
+            connection.send(reply)
 
 
 def mean(values: Iterable[float]) -> float:

@@ -107,18 +107,18 @@ def rows_of_pass(
     length: int,
     dtype: torch.dtype,
     ops: ModuleType,
-    clock: Clock,
     *,
     chunk: int,
+    training: bool,
 ) -> Iterator[ActivationRow]:
     """The rows of an architecture's `Activations` and, in training, its `Gradients`, for `batch` samples of `length`
     tokens. `chunk`: tokens per chunk of the loss head."""
-    N = batch * length
+    N, clock = batch * length, Clock(shape.num_layers, stages=2, training=training)
     attention = {"num_heads": shape.num_heads, "kv_heads": shape.kv_heads, "head_width": shape.head_width}
     sizes = {**shape.letters, "B": batch, "T": length, "N": N, "chunk": chunk}
     sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=shape.channels, widest=shape.widest)
-    if clock.training:
+    if training:
         attention |= {"batch": batch, "length": length, "window": shape.window}
         sizes["attention_scratch"] = ops.attention_scratch_bytes(dtype=dtype, **attention)
-    for table in tables if clock.training else tables[:1]:
+    for table in tables if training else tables[:1]:
         yield from activation_rows(table, sizes, dtypes_of(dtype), clock)

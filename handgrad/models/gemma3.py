@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.memory.activations import ActivationRow, activation, rows_of_pass
-from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.activations import activation, rows_of_pass
+from handgrad.memory.arena import WHOLE_BLOCKS, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ZEROS, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompts_attend, step_attends, store_prompts
 from handgrad.models.llama import ATTENTION, FEED_FORWARD, NEXT_BLOCK, NORMAL, RESIDUAL
@@ -260,12 +260,7 @@ class Gradients:
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
 
 
-def activations(
-    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
-) -> Iterator[ActivationRow]:
-    """The rows of a pass, as in `rows_of_pass`."""
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    return rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
+activations = partial(rows_of_pass, (Activations, Gradients))
 
 
 # Generation.
@@ -276,11 +271,7 @@ class Decoding(Sequences):
     blocks: list[BlockActivations] = repeated(BlockActivations)  # of the prefill, of the step
 
 
-def decoding(
-    shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
-) -> Iterator[ActivationRow]:
-    """The rows of `Decoding` for `batch` sequences and at most `prompt_tokens` tokens per prefill."""
-    return decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
+decoding = partial(decode_rows, BlockActivations)  # the rows of `Decoding`
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:

@@ -19,8 +19,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from handgrad.memory.activations import ActivationRow, PassTensors, activation, optional_input, rows_of_pass
-from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.activations import PassTensors, activation, optional_input, rows_of_pass
+from handgrad.memory.arena import WHOLE_BLOCKS, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
 from handgrad.models.passes import Attention, Stage, head_backward
@@ -246,12 +246,7 @@ class Gradients:
     blocks: list[BlockGradients] = repeated(BlockGradients)
 
 
-def activations(
-    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
-) -> Iterator[ActivationRow]:
-    """The rows of a pass, as in `rows_of_pass`."""
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    return rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
+activations = partial(rows_of_pass, (Activations, Gradients))
 
 
 # Generation.
@@ -262,11 +257,7 @@ class Decoding(Sequences):
     blocks: list[BlockActivations] = repeated(BlockActivations)  # of the prefill, of the step
 
 
-def decoding(
-    shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
-) -> Iterator[ActivationRow]:
-    """The rows of `Decoding` for `batch` sequences and at most `prompt_tokens` tokens per prefill."""
-    return decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
+decoding = partial(decode_rows, BlockActivations)  # the rows of `Decoding`
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, activation, rows_of_pass
-from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.arena import WHOLE_BLOCKS, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, ZEROS, Init, ParameterRow, parameter, parameter_rows, repeated, shared
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompt_attention, step_attention, store_prompts
 from handgrad.models.passes import Attention, Launch, Stage, head_backward
@@ -317,8 +317,7 @@ def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
     """The rows of a pass, as in `rows_of_pass`. Without a norm, the rotation works in place, so qkv is kept."""
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    for row in rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk):
+    for row in rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, chunk=chunk, training=training):
         if has(shape, row.name):
             is_kept = row.name.endswith(".qkv") and not shape.family.qk_norm
             yield replace(row, recomputed_from=NEVER) if is_kept else row

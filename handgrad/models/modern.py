@@ -402,7 +402,7 @@ def activations(
 ) -> Iterator[ActivationRow]:
     """The rows of a pass, as in `rows_of_pass`."""
     clock = Clock(shape.num_layers, stages=2, training=training)
-    rows = rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
+    rows = rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, chunk=chunk, training=training)
     return (as_read(shape, clock, row) for row in rows if has(shape, row.name) and in_its_layer(shape, row.name))
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from handgrad.memory.activations import ActivationRow, activation, rows_of_pass
-from handgrad.memory.arena import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.memory.arena import WHOLE_BLOCKS, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.memory.rows import ONES, Init, ParameterRow, parameter, parameter_rows, repeated
 from handgrad.models.decoding import Sequences, decode_rows, prefill_block, prompts_attend, step_attends, store_prompts
 from handgrad.models.llama import ATTENTION, FEED_FORWARD, NEXT_BLOCK
@@ -270,8 +270,7 @@ def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
     """The rows of a pass, as in `rows_of_pass`."""
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    rows = rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, clock, chunk=chunk)
+    rows = rows_of_pass((Activations, Gradients), shape, batch, length, dtype, ops, chunk=chunk, training=training)
     return (row for row in rows if shape.window or row.name != "window_starts")
 
 
@@ -283,11 +282,7 @@ class Decoding(Sequences):
     blocks: list[BlockActivations] = repeated(BlockActivations)  # of the prefill, of the step
 
 
-def decoding(
-    shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
-) -> Iterator[ActivationRow]:
-    """The rows of `Decoding` for `batch` sequences and at most `prompt_tokens` tokens per prefill."""
-    return decode_rows(BlockActivations, shape, batch, prompt_tokens, dtype, ops)
+decoding = partial(decode_rows, BlockActivations)  # the rows of `Decoding`
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:

@@ -35,13 +35,9 @@ def prefers_onednn(tensor: Tensor) -> bool:
     return not MKL_IS_AS_FAST and tensor.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
-def is_pass_over_weight(inp: Tensor, weight: Tensor) -> bool:
-    """True for few rows of a large weight in float32, if this torch has oneDNN."""
-    return inp.shape[0] <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT_ELEMENTS and inp.dtype == torch.float32
-
-
 def linear_forward(out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor | None = None) -> None:
-    if prefers_onednn(inp) or is_pass_over_weight(inp, weight):
+    is_pass_over_weight = inp.shape[0] <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT_ELEMENTS
+    if prefers_onednn(inp) or (is_pass_over_weight and inp.dtype == torch.float32):
         out.copy_(gemm(inp, weight, bias))
     else:
         reference.linear_forward(out, inp, weight, bias)
