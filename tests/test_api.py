@@ -197,7 +197,7 @@ def test_many_texts_are_those_of_their_seeds(model: handgrad.Model) -> None:
     for batch in (1, 3, 8):
         assert model.generate(prompts, max_tokens=30, seed=3, batch=batch) == alone
         assert model._writing.last is not None and model._writing.size[0] == min(batch, 4), "memory for those at once"
-    pieces = list(model.stream("the", max_tokens=30, seed=3))
+    pieces = list(model.stream("the", max_tokens=np.int32(30), seed=np.int64(3)))
     assert "".join(pieces) == alone[0] and len(pieces) > 5 and all(pieces)
     cut = list(model.stream("the", max_tokens=30, seed=3, stop=[alone[0][4:6]]))
     assert "".join(cut) == alone[0][: alone[0].index(alone[0][4:6])]
@@ -235,7 +235,13 @@ def test_a_stream_ends_when_another_text_begins(model: handgrad.Model) -> None:
         (lambda m: m.generate("a", top_k=2.5), "top_k must be a whole number, 0 "),
         (lambda m: m.generate("a", seed="x"), "seed must be at least 0 and below"),
         (lambda m: m.generate("a", stop=["x", ""]), "stop must be some text"),
-        (lambda m: m.generate("a", batch=0), "batch must be 1 or more, found 0"),
+        (lambda m: m.generate("a", batch=0), "batch must be 1 or more, and whole, found 0"),
+        (lambda m: m.generate("a", batch=1.5), "batch must be 1 or more, and whole, found 1.5"),
+        (lambda m: m.generate("a", stop=5), "stop must be a text, or several, found 5"),
+        (lambda m: m.generate(["a", 5]), "prompts must be a text, or several, found 5"),
+        (lambda m: m.stream(b"a"), "prompts must be a text, or several, found b'a'"),
+        (lambda m: m.logits(1.5), "expected token ids, found 1.5"),
+        (lambda m: m.logits(None), "expected tokens, found none"),
         (lambda m: m.stream("a", seed=-1), "seed must be at least 0"),
         (lambda m: handgrad.evaluate(m, micro_batch=0), "micro-batch 1 or more"),
     ],

@@ -3,7 +3,8 @@
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Number
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from handgrad.settings.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 MICRO_BATCH = 8  # rows that go through the model at once, as in `handgrad evaluate`
 
 Prompts = TypeVar("Prompts", str, list[str])
+Texts = str | Sequence[str]
 Tokens = str | Tensor | np.ndarray | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 
@@ -152,10 +154,10 @@ class Model:
     def _rows(self, tokens: Tokens, *, least: int) -> list[list[int]]:
         """The argument as rows of at least `least` ids that the model knows. Raises `UsageError` for any other."""
         given: Any = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else tokens
-        if isinstance(given, str) or (given and all(isinstance(one, int | np.integer) for one in given)):
-            given = [given]
+        given = [given] if isinstance(given, str | Number) else given or ()
+        several: Any = [given] if given and all(isinstance(one, Number) for one in given) else given
         rows = []
-        for row in given:
+        for row in several:
             ids = self.tokens(row) if isinstance(row, str) else row.tolist() if hasattr(row, "tolist") else list(row)
             for one in ids:
                 if not isinstance(one, int | np.integer):
@@ -183,8 +185,6 @@ class Model:
             self._forward = sizes, act
         return self._forward[1]
 
-    # Text.
-
     def generate(
         self,
         prompts: Prompts = "",
@@ -195,7 +195,7 @@ class Model:
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] = (),
+        stop: Texts = (),
         seed: int = 0,
         batch: int = 8,
     ) -> Prompts:
@@ -203,11 +203,10 @@ class Model:
         Prompt number i has the seed `seed` + i; the model generates `batch` texts at a time.
 
         Raises `UsageError` for an invalid option, `NumericsError` when the logits are not finite."""
-        if batch < 1:
-            raise UsageError(f"--batch must be 1 or more, found {batch}")
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not isinstance(batch, Integral) or batch < 1:
+            raise UsageError(f"batch must be 1 or more, and whole, found {batch}")
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
-        texts = self._texts(given, max_tokens, stop, seed)
+        texts = self._texts(prompts, max_tokens, stop, seed)
         written = dict.fromkeys(texts, "")
         for text, piece in self._write(texts, options, stop, batch):
             written[text] += piece
@@ -224,7 +223,7 @@ class Model:
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] = (),
+        stop: Texts = (),
         seed: int = 0,
     ) -> Iterator[str]:
         """Like `generate` for one prompt, but yields pieces. Raises `UsageError` if the model begins another text."""
@@ -242,7 +241,7 @@ class Model:
         top_p: float = 1.0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] = (),
+        stop: Texts = (),
         seed: int = 0,
     ) -> Iterator[str]:
         """Yields the assistant's answer to a conversation in pieces. `messages`: like {"role": "user", "content": "Hello"},
@@ -255,27 +254,23 @@ class Model:
         check_writing(max_tokens, seed, texts_of(stop))
         if self._talk is None:
             self._talk = Talk(self.tokenizer)
-        prompt = self._talk.prompt(messages, self._writing.fitting(self.shape.sequence_length), max_tokens)
+        prompt = self._talk.prompt(messages, self._writing.fitting(self.shape.sequence_length), int(max_tokens))
         if prompt.note:
             warnings.warn(prompt.note, stacklevel=2)
-        text = Continuation(prompt.tokens, prompt.max_tokens, seed)
+        text = Continuation(prompt.tokens, prompt.max_tokens, int(seed))
         return (piece for _, piece in self._write([text], options, stop, 1, self._talk) if piece)
 
-    def _texts(self, prompts: Sequence[str], max_tokens: int, stop: str | Sequence[str], seed: int) -> list[Continuation]:
+    def _texts(self, prompts: Texts, max_tokens: int, stop: Texts, seed: int) -> list[Continuation]:
         """The texts to write. Raises `UsageError` for an invalid option."""
         check_writing(max_tokens, seed, texts_of(stop))
-        texts = [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(prompts)]
+        given, most, seed = texts_of(prompts, "prompts"), int(max_tokens), int(seed)  # numpy's are not Python's
+        texts = [Continuation(self.tokens(prompt), most, seed + number) for number, prompt in enumerate(given)]
         if note := cropped(texts, self.shape.sequence_length):
             warnings.warn(note, stacklevel=3)
         return texts
 
     def _write(
-        self,
-        texts: list[Continuation],
-        options: SamplingOptions,
-        stop: str | Sequence[str],
-        batch: int,
-        talk: Talk | None = None,
+        self, texts: list[Continuation], options: SamplingOptions, stop: Texts, batch: int, talk: Talk | None = None
     ) -> Iterator[tuple[Continuation, str]]:
         """Generates the texts, `batch` at a time; yields (text, its next piece). `talk`: for a conversation, which keeps
         the keys and values of its earlier turns."""
@@ -295,9 +290,13 @@ class Model:
                 raise UsageError("this stream ended when its model began another text; load the model twice to have both")
 
 
-def texts_of(stop: str | Sequence[str]) -> list[str]:
-    """One text, or several, as a list."""
-    return [stop] if isinstance(stop, str) else list(stop)
+def texts_of(given: Texts, name: str = "stop") -> list[str]:
+    """One text, or several, as a list. Raises `UsageError` for anything else."""
+    texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    for text in texts:
+        if not isinstance(text, str):
+            raise UsageError(f"{name} must be a text, or several, found {text!r:.40}")
+    return texts
 
 
 def padded(rows: list[list[int]], length: int) -> Tensor:
