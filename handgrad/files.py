@@ -5,10 +5,10 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from handgrad.errors import StorageError, UsageError, storage_error
+from handgrad.errors import StorageError, UsageError, print_message, storage_error
 
 
 def file_sha256(path: Path) -> str:
@@ -58,16 +58,19 @@ def sync_name(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, busy: Callable[[], None]) -> Iterator[None]:
-    """Makes a folder and locks it against other processes; while one holds it, calls `busy` once and waits. The system
-    releases the lock when this process ends, even if killed."""
+def locked(folder: Path, waits: str = "") -> Iterator[None]:
+    """Makes a folder and locks it against other processes; the system releases the lock when this process ends, even if
+    killed. While another one holds it, prints `waits` and waits, or raises `UsageError` if there is no such text."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            busy()
+            if not waits:
+                told = f"expected {folder} to be free, found another process writing it; wait for that one"
+                raise UsageError(told) from None
+            print_message(waits, ends=False)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

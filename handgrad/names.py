@@ -131,8 +131,7 @@ def nearest_name(name: str, known: Any) -> str:
     known = list(known)
     names = {plain_name(option): option for option in known}
     meant = next((names[word] for word in meanings(name) if word in names), None)
-    plain = plain_name(name)
-    place = next((place for place, words in ELSEWHERE.items() if plain in words.split()), "")
+    place = next((place for place, words in ELSEWHERE.items() if plain_name(name) in words.split()), "")
     if meant is None and place and "learning_rate" in names:
         return f" (that is done {place})"
     if meant is None:

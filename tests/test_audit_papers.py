@@ -11,10 +11,11 @@ import torch
 
 from benchmarks import two_torches
 from handgrad.cli import main
+from handgrad.errors import DataError
 from handgrad.joins.audit.chain import content_of, linked, links
 from handgrad.run.open import open_run, train
 from handgrad.storage.run_files import AUDIT_FILE
-from handgrad.tools.certificate import signed
+from handgrad.tools.certificate import evaluations, signed
 from handgrad.tools.diff import difference
 from handgrad.tools.record import open_record
 from tests.forging import lines_of, write_lines
@@ -39,6 +40,21 @@ def test_a_certificate_stands_for_the_run(run: Path, tmp_path: Path, capsys, sha
     content["links"][1]["loss"] = (1.0).hex()
     certificate.write_text(json.dumps(content))
     assert "step 1, was edited" in caught(certificate, capsys, 65, "--data", shards)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"kind": "validation"}, "expected a whole number from 0 to .* in 'step'"),
+        ({"kind": "validation", "step": 3, "loss": "low"}, "expected a number in 'loss', found 'low'"),
+        ({"kind": "evaluation", "metrics": {"acc": [0.5, 0.1]}}, "expected text in 'task'"),
+        ({"kind": "evaluation", "task": "a", "metrics": {"acc": 0.5}}, "expected a value and its standard error in 'acc'"),
+    ],
+)
+def test_a_certificate_names_a_line_that_it_cannot_read(line: dict, told: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(DataError, match=told):
+        evaluations(tmp_path / "metrics.jsonl")
 
 
 def test_a_signature(run: Path, tmp_path: Path, capsys, shards: Path) -> None:

@@ -24,10 +24,10 @@ def test_a_download_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.Mo
         said.append(text)
         waits.set()
 
-    monkeypatch.setattr(hub, "print_message", say)
+    monkeypatch.setattr(files, "print_message", say)
     asked = Download("http://127.0.0.1:9/nobody", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
     second = threading.Thread(target=hub.download, args=(asked, path))
-    with locked(path.parent, lambda: None):
+    with locked(path.parent):
         second.start()
         assert waits.wait(60), "it did not wait"
         path.write_bytes(CONTENT)

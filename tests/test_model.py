@@ -170,8 +170,9 @@ def test_utilisation_is_of_the_data_sheets_peak(name: str, teraflops: float, mon
     gpu = torch.device("cuda")
     assert devices.peak_flops(gpu) == teraflops * 1e12
     assert speed(teraflops * 1e12 / 2 / 800e6, 800e6, devices.peak_flops(gpu)) == "50.0% MFU"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
-    assert devices.peak_flops(gpu) is None and devices.peak_flops(torch.device("cpu")) is None
+    for other in ("NVIDIA A10", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, other=other: other)
+        assert devices.peak_flops(gpu) is None and devices.peak_flops(torch.device("cpu")) is None
     assert speed(1000, 2e9, None) == "2000 GFLOP/s"
 
 

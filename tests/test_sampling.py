@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -291,6 +292,13 @@ def test_options_that_cannot_be(name: str, values: tuple[float, ...]) -> None:
     for value in values:
         with pytest.raises(UsageError, match=f"{name} must be .*, found"):
             dataclasses.replace(SamplingOptions(), **{name: value})
+
+
+def test_options_of_any_type_of_number_are_the_same() -> None:
+    """A kernel divides by a float alone."""
+    options = SamplingOptions(temperature=2, top_k=np.int64(5), top_p=1, min_p=np.float32(0), repetition_penalty=2)
+    assert options == SamplingOptions(2.0, 5, 1.0, 0.0, 2.0)
+    assert [type(value) for value in vars(options).values()] == [float, int, float, float, float]
 
 
 def test_the_largest_seed() -> None:

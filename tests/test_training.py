@@ -248,6 +248,9 @@ def test_schedules(config: RunConfig, schedule: str) -> None:
     assert abs(rates[55] - middle) < 1e-12
     if schedule == "wsd":
         assert rates[80] == 1.0 and abs(rates[85] - (0.1 + 0.9 * (1 - math.sqrt(0.25)))) < 1e-12
+    if schedule in ("wsd", "trapezoid"):
+        whole = schedule_of(dataclasses.replace(config, schedule=schedule, **settings, cooldown_fraction=1.0))
+        assert whole.rate(9) == whole.rate(10) == 1.0 > whole.rate(11), "the cooldown waits for the warm-up"
     if schedule == "trapezoid":
         assert rates[80] == 1.0 and abs(rates[85] - (0.1 + 0.9 * 0.75)) < 1e-12
         longer = schedule_of(dataclasses.replace(config, schedule=schedule, **settings, cooldown_fraction=0.5))

@@ -81,8 +81,6 @@ class Model:
             f" {count_parameters(self.table):,} parameters in {self.precision} on {self.device}>"
         )
 
-    # Logits and losses of given tokens.
-
     def tokens(self, text: str) -> list[int]:
         """The tokens of the document that begins with `text`: `Tokenizer.prompt_start`, then the text's own tokens."""
         return document(self.tokenizer, text)

@@ -63,8 +63,7 @@ def run(parsed: Namespace) -> int:
     steps = {"steps": parsed.steps} if parsed.steps else {}
     train(run_config(PRESETS[corpus], "", "", {"data": data, "out": out, **steps}))
     if parsed.images:
-        right = pictures_right(out)
-        print(f"drawings   {right} of {DRAWN} show what their captions say, each token the likeliest")
+        print(f"drawings   {pictures_right(out)} of {DRAWN} show what their captions say, each token the likeliest")
     page = write_report([Path(out)], Path(out) / REPORT_FILE)
     print(f"""
 The report is {page.absolute().as_uri()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from handgrad.data.sources import HUB_SUFFIXES, SUFFIXES, Download, SourceFile
-from handgrad.errors import DataError, StorageError, print_message, storage_errors
+from handgrad.errors import DataError, StorageError, storage_errors
 from handgrad.files import locked
 
 ALIASES = {
@@ -188,7 +188,7 @@ def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> N
     partial = path.with_name(path.name + ".partial")
     failures, wrong_contents = 0, 0  # attempts in a row without progress; attempts that ended with wrong content
     waits = f"waiting for another process that downloads into {path.parent}"
-    with storage_errors(f"writing {partial}"), locked(path.parent, lambda: print_message(waits, ends=False)):
+    with storage_errors(f"writing {partial}"), locked(path.parent, waits):
         while not path.is_file():
             before = _size(partial)
             reason = _continue_download(source, partial, on_bytes)

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import handgrad
 from handgrad.data import hub
@@ -99,7 +99,7 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
             if options.chat or options.preferences:
                 check_files(files, pairs=options.preferences)
         partial = out.with_name(out.name + ".partial")
-        with locked(partial, lambda: _refuse(partial)):
+        with locked(partial):
             attempt = _Attempt(options, files, partial, progress or (lambda _: None))
             try:
                 attempt.run()
@@ -269,10 +269,6 @@ class _Attempt:
             "recipe": self.recipe,
             "urls": [file.download.url for file in self.files if file.download],
         }
-
-
-def _refuse(folder: Path) -> NoReturn:
-    raise UsageError(f"expected {folder} to be free, found another prepare writing it; wait for that one")
 
 
 def _rename(partial: Path, out: Path) -> None:

@@ -45,8 +45,7 @@ class PromptShard:
     @functools.cached_property
     def sha256(self) -> str:
         """SHA-256 of the rows and of their tokens."""
-        content = json.dumps([self.rows, self.prompts], sort_keys=True, default=str)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.rows, self.prompts], sort_keys=True, default=str).encode()).hexdigest()
 
     @property
     def token_count(self) -> int:

@@ -24,8 +24,7 @@ class Draw:
     """Choices from a hash of `key`: they depend on no other draw and on no library's version."""
 
     def __init__(self, *key: object):
-        digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
-        self.number = int.from_bytes(digest, "little")
+        self.number = int.from_bytes(hashlib.sha256("/".join(map(str, key)).encode()).digest(), "little")
 
     def below(self, count: int) -> int:
         self.number, digit = divmod(self.number, count)

@@ -319,6 +319,5 @@ def story(seed: int, index: int) -> Story:
     """Story `index` of the corpus `seed`: the same text on every platform, in any order, in any process."""
     # SHA-256 of the counter and not a generator's state: no story needs the ones before it, and no library version
     # or word size can change the text.
-    digest = hashlib.sha256(f"{seed:d}/{index:d}".encode()).digest()
-    text, span = derive(STORY, int.from_bytes(digest, "little"))
+    text, span = derive(STORY, int.from_bytes(hashlib.sha256(f"{seed:d}/{index:d}".encode()).digest(), "little"))
     return Story(text, math.log(span))

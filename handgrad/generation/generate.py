@@ -47,6 +47,8 @@ class SamplingOptions:
         expect(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (all tokens)")
         expect(0 <= self.min_p <= 1, "min_p", "from 0 (all tokens) to 1")
         expect(0.001 <= self.repetition_penalty <= 1000, "repetition_penalty", "from 0.001 to 1000 (1: none)")
+        for name, value in vars(self).items():  # a kernel that divides takes no whole number
+            object.__setattr__(self, name, int(value) if name == "top_k" else float(value))
 
 
 def check_writing(max_tokens: int, seed: int, stops: Sequence[str]) -> None:

@@ -137,8 +137,7 @@ def export_llmc(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
         )
 
     def write(partial: Path, model: LoadedModel) -> None:
-        flat = model.views["parameters"]
-        write_model(partial / MODEL_FILE, model.shape, lambda row: row.stored(flat), dtype)
+        write_model(partial / MODEL_FILE, model.shape, lambda row: row.stored(model.views["parameters"]), dtype)
         for name, content in {TOKENS_FILE: tokenizer_bytes(model.tokenizer), **tokenizer_files(model.tokenizer)}.items():
             write_file(partial / name, [content])
 

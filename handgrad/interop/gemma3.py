@@ -100,8 +100,9 @@ def read_pattern(config: Config, layers: int, default: int) -> int:
     """`full_every` of the list of layers, or `default` in files without one."""
     if (kinds := config.content.get("layer_types")) is None:
         return default
-    every = kinds.index(FULL) + 1 if isinstance(kinds, list) and FULL in kinds else layers + 1
-    if kinds != layer_types(every, layers):
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    every = kinds.index(FULL) + 1 if FULL in kinds else layers + 1
+    if len(kinds) != layers or kinds != layer_types(every, layers):
         raise config.refused("layer_types", f"of {layers} layers with one of {FULL} in every {every}", kinds)
     return every
 

@@ -170,8 +170,7 @@ def write(writer: Any, path: Path, parts: list[Part], kind: str) -> None:
     for part in parts:
         made = type_of(part, kind)
         row_bytes = gguf.quant_shape_to_byte_shape(part.values.shape, made)
-        size_bytes = math.prod(row_bytes)
-        writer.add_tensor_info(part.name, row_bytes, np.dtype(np.uint8), size_bytes, raw_dtype=made)
+        writer.add_tensor_info(part.name, row_bytes, np.dtype(np.uint8), math.prod(row_bytes), raw_dtype=made)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

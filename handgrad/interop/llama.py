@@ -111,8 +111,9 @@ def nope_interval(config: Config, layers: int) -> int:
     interval = config.whole("no_rope_layer_interval", 4)
     if (listed := config.content.get("no_rope_layers")) is None:
         return interval
-    first = listed.index(0) + 1 if isinstance(listed, list) and 0 in listed else layers + 1
-    if listed != [int((layer + 1) % first != 0) for layer in range(layers)]:
+    listed = listed if isinstance(listed, list) else [listed]
+    first = listed.index(0) + 1 if 0 in listed else layers + 1
+    if len(listed) != layers or listed != [int((layer + 1) % first != 0) for layer in range(layers)]:
         raise config.refused("no_rope_layers", "with a 0 at every so manyth layer and 1 elsewhere", listed)
     return first
 
@@ -133,8 +134,8 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     config.expect(KNOWN)
     layers = content.get("layer_types") or []
     wanted = "sliding_attention" if kind == "mistral" and window_of(content) else "full_attention"
-    if other := next((layer for layer in layers if layer != wanted), None):
-        raise config.refused("layer_types", f"of {wanted}", other)
+    if not isinstance(layers, list) or any(layer != wanted for layer in layers):
+        raise config.refused("layer_types", f"of {wanted}", layers)
     V, T, L, H, C = (config.whole(key) for key in SIZES)
     width = 128 if kind == "qwen3" and "head_dim" not in content else C // H  # their defaults
     theirs = {"qwen2": 32, "qwen3": 32, "smollm3": 4, "mistral": 8}
@@ -182,17 +183,17 @@ def rope_fields(config: Config, rope: dict[str, Any], context: int) -> dict[str,
         lengths = rope | {LENGTH: config.content.get(LENGTH) or rope.get(LENGTH)}
         fields["rope_length"] = int(config.number(LENGTH, float(context), lengths))
     if ours == "yarn":
-        fields["rope_scale"] = config.number("attention_factor", yarn_scale(rope, fields["rope_factor"]), rope)
+        fields["rope_scale"] = config.number("attention_factor", yarn_scale(config, rope, fields["rope_factor"]), rope)
     return {"rope": ours, **fields}
 
 
-def yarn_scale(rope: dict[str, Any], factor: float) -> float:
+def yarn_scale(config: Config, rope: dict[str, Any], factor: float) -> float:
     """The scale of rotated queries and keys, derived from the factor, for a file without one."""
 
     def scale(strength: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1
 
-    one, other = rope.get("mscale"), rope.get("mscale_all_dim")
+    one, other = (rope.get(key) and config.number(key, None, rope) for key in ("mscale", "mscale_all_dim"))
     return scale(one) / scale(other) if one and other else scale(1.0)
 
 

@@ -53,8 +53,7 @@ def buffers(samples: int, length: int, dtype: torch.dtype, *, taught: bool) -> l
     """The rows that rollouts add to a plan. `taught`: by a teacher."""
     wide, tokens = accumulation_dtype(dtype), samples * length
     names = (SAMPLED, OWN_LOSSES) if taught else (SAMPLED, ADVANTAGES, WEIGHTS)
-    rows = [Buffer(name, (tokens,), wide, KIND) for name in names]
-    return [*rows, Buffer(DIFFERENCE, (1,), wide, "gradients")]
+    return [*(Buffer(name, (tokens,), wide, KIND) for name in names), Buffer(DIFFERENCE, (1,), wide, "gradients")]
 
 
 def weigh(weights: Tensor, losses: Tensor, advantages: Tensor, sampled: Tensor, scale: Tensor, clip_ratio: float) -> None:

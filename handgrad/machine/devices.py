@@ -20,9 +20,10 @@ DTYPES = {
     "fp8": torch.bfloat16,
 }
 
-# Dense bf16 peak in FLOP/s from the data sheets, for GPUs whose torch name contains the key (the longest match counts).
+# Dense bf16 peak in FLOP/s from the data sheets, for GPUs whose torch name has the key's words (the longest match counts).
 # handgrad prints MFU only for these; every other device gets GFLOP/s.
 PEAK_BF16_FLOPS = {gpu.torch_name: gpu.flops("bf16") for gpu in GPUS.values() if gpu.torch_name}
+OF_VARIANTS = {"NVL", "Laptop", "Ti", "D", "SUPER", "MIG"}  # in the names of GPUs with a data sheet of their own
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -148,8 +149,8 @@ def peak_flops(device: torch.device) -> float | None:
     """The device's dense bf16 peak in FLOP/s, or None where no data sheet is on file."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    matches = [key for key in PEAK_BF16_FLOPS if all(word in name for word in key.split())]
+    words = {*torch.cuda.get_device_name(device).replace("-", " ").split()}
+    matches = [key for key in PEAK_BF16_FLOPS if words.issuperset(key.split()) and words.isdisjoint(OF_VARIANTS)]
     return PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
 
 

@@ -99,9 +99,12 @@ def evaluations(metrics: Path) -> list[Line]:
     found: dict[str, Line] = {}
     for read in readable_records(metrics) if metrics.is_file() else ():
         if (entry := read.fields).get("kind") == "validation":
-            found["validation loss"] = {"step": entry["step"], "name": "validation loss", "value": entry["loss"]}
+            step, _ = read.count("step"), read.number("loss")
+            found["validation loss"] = {"step": step, "name": "validation loss", "value": entry["loss"]}
         elif entry.get("kind") == "evaluation" and isinstance(entry.get("metrics"), dict):
             for metric, pair in entry["metrics"].items():
-                name = f"{entry['task']} {metric}"
+                if not isinstance(pair, list) or not pair:
+                    raise read.wrong(metric, "a value and its standard error", pair)
+                name = f"{read.text('task')} {metric}"
                 found[name] = {"step": entry.get("step", 0), "name": name, "value": pair[0]}
     return list(found.values())

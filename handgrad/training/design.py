@@ -53,7 +53,7 @@ class Batch:
 @dataclass(frozen=True)
 class Schedule:
     """The learning rate schedule: linear warm-up, then one of five shapes. low = final_fraction * peak; r runs from 0 to 1
-    over the steps after the warm-up, r' over the cooldown at the end of the run:
+    over the steps after the warm-up, r' over the cooldown at the end of the run, which cuts no warm-up short:
 
     warm-up   peak (s + 1) / warmup_steps
     cosine    low + (peak - low) (1 + cos(pi r)) / 2      (Loshchilov & Hutter 2017)
@@ -77,7 +77,7 @@ class Schedule:
         if self.shape == "constant":
             return peak
         if self.shape in ("wsd", "trapezoid"):
-            cooldown_steps = max(1, round(self.steps * self.cooldown_fraction))
+            cooldown_steps = max(1, min(round(self.steps * self.cooldown_fraction), self.steps - self.warmup_steps))
             ratio = min(1.0, max(0.0, (step - (self.steps - cooldown_steps)) / cooldown_steps))
             return low + (1 - (math.sqrt(ratio) if self.shape == "wsd" else ratio)) * (peak - low)
         ratio = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))

@@ -7,7 +7,7 @@ import json
 import threading
 import urllib.parse
 
-import huggingface_hub
+import huggingface_hub.constants
 import pyarrow
 import pyarrow.parquet
 import pytest

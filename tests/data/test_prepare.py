@@ -216,7 +216,7 @@ def test_two_at_once(tmp_path, make_text):
     seen = []
 
     def second(progress):
-        with pytest.raises(UsageError, match="another prepare"):
+        with pytest.raises(UsageError, match="another process writing it"):
             prepare(options)
         seen.append(progress)
 

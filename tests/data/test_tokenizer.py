@@ -129,6 +129,8 @@ def test_a_trained_vocabulary(bpe):
     assert bpe.kind == "bpe" and bpe.vocab_size == 280 and bpe.end_of_text == 279
     assert len(bpe.encode("the question that they think")) < 14
     assert train_bpe(["abc"], 1000).vocab_size == 257  # nothing repeats: no merges
+    long = train_bpe(["a" * 4096 + "b"] * 2, 1000)  # learnt in cuts
+    assert any(token == b"aa" for token in long.token_bytes) and b"ab" not in long.token_bytes
     for size in (256, 65537):
         with pytest.raises(UsageError):
             train_bpe(["abc"], size)

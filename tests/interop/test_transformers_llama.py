@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import tokenizers
@@ -16,8 +18,8 @@ from torch import nn
 from handgrad.api.model import load
 from handgrad.cli import main
 from handgrad.data.tokenizer_loading import load_tokenizer
-from handgrad.errors import UsageError
-from handgrad.interop import huggingface, llama as llama_files, sources
+from handgrad.errors import DataError, UsageError
+from handgrad.interop import gemma3 as gemma_files, huggingface, llama as llama_files, sources
 from handgrad.memory.rows import flat_elements
 from handgrad.models import parameter_table
 from handgrad.settings.config import ModelShape
@@ -210,6 +212,11 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "sliding window": ({"use_sliding_window": True}, "expected use_sliding_window false in"),
     "layers with windows": ({"layer_types": ["full_attention", "sliding_attention"]}, "expected layer_types of full_atten"),
+    "layers that are a number": ({"layer_types": 1}, "expected layer_types of full_attention in"),
+    "a scale that is a word": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "mscale": "x", "mscale_all_dim": 1.0}},
+        "expected mscale above 0 in",
+    ),
     "activation": ({"hidden_act": "gelu"}, 'expected hidden_act "silu" in'),
     "bias of o": ({"attention_bias": True}, "expected attention_bias false in"),
     "bias of the MLP": ({"mlp_bias": True}, "expected mlp_bias false in"),
@@ -256,6 +263,25 @@ def test_other_lists_of_rotating_layers_are_refused(saved: Callable, tmp_path: P
         (folder / "config.json").write_text(json.dumps(config | {"no_rope_layers": layers}))
         line = refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
         assert "expected no_rope_layers with a 0 at every so manyth layer and 1 elsewhere in" in line
+
+
+@pytest.mark.parametrize(
+    ("files", "kind", "key", "listed"),
+    [(llama_files, "smollm3", "no_rope_layers", [1, 0]), (gemma_files, "gemma3_text", "layer_types", ["full_attention"])],
+)
+def test_a_list_of_layers_is_not_made_to_be_compared(
+    files: ModuleType, kind: str, key: str, listed: list, tmp_path: Path
+) -> None:
+    """A small file may ask for a million layers; with a billion the list would fill the memory."""
+    content = {"model_type": kind, "vocab_size": 260, "num_hidden_layers": 1_000_000, key: listed}
+    content |= {"hidden_size": 36, "num_attention_heads": 6, "intermediate_size": 36, "max_position_embeddings": 64}
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=f"expected {key}"):
+            files.read_shape(content, tmp_path / "config.json")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}

@@ -33,8 +33,7 @@ DEQUANT_SCRATCH = "fp8.dequant_scratch"  # for one frozen weight: its columns, o
 
 def with_16_bits(forms: Forms) -> Forms:
     """Adds a 16-bit form to each activation and gradient."""
-    kept = {"keeps_16bit": True, "workspace": ""}
-    return {name: replace(tag, **kept) for name, tag in forms.items()}
+    return {name: replace(tag, keeps_16bit=True, workspace="") for name, tag in forms.items()}
 
 
 def with_shared_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
