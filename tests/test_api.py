@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -212,6 +213,22 @@ def test_a_stream_ends_when_another_text_begins(model: handgrad.Model) -> None:
     with pytest.raises(UsageError, match="this stream ended"):
         next(stream)
     assert model.generate("a", max_tokens=5) == expected
+
+
+def test_threads_take_turns(model: handgrad.Model, rows: list[list[int]]) -> None:
+    """As behind a web server. Each call writes into the model's memory."""
+    texts = ["the", "a much longer text of words", "and", "one more"]
+    losses = [model.losses(texts[number:]) for number in range(len(texts))]
+    logits = [model.logits(row) for row in rows[: len(texts)]]
+    written = [model.generate(text, max_tokens=20, seed=3) for text in texts]
+
+    def same(number: int) -> bool:
+        again, as_before = model.losses(texts[number:]), model.generate(texts[number], max_tokens=20, seed=3)
+        equal = torch.equal(again.nan_to_num(), losses[number].nan_to_num())
+        return equal and torch.equal(model.logits(rows[number]), logits[number]) and as_before == written[number]
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        assert all(pool.map(same, [*range(len(texts))] * 5))
 
 
 # What cannot be.

@@ -209,8 +209,9 @@ def test_the_folder_is_held_until_it_is_closed(config: RunConfig) -> None:
     with handgrad.Training(config, quiet=True) as run:
         with pytest.raises(ConfigError, match=r"or a `handgrad\.Training` that is not closed"):
             handgrad.Training(config)
-        with pytest.raises(UsageError, match="expected 1 or more steps, found 0"):
-            run.steps(0)
+        for count in (0, 2.0, "3"):
+            with pytest.raises(UsageError, match=f"expected a whole number of steps, 1 or more, found {count!r}"):
+                run.steps(count)
         for action in (run.steps, run.save, run.close):
             with pytest.raises(UsageError, match=r"while it makes a step|cannot make or save steps itself"):
                 run.steps(1, lambda step, action=action: action())
@@ -254,6 +255,10 @@ def test_metrics_of_a_finished_run(finished: RunConfig) -> None:
     assert [r["step"] for r in handgrad.metrics(finished.out, "validation", follow=True)] == [6, 12]
     assert list(handgrad.metrics(finished.out, follow=True)) == found
     path = Path(finished.out) / "metrics.jsonl"
+    text = path.read_text()
+    path.write_text(text + '{"kind": "evaluation", "step": 12}\n')  # made after the run
+    assert len(list(handgrad.metrics(finished.out, follow=True))) == len(found) + 1
+    path.write_text(text)
     path.write_text(path.read_text() + '{"kind": "st')
     assert list(handgrad.metrics(finished.out)) == found, "a line that is not all there yet is none"
     path.write_text('{"kind": "run"}\n[]\n')

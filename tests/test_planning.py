@@ -17,6 +17,7 @@ from handgrad.cli import main
 from handgrad.errors import UsageError
 from handgrad.format import human_seconds
 from handgrad.machine.gpus import GPUS, short_name
+from handgrad.run.folder import as_begun
 from handgrad.run.open import train
 from handgrad.run.resolve import memory_bytes, resolve
 from handgrad.settings.config import RunConfig
@@ -349,6 +350,8 @@ def test_the_plan_of_a_begun_run_is_of_what_it_does(
     assert memory_bytes(resolve(again, words)) == start["memory_bytes"]
     kept = f"begun      {config.out}, which keeps the settings of its start: precision bf16, packing masked, lanes 2"
     assert lines[1:] == [kept]
+    own = dataclasses.replace(config, precision="bf16", packing="masked", lanes=2)
+    assert as_begun(own)[1] == [], "its own config.toml leaves nothing open"
     flags = [word for name in SIZES for word in (f"--{name.replace('_', '-')}", str(getattr(config, name)))]
     command = ["plan", "tiny", "--data", config.data, "--out", config.out, "--steps", "1", "--device", "cpu", *flags]
     assert main(command) == 0

@@ -26,6 +26,7 @@ from handgrad.reports import comparing, reading, results
 from handgrad.run.assemble import assemble
 from handgrad.run.loop import Run
 from handgrad.run.open import open_run, train
+from handgrad.run.packing import evaluation_packing
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check, read_toml
 from handgrad.tools.references import add_references
@@ -374,6 +375,9 @@ def test_in_python(base: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
     dataset = handgrad.prepare(tmp_path / "pairs.jsonl", tmp_path / "out", preferences=True, reference=base.out)
     assert len(read_references(dataset, "validation")) % 2 == 0
+    with pytest.raises(UsageError, match=r"expected text, found pairs in .*; `handgrad evaluate` compares"):
+        handgrad.evaluate(base.out, dataset.folder, device="cpu")
+    assert evaluation_packing("whole", dataset, other_data=True) == "stream", "a pair's answers stand in rows of their own"
 
 
 def test_fewer_pairs_are_validated_when_asked(base: RunConfig, pairs: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Reward functions, built in and the user's own: their numbers, their errors and their processes."""
 
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -37,6 +38,8 @@ def test_built_in_rewards() -> None:
         ),
         ("return -1e31", "expected a finite number up to 1e\\+30 as the reward of the answer 'x' to 'up 1.', found -1e"),
         ("raise KeyError('k')", r"the reward of the answer 'x' to 'up 1.' raised KeyError\('k'\)"),
+        ("raise KeyboardInterrupt", r"the reward of the answer 'x' to 'up 1.' raised KeyboardInterrupt\(\)"),
+        ("raise SystemExit(3)", r"the reward of the answer 'x' to 'up 1.' raised SystemExit\(3\)"),
         ("import os; os._exit(3)", "the reward of the answer 'x' to 'up 1.' raised an end of its process"),
         ("import time; time.sleep(60)", "the reward of the answer 'x' to 'up 1.' took longer than 1 s"),
     ],
@@ -83,7 +86,10 @@ def test_signals_leave_workers_and_a_lost_one_is_replaced(tmp_path: Path) -> Non
     process.kill()
     process.join()
     assert own.of([row], ["b"]) == [-signal.SIGTERM] and own.workers[0].process is not process
+    running = own.workers[0].process
+    own.workers[0].process = multiprocessing.get_context("spawn").Process()  # about to be started by a thread
     own.close()
+    running.kill()
 
 
 def test_a_program_that_forgets_its_workers_ends(tmp_path: Path) -> None:

@@ -296,6 +296,23 @@ def test_a_run_refuses(settings: dict, problem: str, base: RunConfig, folder: Pa
         pass
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["tiny"], "a reward improves a model that answers already, found none; name it: --init-from RUN"),
+        ([], "a reward improves a model that answers already, found none; name it: --init-from RUN"),
+        (["--init-from", "{base}", "--data", "{shards}"], "expected prompts in .jsonl files, found shards in"),
+    ],
+)
+def test_what_a_reward_lacks_is_said_first(
+    arguments: list[str], problem: str, base: RunConfig, folder: Path, shards: Path, tmp_path: Path, capsys: Any
+) -> None:
+    more = [argument.format(base=base.out, shards=shards) for argument in arguments]
+    data = ["--data", str(folder / "rows.jsonl")]
+    assert main(["train", *data, "--reward", "exact", "--out", str(tmp_path / "run"), "--device", "cpu", *more]) == 64
+    assert problem in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_the_command_chooses_the_rest(base: RunConfig, folder: Path, tmp_path: Path, capsys: Any) -> None:
     """Rows hold the longest prompt and an answer; the header, the report and the plan speak of rollouts."""
     out = tmp_path / "run"

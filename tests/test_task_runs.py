@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from handgrad.cli import main
-from handgrad.errors import DataError, UsageError
+from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.interop.model_card import evaluation_lines
 from handgrad.reports.page import write_report
 from handgrad.run.open import train
@@ -178,6 +178,18 @@ def test_a_trainer_at_work_keeps_its_record_to_itself(watched: RunConfig, tasks:
     (run / "metrics.jsonl").write_bytes(before + b'{"kind": "step", "los": ' + b"1" * 2000)
     assert main(["evaluate", str(run), "--tasks", tasks, "--limit", "2", "--device", "cpu"]) == 0
     assert (run / "metrics.jsonl").read_bytes().startswith(before) and len(evaluations(run)) == 6
+
+
+def test_a_folder_that_cannot_be_written_costs_no_result(
+    watched: RunConfig, tasks: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    def full(checkpoint: object, records: object) -> str:
+        raise StorageError("writing metrics.jsonl failed: Read-only file system")
+
+    monkeypatch.setattr("handgrad.commands.evaluate.append_to_run", full)
+    assert main(["evaluate", watched.out, "--tasks", tasks, "--limit", "2", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "hellaswag" in said and "not recorded: writing metrics.jsonl failed: Read-only file system" in said
 
 
 def test_flags_that_do_not_go_together(watched: RunConfig, tasks: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 from handgrad.api.model import Model, load
 from handgrad.api.training import Settings, configuration, with_settings
 from handgrad.data import prepare as preparing
+from handgrad.data.preferences import has_pairs
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
 from handgrad.evaluation.codec import with_codec
@@ -128,12 +129,15 @@ def evaluate(
     if not folder:
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer, str(model.origin["source"]), chat=model.talks)
+    if has_pairs(dataset):
+        raise UsageError(f"expected text, found pairs in {folder}; `handgrad evaluate` compares their answers")
     check_window(context, model.shape)
     stride = model.eval_stride if eval_stride is None else eval_stride
     packing = evaluation_packing(model.packing, dataset, other_data=bool(data))
-    act = model.forward_buffers(micro_batch, context or model.eval_context, packed=packing != STREAM)
     tokens: dict[str, Any] = {"eval_tokens": eval_tokens, "eval_stride": stride, "packing": packing}
-    return held_out_loss(model.shape, model.ops, model.weights, act, dataset, **tokens)
+    with model.lock:
+        act = model.forward_buffers(micro_batch, context or model.eval_context, packed=packing != STREAM)
+        return held_out_loss(model.shape, model.ops, model.weights, act, dataset, **tokens)
 
 
 def export(source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to: str = "hf", dtype: str = "") -> Exported:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
@@ -72,6 +73,7 @@ class Model:
         self._forward: tuple[tuple[int, int, bool], Any] | None = None  # ((rows, tokens, packed), their buffers)
         self._talk: Talk | None = None
         self._writer: object = None  # the call that owns the decoder's memory
+        self.lock = threading.RLock()  # threads take turns: each call writes into the same memory
 
     def __repr__(self) -> str:
         s, words = self.shape, self.tokenizer
@@ -104,14 +106,15 @@ class Model:
         found = torch.full((len(rows), longest, V), math.nan, dtype=self.dtype, device=self.device)
         for first in range(0, len(rows), MICRO_BATCH):
             group = rows[first : first + MICRO_BATCH]
-            act = self.forward_buffers(len(group), longest)
-            act.tokens.copy_(padded(group, longest))
-            run(self.model.forward(self.ops, self.weights, act, self.shape))
             theirs = found[first : first + len(group)].view(-1, V)
-            for chunk, logits in head_logits(self.ops, self.weights, act):
-                if self.shape.softcap:
-                    self.ops.softcap_forward(logits, softcap=self.shape.softcap)
-                theirs[chunk] = logits[:, :V]
+            with self.lock:
+                act = self.forward_buffers(len(group), longest)
+                act.tokens.copy_(padded(group, longest))
+                run(self.model.forward(self.ops, self.weights, act, self.shape))
+                for chunk, logits in head_logits(self.ops, self.weights, act):
+                    if self.shape.softcap:
+                        self.ops.softcap_forward(logits, softcap=self.shape.softcap)
+                    theirs[chunk] = logits[:, :V]
         for row, line in zip(rows, found, strict=True):
             line[len(row) :] = math.nan
         return found
@@ -141,12 +144,13 @@ class Model:
             group = windows[first : first + MICRO_BATCH]
             cut = [rows[number][start : start + context + 1] for number, start in group]
             longest = max(map(len, cut)) - 1
-            act = self.forward_buffers(len(cut), longest)
-            act.tokens.copy_(padded([ids[:-1] for ids in cut], longest))
-            act.targets.copy_(padded([ids[1:] for ids in cut], longest))
-            compute_losses(self.ops, self.weights, act, self.shape)
-            for (number, start), ids, losses in zip(group, cut, act.losses.view(len(group), longest), strict=True):
-                found[number, start : start + len(ids) - 1] = losses[: len(ids) - 1]
+            with self.lock:
+                act = self.forward_buffers(len(cut), longest)
+                act.tokens.copy_(padded([ids[:-1] for ids in cut], longest))
+                act.targets.copy_(padded([ids[1:] for ids in cut], longest))
+                compute_losses(self.ops, self.weights, act, self.shape)
+                for (number, start), ids, losses in zip(group, cut, act.losses.view(len(group), longest), strict=True):
+                    found[number, start : start + len(ids) - 1] = losses[: len(ids) - 1]
         return found
 
     def _rows(self, tokens: Tokens, *, least: int) -> list[list[int]]:
@@ -206,8 +210,9 @@ class Model:
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
         texts = self._texts(prompts, max_tokens, stop, seed)
         written = dict.fromkeys(texts, "")
-        for text, piece in self._write(texts, options, stop, batch):
-            written[text] += piece
+        with self.lock:
+            for text, piece in self._write(texts, options, stop, batch):
+                written[text] += piece
         found: Any = list(written.values())
         return found[0] if isinstance(prompts, str) else found
 
@@ -274,18 +279,22 @@ class Model:
         the keys and values of its earlier turns."""
         if not texts:
             return
-        devices.set_arithmetic(self.device, self.precision)
-        mine = self._writer = object()
-        batch = min(batch, len(texts))
+        mine, batch = object(), min(batch, len(texts))
         longest = max(len(text.prompt) + text.max_tokens for text in texts)
         ends = frozenset((self.tokenizer.end_of_text, *(talk.ends if talk else listed_ends(self.tokenizer))))
-        if talk and self._writing.size[0] == batch:
-            longest = max(longest, self._writing.size[1])
-        decoder = self._writing.decoder(batch, longest, options, ends)
-        for text, piece in stream_text(decoder, self.tokenizer, iter(texts), texts_of(stop), reuse_cache=talk is not None):
-            yield text, piece
-            if self._writer is not mine:
-                raise UsageError("this stream ended when its model began another text; load the model twice to have both")
+        with self.lock:
+            devices.set_arithmetic(self.device, self.precision)
+            if talk and self._writing.size[0] == batch:
+                longest = max(longest, self._writing.size[1])
+            decoder, self._writer = self._writing.decoder(batch, longest, options, ends), mine
+        pieces = stream_text(decoder, self.tokenizer, iter(texts), texts_of(stop), reuse_cache=talk is not None)
+        while True:
+            with self.lock:
+                if self._writer is not mine:
+                    raise UsageError("this stream ended when its model began another text; load the model twice for both")
+                if (piece := next(pieces, None)) is None:
+                    return
+            yield piece
 
 
 def texts_of(given: Texts, name: str = "stop") -> list[str]:

@@ -52,8 +52,8 @@ def read_records(path: Path, *, follow: bool) -> Iterator[dict[str, Any]]:
                     seen.append(hash(line))
                     record = parse_record(line, f"line {index + 1} of {path}")
                     record.text("kind")
-                    last = record.fields
-                    yield last
+                    last = last if record.fields["kind"] == "evaluation" else record.fields  # one may follow the end
+                    yield record.fields
                 index += 1
             del seen[index:]
         if not follow or last.get("kind") == "end":

@@ -15,7 +15,7 @@ from torch import Tensor
 from handgrad.data.mixture import apart
 from handgrad.data.preferences import has_pairs, pair_batches
 from handgrad.data.shards import Dataset
-from handgrad.errors import NumericsError, UsageError
+from handgrad.errors import NumericsError, StorageError, UsageError
 from handgrad.evaluation.answers import Answers
 from handgrad.evaluation.likelihoods import Request, Workload
 from handgrad.evaluation.load import (
@@ -230,8 +230,7 @@ class LossPart:
             of_codes if codes.decoder else of_pixels,
         ]
         if found.other_loss is not None:
-            name = "captions" if codes.captions else "classes"
-            lines.append(f"{name:<17} {found.other_loss:.4f} nats per token")
+            lines.append(f"{'captions' if codes.captions else 'classes':<17} {found.other_loss:.4f} nats per token")
         return lines + self.floor_lines(found.loss)
 
 
@@ -258,8 +257,7 @@ class TasksPart:
     def lines(self, model: LoadedModel, views: dict[str, Any]) -> list[str]:
         """The table of results and notes about it, on all ranks. `views`: the views of `plan`."""
         progress = Progress(self.ranks, "tasks: {:.0%} launched") if self.ranks.is_rank_0 else None
-        found = self.work.score(model.weights, model.views | views, progress)
-        results = results_of(self.tasks, self.requests, found)
+        results = results_of(self.tasks, self.requests, self.work.score(model.weights, model.views | views, progress))
         return self.ranks.from_rank_0(lambda: self.written(results), "the results")
 
     def written(self, results: list[TaskResult]) -> list[str]:
@@ -273,8 +271,11 @@ class TasksPart:
             write_rows(Path(self.parsed.out), results)
             lines.append(f"every example in {self.parsed.out}")
         records = [task_record(*pair, self.precision, AFTERWARDS) for pair in zip(self.tasks, results, strict=True)]
-        if self.source.checkpoint is not None and (message := append_to_run(self.source.checkpoint, records)):
-            lines.append(message)
+        if self.source.checkpoint is not None:
+            try:
+                lines += filter(None, [append_to_run(self.source.checkpoint, records)])
+            except StorageError as error:  # as in a folder of models that others keep
+                lines.append(f"not recorded: {error}")
         return lines
 
 

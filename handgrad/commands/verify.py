@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from handgrad.errors import UsageError
 from handgrad.files import check_free
 from handgrad.joins.audit.chain import FORMAT
@@ -35,6 +37,8 @@ def run(parsed: Namespace) -> int:
     if launched:
         end_with_launcher()
     elsewhere = {name: place for name in ("data", "init_from", "teacher", "reward") if (place := getattr(parsed, name))}
+    if (parsed.ranks or 1) > 1 and not launched and "OMP_NUM_THREADS" not in threads.environment_before():
+        torch.set_num_threads(1)  # as each of the ranks has
     changed = check_machine(record, spans, elsewhere, allow_changes=parsed.allow_changes)
     for line in changed if tells else ():
         print(f"other      {line}")

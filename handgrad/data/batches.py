@@ -98,8 +98,7 @@ def rows_of_whole_documents(
     while rows and following[rows[-1]] < len(following):
         rows.append(following[rows[-1]])
     start = first[np.array(rows, np.int64)]
-    last = np.array([following[part] - 1 for part in rows], np.int64)
-    return start, end[last] - start
+    return start, end[np.array([following[part] - 1 for part in rows], np.int64)] - start
 
 
 class Stretches:

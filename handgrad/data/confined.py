@@ -154,8 +154,7 @@ def tokenizer(content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
     added = {number: token.content for number, token in library.get_added_tokens_decoder().items()}
     tokens = {number: library.id_to_token(number) for number in library.get_vocab().values()}
     whole, text = (library.encode("a", add_special_tokens=special).ids for special in (True, False))
-    places = range(len(whole) - len(text) + 1)
-    begins = whole[: next((n for n in places if whole[n : n + len(text)] == text), 0)]
+    begins = whole[: next((n for n in range(len(whole) - len(text) + 1) if whole[n : n + len(text)] == text), 0)]
     about = {"size": library.get_vocab_size(), "tokens": [*tokens.items()], "added": [*added.items()], "begins": begins}
 
     def encode(request: bytes) -> bytes:

@@ -113,8 +113,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
         # The card names no splits: takes one format, and of it the files named after the split, if there are any.
         for endings in ((".parquet",), (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".txt", ".txt.gz")):
             chosen = chosen or [name for name in texts if name.lower().endswith(endings)]
-        named = [name for name in chosen if split in name.lower()]
-        chosen = named or (chosen if split == "train" else [])
+        chosen = [name for name in chosen if split in name.lower()] or (chosen if split == "train" else [])
     if not chosen:
         what = "" if split == "train" else f" of its {split} split"
         raise DataError(f"expected {', '.join(HUB_SUFFIXES)} files{what} in {dataset}, found none; download and convert it")

@@ -17,7 +17,7 @@ from handgrad.data import questions
 from handgrad.data.batches import WINDOW_ORDER, mix, permute
 from handgrad.data.chat import message_of
 from handgrad.data.chat_template import ChatTemplate
-from handgrad.data.shards import SPLITS, Dataset
+from handgrad.data.shards import MANIFEST_FILE, SPLITS, Dataset
 from handgrad.data.sources import find_local, keys_of, read_objects, reading
 from handgrad.data.tokenizer_loading import load_tokenizer
 from handgrad.errors import DataError, UsageError
@@ -66,6 +66,10 @@ def open_prompts(data: str, model: str) -> Dataset:
     """The prompts in `data`, .jsonl or .json files or "questions[:KIND+KIND...]", in the tokens and the chat template
     of `model`. Raises DataError: a row without a prompt, an empty one, or no row for one of the splits; UsageError:
     another kind of file or an unknown kind of question; and the errors of `load_tokenizer`."""
+    if not model:
+        raise UsageError("a reward improves a model that answers already, found none; name it: --init-from RUN")
+    if (Path(data) / MANIFEST_FILE).is_file():
+        raise UsageError(f"expected prompts in .jsonl files, found shards in {data}; write a row a line: {FORM}")
     tokenizer, name = load_tokenizer(model), data.partition(":")[0]
     if name == QUESTIONS and not Path(data).exists():
         path, seconds, found = Path(data), 0.0, asked_questions(data)

@@ -258,8 +258,7 @@ def field_to_try(keys: Iterable[str], longest: str) -> str:
 
 def keys_of(row: Any) -> str:
     """The keys of a JSON object in words, or the type of anything else."""
-    found = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
-    return found[:200]
+    return (f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}")[:200]
 
 
 def check_text(text: str, where: str) -> None:

@@ -185,7 +185,8 @@ class Rewards:
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.process.kill()
+            if worker.process.pid:  # a thread may be about to start it anew
+                worker.process.kill()
         self.workers = []
 
 
@@ -253,7 +254,7 @@ def serve(connection: Connection, spec: str) -> None:
             try:
                 value = function(row, answer)
                 reply = float(value) if hasattr(value, "__float__") else repr(value), ""
-            except Exception as error:  # the user's own code may raise anything
+            except BaseException as error:  # the user's own code may raise anything
                 reply = None, repr(error)
             connection.send(reply)
 

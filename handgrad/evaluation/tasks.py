@@ -116,8 +116,7 @@ def ask_hellaswag(row: Record, solved: Sequence[Record] = ()) -> Example:
     answer = row.count("label", len(endings), or_text=True)
     if "ctx_a" not in row.fields and "ctx" in row.fields:  # a file for llm.c's scoring only
         return Example(row.where, "", (), (), answer, apart)
-    second = row.text("ctx_b")
-    context = cleaned(f"{row.text('activity_label')}: {row.text('ctx_a')} {second.capitalize()}")
+    context = cleaned(f"{row.text('activity_label')}: {row.text('ctx_a')} {row.text('ctx_b').capitalize()}")
     choices = tuple(map(cleaned, endings))
     return Example(row.where, context, with_blanks(choices), choices, answer, apart)
 

@@ -107,8 +107,7 @@ def read_sizes(source: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if is_llmc(path):
         shape = read_model(path).shape
     elif is_ours(path):
-        run = path.parent if checkpoint.is_best_alias(path) else path
-        config = checkpoint.peek_config(run)
+        config = checkpoint.peek_config(path.parent if checkpoint.is_best_alias(path) else path)
         if config is None:
             checkpoint.find(source)  # raises the reason
         if config is None or not all(type(config.get(name)) is int for name in SIZES):

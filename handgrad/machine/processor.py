@@ -85,6 +85,5 @@ def evictable(stat: dict[str, int], prefix: str) -> int:
 
 def values(path: Path, separator: str) -> dict[str, int]:
     """The whole numbers in a file of lines like "name: 12 kB"."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    pairs = (line.partition(separator) for line in lines)
+    pairs = (line.partition(separator) for line in (path.read_text().splitlines() if path.exists() else []))
     return {name: int(rest.split()[0]) for name, _, rest in pairs if rest.split() and rest.split()[0].isdecimal()}

@@ -58,8 +58,7 @@ def choice(environment: Mapping[str, str], cores: int, quota: float | None, *, i
 def cores(root: Path = Path("/")) -> int:
     """Physical cores that this process may use."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    folder = root / "sys/devices/system/cpu"
-    siblings = (folder / f"cpu{number}/topology/thread_siblings_list" for number in usable)
+    siblings = (root / f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list" for number in usable)
     return len({path.read_text() if path.exists() else str(path) for path in siblings})
 
 

@@ -57,8 +57,7 @@ def check_fp8(config: Any) -> None:
 
 def fitting_heads(channels: int) -> int:
     """The fewest heads into which fp8 can divide `channels`."""
-    least = -(-channels // WIDEST_HEAD_OF_FP8)
-    return next(heads for heads in range(least, channels + 1) if channels % heads == 0)
+    return next(heads for heads in range(-(-channels // WIDEST_HEAD_OF_FP8), channels + 1) if channels % heads == 0)
 
 
 def takes_micro_batch(config: Any, samples: int) -> bool:

@@ -54,8 +54,7 @@ class Muon:
         needs = [0]
         for (rows, columns), count in Counter(row.shape for row in table if self.whole(row)).items():
             count = min(count, batch_size(rows, columns))
-            batch = count * rows * columns * polar_dtype(device, dtype).itemsize
-            needs.append(rounded_up(batch, ALIGN_BYTES))
+            needs.append(rounded_up(count * rows * columns * polar_dtype(device, dtype).itemsize, ALIGN_BYTES))
             needs[-1] += ops.muon_scratch_bytes(matrices=count, rows=rows, columns=columns)
         return max(needs)
 

@@ -67,8 +67,7 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
     of_teacher = " Training: the divergence from a teacher." if any(run.start.teacher for run in runs) else ""
     caption = "Thin: every step. Thick: running mean." + of_teacher + dots + floor
     units = {measure_of(run)[0] for run in runs}
-    unit = units.pop() if len(units) == 1 else "nats per token"
-    plots = [Plot("loss", f"Loss, {unit}", caption, True, draw_loss)]
+    plots = [Plot("loss", f"Loss, {units.pop() if len(units) == 1 else 'nats per token'}", caption, True, draw_loss)]
     if all(len(run.steps.step) >= CLOSE_UP_STEPS for run in runs):
         caption = "The same, without the fall of the first fifth."
         plots.append(Plot("loss_close_up", "Loss, close-up", caption, True, draw_loss_close_up))

@@ -313,8 +313,7 @@ def scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     while abs(float(f"{value:.3g}")) >= base and power < len(units) - 1:
         value, power = value / base, power + 1
-    digits = f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
-    return digits + units[power]
+    return (f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}") + units[power]
 
 
 def duration_text(seconds: float) -> str:

@@ -123,8 +123,7 @@ def frozen_operations(state: TrainingState) -> Any:
 
 
 def adapter_operations(state: TrainingState, ops: Any) -> Any:
-    overlay = with_lora.WithFp8Adapters if state.design.fp8_only else lora.WithAdapters
-    return overlay(ops, state.views)
+    return (with_lora.WithFp8Adapters if state.design.fp8_only else lora.WithAdapters)(ops, state.views)
 
 
 def evaluation_operations(state: TrainingState) -> tuple[Any, Any]:

@@ -197,7 +197,7 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     if (begun := checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))) is not None:
         return {name: begun[name] for name in CHOSEN if name in begun}
     device = devices.resolve_device(settings.get("device", RunConfig.device))
-    dataset = open_data(settings["data"])
+    dataset = open_prompts(settings["data"], "") if settings.get("reward") else open_data(settings["data"])
     network = NETWORKS.get(settings.get("architecture", ""))
     if network and network.pictures:  # no size but a picture's suits it
         check_bytes(settings["architecture"], settings["data"], dataset.codes)
@@ -212,8 +212,7 @@ def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: di
     if begun is not None:
         return {name: begun[name] for name in (*CHOSEN, "sample_tokens") if name in begun}
     rewarded = bool(settings.get("reward"))
-    opened = open_prompts if rewarded else open_data
-    dataset = opened(settings["data"], source) if "data" in settings else None
+    dataset = (open_prompts if rewarded else open_data)(settings["data"], source) if "data" in settings else None
     config = fitted_to_weights(settings, sizes, dataset, device)
     chosen = {name: getattr(config, name) for name in ("sequence_length", "tokens_per_step", "micro_batch", *ENDING)}
     rate = suited_rate(source, adapters=bool(config.lora))

@@ -188,7 +188,7 @@ def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
     named = {name: value for name, value in begun.items() if value not in (TOKENS, 0) and told.get(name, True)}
     kept = ", ".join(f"{name} {value or 'none'}" for name, value in named.items())
     line = f"begun      {config.out}, which keeps the settings of its start: {kept}"
-    return check(replace(config, **begun)), [line] if begun else []
+    return check(replace(config, **begun)), [line] if named else []
 
 
 def resolve_lanes(config: RunConfig, ranks: int) -> int:

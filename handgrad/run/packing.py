@@ -78,7 +78,7 @@ def resolve_objective(config: RunConfig, dataset: Dataset) -> str:
 
 def evaluation_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
     """The packing for evaluating a model: its run's `own`, or the one that suits other data."""
-    return resolve_packing(AUTO if other_data and own == STREAM else own, dataset)
+    return resolve_packing(AUTO if has_pairs(dataset) or (other_data and own == STREAM) else own, dataset)
 
 
 def identity_of(config: RunConfig, dataset: Dataset, teacher: Weights | None = None) -> dict[str, Any]:

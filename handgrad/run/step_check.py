@@ -43,8 +43,7 @@ class Attempt:
 
 def is_overflow(result: StepResult) -> bool:
     """True for an overflow by which dynamic loss scaling finds its limit; at the smallest scale it is a fault."""
-    overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
-    return overflow and result.loss_scale > SMALLEST_LOSS_SCALE
+    return math.isfinite(result.loss) and not math.isfinite(result.norm) and result.loss_scale > SMALLEST_LOSS_SCALE
 
 
 def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> tuple[StepResult, str]:

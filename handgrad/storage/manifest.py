@@ -38,8 +38,7 @@ def parts_of(file: str, files: Iterable[str]) -> list[str]:
         return [file]
     stem, _, suffix = file.partition(".")
     found = sorted(name for name in files if re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.{suffix}", name))
-    whole = [part_of(file, number, len(found)) for number in range(1, len(found) + 1)]
-    return found if found == whole else []
+    return found if found == [part_of(file, number, len(found)) for number in range(1, len(found) + 1)] else []
 
 
 def has_tensors(files: Any) -> bool:

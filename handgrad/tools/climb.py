@@ -54,7 +54,7 @@ def at_line(error: BaseException, path: Path) -> str:
 
 
 def is_unwritten(path: Path) -> bool:
-    return path.is_file() and UNWRITTEN in path.read_text(encoding="utf-8")
+    return path.is_file() and UNWRITTEN in path.read_text(encoding="utf-8", errors="replace")
 
 
 def read_function(folder: Path, step: str) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ def grade(folder: Path, step: str) -> dict[str, str]:
             verdicts[name] = diagnosis(table, name, cases, pairs)
         if hasattr(table, "further") and {*verdicts.values()} == {RIGHT}:
             verdicts["it"] = table.further(function, cases) or RIGHT
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise error if isinstance(error, UsageError) else UsageError(at_line(error, path)) from None
     return verdicts
 

@@ -87,7 +87,7 @@ def check_machine(record: RunRecord, spans: Sequence[Span], elsewhere: dict[str,
     if found and not allow_changes:
         raise ConfigError(
             f"{record.path} was made with another device or versions ({'; '.join(found)}), which may give other bits;"
-            " verify with those, or --allow-changes"
+            " verify with those (threads: OMP_NUM_THREADS), or --allow-changes"
         )
     return found
 

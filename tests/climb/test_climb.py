@@ -138,7 +138,11 @@ def test_files_of_a_reader_that_cannot_be_graded(tmp_path: Path) -> None:
         (("dx = dy @ weight", "dx = x.copy_(dy @ weight)"), "the input x has changed"),
         (("dx = dy @ weight", "dx = (dy @ weight).float()"), "found (7, 3) float32"),
         (("def linear(", "def liner("), "no attribute 'linear'"),
+        (("y = x @", "raise SystemExit(0); y = x @"), "line 5: SystemExit: 0"),
     ):
         with pytest.raises(UsageError) as error:
             graded(tmp_path, step, solution(step).replace(*change))
         assert told in str(error.value) and "\n" not in str(error.value)
+    (tmp_path / f"{step}.py").write_bytes(b"\xff\xfe" + solution(step).encode())
+    with pytest.raises(UsageError, match="SyntaxError: "):
+        climb.grade(tmp_path, step)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from handgrad.cli import main
 from handgrad.joins.audit.chain import content_of, linked, links, read_chain
@@ -62,7 +63,12 @@ def test_verify_starts_ranks(launcher: Launcher, shards: Path, tmp_path: Path, m
     run, settings = tmp_path / "run", {**SETTINGS, "steps": 4, "save_every": 2}
     launcher.run(1, arguments(shards, run, **settings))
     monkeypatch.setenv("PYTHON_EXEC", str(launcher.write_program(tmp_path / "python")))
-    assert main(["verify", str(run), "--ranks", "2", "--segments", "2"]) == 0
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(2)  # as a terminal's process has: its ranks have one each, like the run's
+    try:
+        assert main(["verify", str(run), "--ranks", "2", "--segments", "2"]) == 0
+    finally:
+        torch.set_num_threads(1)
     assert "4 links and 2 checkpoints equal, bit by bit, of steps 0 to 2, 2 to 4" in capsys.readouterr().out
 
 

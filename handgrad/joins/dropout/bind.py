@@ -27,8 +27,7 @@ def buffers(batch: int) -> list[Buffer]:
 
 def dropout_operations(ops: ModuleType) -> ModuleType:
     """`handgrad.joins.dropout.reference` or `handgrad.joins.dropout.cuda`, to match the backend's operations `ops`."""
-    backend = "cuda" if ops.BACKEND.name == "cuda" else "reference"
-    return import_module(f"handgrad.joins.dropout.{backend}")
+    return import_module(f"handgrad.joins.dropout.{'cuda' if ops.BACKEND.name == 'cuda' else 'reference'}")
 
 
 def scratch_sizes(ops: ModuleType) -> Any:

@@ -20,8 +20,7 @@ REPORT = "fp8"
 
 def operations(ops: ModuleType) -> ModuleType:
     """`handgrad.joins.fp8.reference` or `handgrad.joins.fp8.cuda`, to match the plain operations `ops`."""
-    backend = "cuda" if ops.BACKEND.name == "cuda" else "reference"
-    return import_module(f"handgrad.joins.fp8.{backend}")
+    return import_module(f"handgrad.joins.fp8.{'cuda' if ops.BACKEND.name == 'cuda' else 'reference'}")
 
 
 def launches(

@@ -62,8 +62,7 @@ def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> F
         raise UsageError(f"fp8_head takes auto, none, {', '.join(HEAD_GEMMS)}, found {unknown[0]!r}")
     if "wgrad" in chosen and "dgrad" not in chosen:  # the logits' gradient exists in 16 bits or in fp8, not in both
         raise UsageError(f"fp8_head wgrad needs dgrad, found {head!r}; try --fp8-head {','.join(['dgrad', *chosen])}")
-    every = {(layer, part) for layer in range(layers) for part in parts}
-    return Fp8Gemms(frozenset(every - kept), frozenset(chosen))
+    return Fp8Gemms(frozenset({(layer, part) for layer in range(layers) for part in parts} - kept), frozenset(chosen))
 
 
 def names_in(text: str) -> list[str]:

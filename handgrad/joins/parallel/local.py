@@ -151,8 +151,7 @@ def wait_for_exits(processes: Sequence[subprocess.Popen[bytes]], received: Seque
 
 def worst_code(codes: Sequence[int]) -> int:
     """The exit code of a command whose ranks ended with `codes`: an error's, else a lost rank's, else a signal's."""
-    severity = {0: 0, RESUMABLE: 2, INTERRUPTED: 3}
-    worst = max(codes, key=lambda code: severity.get(code, 1 if code < 0 else 4))
+    worst = max(codes, key=lambda code: {0: 0, RESUMABLE: 2, INTERRUPTED: 3}.get(code, 1 if code < 0 else 4))
     return 128 - worst if worst < 0 else worst
 
 

@@ -76,8 +76,7 @@ def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
             " machines with several interfaces"
         ) from None
     assert isinstance(host_group, dist.ProcessGroup)
-    overlapped_group = new_overlapped_group(limit) if cuda else None
-    groups = heartbeat, host_group, overlapped_group
+    groups = heartbeat, host_group, new_overlapped_group(limit) if cuda else None
     ranks = Ranks(info.rank, info.size, info.nodes, *groups, order=Order(store, info.size))
     heartbeat.pending, heartbeat.recent = ranks.pending, ranks.order.recent
     heartbeat.start()

@@ -10,8 +10,7 @@ FOLDER = Path(__file__).parent
 
 def shipped() -> dict[str, Path]:
     """Every recipe, then every launch template, by its file's name without the ending."""
-    files = [*sorted(FOLDER.glob("*.toml")), *sorted((FOLDER / "launch").iterdir())]
-    return {path.stem: path for path in files}
+    return {path.stem: path for path in (*sorted(FOLDER.glob("*.toml")), *sorted((FOLDER / "launch").iterdir()))}
 
 
 def recipe_names() -> list[str]:
