@@ -37,7 +37,7 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 # them. Such a run has a token boundary at its start and before its last blank anyway.
 _BLANK = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode White_Space, the `\s` of the pattern
 _LONG_BLANKS = re.compile(f"(?<![{_BLANK}])[{_BLANK}]{{65536,}}")
-# Learning merges takes time with the square of a word's length: minutes for 3 MB of a genome in one line, 3 s in cuts.
+# Learning merges takes time with the square of a word's length, and a genome in one line is one word.
 LONG_WORD = tokenizers.Regex(".{4096}")
 
 # GPT-2's byte-level alphabet: printable bytes stand for themselves, the 68 others for the characters from U+0100 on.
