@@ -33,7 +33,7 @@ def test_a_download_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.Mo
         path.write_bytes(CONTENT)
     second.join()
     assert path.read_bytes() == CONTENT and [*path.parent.iterdir()] == [path]
-    assert said == [f"waiting for another process that downloads into {path.parent}"]
+    assert said == [f"waiting for another download into {path.parent}"]
 
 
 def test_two_processes_replace_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,9 +232,9 @@ class Training:
         once, and the caller must then reopen the run, at its last checkpoint. SIGTERM and SIGHUP save and raise
         `Preempted`. Raises `NumericsError` if updates keep being skipped."""
         run = self._standing()
-        if count is not None and (not isinstance(count, int) or count < 1):
+        if count is not None and (not hasattr(count, "__index__") or count < 1):
             raise UsageError(f"expected a whole number of steps, 1 or more, found {count!r:.40}")
-        until = self.config.steps if count is None else min(self.config.steps, run.completed + count)
+        until = self.config.steps if count is None else min(self.config.steps, run.completed + int(count))
         made: list[Step] = []
 
         def take(number: int, result: StepResult) -> None:

@@ -186,8 +186,7 @@ def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> N
         return
     partial = path.with_name(path.name + ".partial")
     failures, wrong_contents = 0, 0  # attempts in a row without progress; attempts that ended with wrong content
-    waits = f"waiting for another process that downloads into {path.parent}"
-    with storage_errors(f"writing {partial}"), locked(path.parent, waits):
+    with storage_errors(f"writing {partial}"), locked(path.parent, f"waiting for another download into {path.parent}"):
         while not path.is_file():
             before = _size(partial)
             reason = _continue_download(source, partial, on_bytes)

@@ -40,7 +40,8 @@ class Stragglers:
             return None
         rank, slowest, usual = slowest_rank(self.seconds)
         figures = {"slowest": rank, "slowest_ms": slowest * 1e3, "median_ms": usual * 1e3, "steps": len(self.seconds)}
-        slow, line = self.found[0] if len(self.found) == WINDOWS and len(set(self.found)) == 1 else None, None
+        always = len(self.found) == WINDOWS and len(set(self.found)) == 1
+        slow, line = self.found[0] if always else None, None
         if slow is not None and slow != self.named:
             own = statistics.median(times[slow] for times in self.seconds)
             line = (
