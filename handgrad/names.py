@@ -172,7 +172,7 @@ def named_values(kind: type[T], setting: str, text: str, example: str) -> T:
         check_choice(f"a number of {setting}", name, tuple(known))
         of_field: Any = known[name]
         try:
-            if (of_field is bool) == bool(equals):
+            if (of_field is bool) == bool(equals) or name in found:
                 raise ValueError
             found[name] = True if of_field is bool else of_field(value)
         except ValueError:

@@ -123,7 +123,7 @@ class PairBatches:
         if longest > sequence_length + 1:
             raise UsageError(
                 f"expected pairs of at most {sequence_length + 1} tokens, found one of {longest} in {shard.path}; try"
-                f" --sequence-length {longest - 1}, or take it out"
+                f" --sequence-length {longest - 1} (to evaluate: --context), or take it out"
             )
 
     def locate_all(self, first_sample: int, samples: int) -> np.ndarray:

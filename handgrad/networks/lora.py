@@ -42,7 +42,7 @@ def parse_lora(text: str) -> LoraShape:
     lora = named_values(LoraShape, "lora", text, EXAMPLE)
     if lora.rank < 1 or not 0 <= lora.alpha <= MOST_SCALE * lora.rank:
         raise UsageError(
-            f"lora must have a rank of 1 or more and an alpha above 0, at most {MOST_SCALE} times it, found {text!r};"
+            f"lora must have a rank of 1 or more and an alpha of 0 (twice that) to {MOST_SCALE} times it, found {text!r};"
             f" try {EXAMPLE!r}"
         )
     return lora
