@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def reader_is_gone() -> bool:
-    """True if nobody reads our output any more (`handgrad sample ... | head`): we end quietly, as other tools do."""
+    """True if stdout's reader is gone (`handgrad sample ... | head`): the command then ends quietly, as other tools do."""
     poll = select.poll()
     poll.register(1, 0)
     return bool(poll.poll(0))  # an error or a hang-up; no other event was asked for

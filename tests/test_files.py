@@ -25,7 +25,7 @@ def test_a_download_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.Mo
         waits.set()
 
     monkeypatch.setattr(files, "print_message", say)
-    asked = Download("http://127.0.0.1:9/nobody", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+    asked = Download("http://127.0.0.1:9/unused", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
     second = threading.Thread(target=hub.download, args=(asked, path))
     with locked(path.parent):
         second.start()

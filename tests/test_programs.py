@@ -32,7 +32,7 @@ def test_as_a_program() -> None:
 
 
 def test_a_pipe_that_is_not_our_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """As to a process that died: an error, not the quiet end of a command that nobody reads."""
+    """A write to a process that died is an error, not the quiet end of `handgrad ... | head`."""
 
     def run(parsed: object) -> int:
         reader, writer = os.pipe()

@@ -171,7 +171,7 @@ def still_connecting(step: int) -> None:
 
     def connect(*given: Any, **named: Any) -> None:
         fired()
-        dist.HashStore().wait(["what nobody sets"], datetime.timedelta(seconds=10))
+        dist.HashStore().wait(["never set"], datetime.timedelta(seconds=10))
 
     dist.TCPStore = connect
     sys.modules["slow to end"] = SlowToEnd()

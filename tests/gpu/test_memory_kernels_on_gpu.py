@@ -99,7 +99,7 @@ def test_squared_norms(blocks: int, size: int, last: int) -> None:
 @pytest.mark.parametrize("P", [*reduction_checks.ROWS, 64])
 def test_tree_sum(backend: ModuleType, P: int, rounded: bool) -> None:
     draw = Draw(FP32, "cuda")
-    for n in (*reduction_checks.SIZES, 96_000_000 // max(P, 32)):  # a check holds some twelve copies of all rows
+    for n in (*reduction_checks.SIZES, 96_000_000 // max(P, 32)):  # a check holds several copies of all rows
         reduction_checks.check_tree(backend, draw, P, n, rounded)
         if rounded:
             reduction_checks.check_tree(backend, draw, P, n, rounded, sent=True)
