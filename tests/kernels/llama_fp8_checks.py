@@ -12,7 +12,7 @@ from handgrad.joins.fp8 import reference
 from handgrad.joins.fp8.cuda import activations, attention, rmsnorm, rotary
 from handgrad.joins.fp8.formats import Form
 from handgrad.networks.llama import LlamaShape
-from handgrad.ops.cuda import activations as plain_activations, attention_triton
+from handgrad.ops.cuda import activations as plain_activations, attention as plain_attention, attention_triton
 from handgrad.ops.reference.attention import Mask
 from handgrad.ops.sizes import rows_of
 from tests.kernels import fp8_frames as frames
@@ -112,13 +112,13 @@ def turn_back(
 def attention_forward(
     draw: Draw, B: int, T: int, H: int, K: int, D: int, kind: torch.dtype, *, starts: Tensor | None = None
 ) -> None:
-    """Of heads of queries that share keys. `starts`: of documents."""
+    """Of heads of queries that share keys, by whichever kernel bf16 takes. `starts`: of documents."""
     N, C = B * T, H * D
     qkv = wide(draw, N, (H + 2 * K) * D)
     outs = [torch.full((N, C), math.nan, dtype=draw.dtype, device=draw.device) for _ in range(2)]
     lses = [torch.full((B, H, T), math.nan, device=draw.device) for _ in range(2)]
     mask = Mask(None if starts is None else starts.to(draw.device))
-    attention_triton.attention_forward(outs[0], lses[0], qkv, mask=mask)
+    plain_attention.attention_forward(outs[0], lses[0], qkv, scratch=scratch_of(draw), mask=mask)
     config = attention_triton.choose_config("forward", qkv, D, True, starts is not None)
     parts = max(B * H * triton.cdiv(T, rows_of("forward", config)), frames.parts_of(N, C))
     tensor = make(N, C, parts, kind, draw.device, scale=SCALES[kind])
