@@ -50,8 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command in REMOVED:
             raise UsageError(f"{command} {REMOVED[command]}")
         if command not in COMMANDS:
-            near = nearest_name(command, COMMANDS)
-            raise UsageError(f"unknown command {command!r}{near}; `handgrad --help` lists all")
+            raise UsageError(f"unknown command {command!r}{nearest_name(command, COMMANDS)}; `handgrad --help` lists all")
         note_other_checkout(command)
         threads.choose()  # before `parse`, which loads torch to choose a run for data or weights
         parsed = parse(command, arguments[1:])

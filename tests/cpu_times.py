@@ -57,12 +57,17 @@ def used_seconds() -> float:
 
 
 def seconds_of(process: str) -> float:
-    try:
-        times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:15]
-        return sum(map(int, times)) / TICKS + sum(map(seconds_of, children_of(process)))
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        return 0.0
+    times = text_of(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()[11:15]
+    return sum(map(int, times)) / TICKS + sum(map(seconds_of, children_of(process)))
 
 
 def children_of(process: str) -> list[str]:
-    return [child for task in Path(f"/proc/{process}/task").glob("*/children") for child in task.read_text().split()]
+    return [child for task in Path(f"/proc/{process}/task").glob("*/children") for child in text_of(task).split()]
+
+
+def text_of(path: Path) -> str:
+    """Empty if the process or thread has just ended."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

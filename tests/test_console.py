@@ -17,7 +17,7 @@ from rich.console import Console
 import handgrad
 from handgrad.data import canvas
 from handgrad.errors import print_message
-from handgrad.run import console
+from handgrad.run import console, header
 from handgrad.run.console import Cadence, StepFigures, WordWrap
 from handgrad.run.open import train
 from handgrad.settings.config import RunConfig
@@ -244,6 +244,26 @@ def test_a_line_that_nobody_reads_any_more_does_not_fail_at_the_end(monkeypatch:
         monkeypatch.setattr("sys.stderr", out)
         print_message("stopped")
         out.flush()
+
+
+def test_settings_that_the_run_does_not_read(config: RunConfig) -> None:
+    """Each kind is a line of the header that names what would read them; those that the run reads are none."""
+    unread: dict[str, Any] = {"rollouts": 4, "reward_seconds": 5, "dpo_beta": 0.2, "clip_ratio": 0.1}
+    unread |= {"cooldown_fraction": 0.3, "fp8_window": 8, "eval_task_examples": 7}
+    lines = [
+        "no effect  dpo_beta: read only with objective dpo",
+        "no effect  rollouts, reward_seconds: read only with a reward",
+        "no effect  clip_ratio: read only with updates above 1",
+        "no effect  cooldown_fraction: read only with schedule wsd or trapezoid",
+        "no effect  fp8_window: read only with precision fp8",
+        "no effect  eval_task_examples: read only with eval_tasks",
+    ]
+    train(dataclasses.replace(config, **unread, steps=1))
+    log = (Path(config.out) / "log.txt").read_text().splitlines()
+    assert [line for line in log if line.startswith("no effect")] == lines
+    reading: dict[str, Any] = {"objective": "dpo", "reward": "exact", "updates": 2, "schedule": "wsd"}
+    reading |= {"precision": "fp8", "eval_tasks": "x"}
+    assert header.unread_lines(dataclasses.replace(config, **unread, **reading)) == []
 
 
 @pytest.mark.parametrize(

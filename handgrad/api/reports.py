@@ -99,11 +99,10 @@ def compare(*runs: RunFolder) -> Comparison:
 
     Raises the errors of `report`."""
     read = read_runs(given(runs))
-    keys = comparing.differing_settings(read)
     return Comparison(
         {"run": run.name}
         | {name: result(run) for name, result in RESULTS.items()}
-        | {key: run.config.get(key) for key in keys}
+        | {key: run.config.get(key) for key in comparing.differing_settings(read)}
         for run in read
     )
 

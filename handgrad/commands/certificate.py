@@ -16,8 +16,7 @@ def run(parsed: Namespace) -> int:
     folder = Path(parsed.run)
     if not folder.is_dir():
         raise UsageError(f"expected a run folder, found {folder}; {named_run(folder)}")
-    record = open_record(folder)
-    certificate = make_certificate(record.lines, evaluations(folder / METRICS_FILE))
+    certificate = make_certificate(open_record(folder).lines, evaluations(folder / METRICS_FILE))
     if parsed.key:
         certificate = signed(certificate, Path(parsed.key))
     out = Path(parsed.out or folder / NAME)

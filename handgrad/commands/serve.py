@@ -27,8 +27,7 @@ def run(parsed: Namespace) -> int:
     about |= {"context": context, "talks": talks, "temperature": options.temperature, "max_tokens": most}
     default = Request(max_tokens=most, options=options, stops=tuple(parsed.stop))
     served = Served(about | {"system": parsed.system}, default, parsed.system)
-    handler = functools.partial(Handler, served)
-    with listening(handler) as server:
+    with listening(functools.partial(Handler, served)) as server:
         host, port = server.server_address[:2]
         print(f"model      {parsed.checkpoint}, {described}")
         print(f"page       http://{host}:{port}/   (Ctrl-C ends it)")

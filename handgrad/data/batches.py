@@ -127,8 +127,7 @@ class Stretches:
         if not len(self.first):
             return np.zeros_like(token)
         stretch = np.maximum(np.searchsorted(self.first, token) - 1, 0)
-        inside = np.clip(token - self.first[stretch], 0, self.end[stretch] - self.first[stretch])
-        return self._before[stretch] + inside
+        return self._before[stretch] + np.clip(token - self.first[stretch], 0, self.end[stretch] - self.first[stretch])
 
     def mask(self, first: int, end: int) -> np.ndarray:
         """A bool for each token in [`first`, `end`): True inside a stretch."""

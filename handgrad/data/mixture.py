@@ -126,8 +126,7 @@ def open_data(data: str, model: str = "", *, chat: bool = False) -> Dataset:
             raise DataError(f"expected a validation split in every set of data, found none in {without}; prepare it again")
     names = [Path(folder).name for folder in opened]
     names = names if len({*names, ""}) > len(names) else [*opened]
-    sets = [WeightedSet(*one) for one in zip(names, weights.values(), opened.values(), strict=True)]
-    return mixture(data, sets, (), 0)
+    return mixture(data, [WeightedSet(*one) for one in zip(names, weights.values(), opened.values(), strict=True)], (), 0)
 
 
 def mixture(data: str, sets: Sequence[WeightedSet], earlier: Sequence[Phase], step: int) -> Mixture:

@@ -128,8 +128,7 @@ class _Attempt:
         self.size_bytes = sum(file.size_bytes for file in files)
 
     def fetch(self, file: SourceFile) -> Path:
-        phase = f"downloading {file.name}"
-        return hub.fetch(file, lambda done, size: self.report(Progress(phase, done, size, "bytes", 0)))
+        return hub.fetch(file, lambda done, size: self.report(Progress(f"downloading {file.name}", done, size, "bytes", 0)))
 
     def run(self) -> None:
         tokenizer, units_done, states = self.begin()

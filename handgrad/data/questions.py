@@ -125,8 +125,7 @@ def conversation(seed: int, number: int, held_out: bool) -> tuple[tuple[str, str
                 break
         asked.append(question)
     answers = [_follow(asked[: turn + 1])[1] for turn in range(len(asked))]
-    turns = zip(asked, answers, strict=True)
-    return tuple(message for q, a in turns for message in (("user", q), ("assistant", a or "")))
+    return tuple(message for q, a in zip(asked, answers, strict=True) for message in (("user", q), ("assistant", a or "")))
 
 
 def check(messages: Sequence[Mapping[str, str]], answer: str) -> bool:
@@ -168,8 +167,7 @@ def _question(draw: Draw, asked: Sequence[str]) -> str:
         return [*KINDS.values()][kind].ask(draw)
     count = 2 + draw.below(2)
     people, colours, things = draw.some(PEOPLE, count), draw.some(COLOURS, count), draw.some(THINGS, count)
-    told = "".join(f"{p} has the {c} {t}. " for p, c, t in zip(people, colours, things, strict=True))
-    return told + _about(draw, things)
+    return "".join(f"{p} has the {c} {t}. " for p, c, t in zip(people, colours, things, strict=True)) + _about(draw, things)
 
 
 def _about(draw: Draw, things: Sequence[str]) -> str:

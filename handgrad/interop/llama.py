@@ -138,8 +138,7 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
         raise config.refused("layer_types", f"of {wanted}", layers)
     V, T, L, H, C = (config.whole(key) for key in SIZES)
     width = 128 if kind == "qwen3" and "head_dim" not in content else C // H  # their defaults
-    theirs = {"qwen2": 32, "qwen3": 32, "smollm3": 4, "mistral": 8}
-    keys = H if "num_key_value_heads" in content else theirs.get(kind, H)
+    keys = H if "num_key_value_heads" in content else {"qwen2": 32, "qwen3": 32, "smollm3": 4, "mistral": 8}.get(kind, H)
     if type(tied := content.get("tie_word_embeddings", kind == "smollm3")) is not bool:
         raise config.refused("tie_word_embeddings", "true or false", tied)
     rope = read_rope(config)

@@ -120,7 +120,6 @@ def read(kind: type[Kind], line: Record) -> Kind:
 
 def read_start(line: Record) -> Start:
     """Reads a "run" line, also from an older version that wrote fewer fields."""
-    data = line.inner("data")
     known = {
         "time": None,
         "host": "",
@@ -130,7 +129,7 @@ def read_start(line: Record) -> Start:
         "teacher": "",
         "trained_parameters": line.fields.get("parameters"),
         **line.fields,
-        "data": {"source": "", **data.fields},
+        "data": {"source": "", **line.inner("data").fields},
     }
     start = read(Start, Record(known, line.where))
     try:
@@ -142,8 +141,7 @@ def read_start(line: Record) -> Start:
 
 def read_step(line: Record) -> list[float]:
     """Reads the numbers of a "step" line in the order of `Steps`; older versions wrote no time."""
-    dated = Record({"time": None, **line.fields}, line.where)
-    return [dated.number(name) for name in Steps.__annotations__]
+    return [Record({"time": None, **line.fields}, line.where).number(name) for name in Steps.__annotations__]
 
 
 def read_figures(line: Record) -> dict[str, TaskFigure]:

@@ -169,10 +169,9 @@ def tokens_seen(run: Run) -> float:
 def tokens_at(run: Run, steps: np.ndarray) -> np.ndarray:
     """The tokens seen after each of these numbers of steps."""
     stages = run.start.batch.stages
-    ends = [*(stage.first_step for stage in stages[1:]), math.inf]
     parts = (
         (np.clip(steps, stage.first_step, end) - stage.first_step) * stage.tokens_per_step
-        for stage, end in zip(stages, ends, strict=True)
+        for stage, end in zip(stages, [*(stage.first_step for stage in stages[1:]), math.inf], strict=True)
     )
     return sum(parts, np.zeros(len(steps)))
 

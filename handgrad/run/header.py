@@ -19,7 +19,8 @@ from handgrad.joins.parallel.ranks import Ranks
 from handgrad.machine import devices
 from handgrad.memory.rows import count_parameters
 from handgrad.run.packing import mixture_lines, packing_lines, training_batches
-from handgrad.settings.config import RunConfig
+from handgrad.settings.config import FIELDS, RunConfig
+from handgrad.settings.objective import DPO
 from handgrad.training.design import Batch, Design
 
 
@@ -71,6 +72,7 @@ def header_lines(
         f" {epochs:{'.1f' if epochs >= 0.1 else '.1g'}} epochs",
         *batch_lines(design.batch),
         *warmup_lines(config),
+        *unread_lines(config),
         *packing_lines(config, dataset, origin),
         f"numbers    {config.precision} {note}, recompute {config.recompute}, {started}",
     ]
@@ -110,6 +112,21 @@ def warmup_lines(config: RunConfig) -> list[str]:
         f"warm-up    {config.warmup_steps} steps in a run of {config.steps}: the learning rate ends at {last:.2e} on its"
         f" way to {config.learning_rate:.2e}; --warmup-steps shortens it"
     ]
+
+
+def unread_lines(config: RunConfig) -> list[str]:
+    """Lines about settings that differ from their defaults and that this run does not read."""
+    readers = (
+        (f"objective {DPO}", config.objective == DPO, ("dpo_",)),
+        ("a reward", bool(config.reward), ("rollouts", "answer_", "updates", "reward_seconds")),
+        ("updates above 1", config.updates > 1, ("clip_ratio",)),
+        ("schedule wsd or trapezoid", config.schedule in ("wsd", "trapezoid"), ("cooldown_fraction",)),
+        ("precision fp8", config.precision == "fp8", ("fp8_",)),
+        ("eval_tasks", bool(config.eval_tasks), ("eval_task_",)),
+    )
+    changed = [name for name, field in FIELDS.items() if getattr(config, name) != field.default]
+    unread = {reader: [name for name in changed if name.startswith(names)] for reader, reads, names in readers if not reads}
+    return [f"no effect  {', '.join(names)}: read only with {reader}" for reader, names in unread.items() if names]
 
 
 def origin_text(origin: dict[str, Any]) -> str:

@@ -366,8 +366,7 @@ class StopSignals:
         forget_signals()
         if threading.current_thread() is threading.main_thread():
             free = [number for number in STOPPING if signal.getsignal(number) in (signal.SIG_DFL, end_stopped)]
-            numbers = {signal.SIGTERM, signal.SIGINT, *free}
-            self.previous = {number: signal.signal(number, self.note) for number in numbers}
+            self.previous = {number: signal.signal(number, self.note) for number in {signal.SIGTERM, signal.SIGINT, *free}}
         return self
 
     def __exit__(self, *_: object) -> None:

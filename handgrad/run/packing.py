@@ -164,8 +164,7 @@ def packing_lines(config: RunConfig, dataset: Dataset, origin: dict[str, Any] | 
 
 def document_lengths(dataset: Dataset, split: str) -> np.ndarray:
     """Tokens per document, int64."""
-    shards = dataset.splits[split]
-    return np.concatenate([documents_of(shard.document_starts, shard.token_count)[1] for shard in shards])
+    return np.concatenate([documents_of(shard.document_starts, shard.token_count)[1] for shard in dataset.splits[split]])
 
 
 def row_that_holds(tokens: int) -> int:

@@ -204,8 +204,7 @@ class TensorBoard:
     def __init__(self, folder: Path, config: dict[str, Any], completed: int):
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self.writer = writer(str(folder / "tensorboard"), purge_step=completed + 1)
-        lines = (f"    {key} = {value}" for key, value in config.items())
-        self.writer.add_text("config", "\n".join(lines), completed)
+        self.writer.add_text("config", "\n".join(f"    {key} = {value}" for key, value in config.items()), completed)
 
     def send(self, step: int, figures: dict[str, float]) -> None:
         for name, value in figures.items():

@@ -95,8 +95,7 @@ def attempt_of(training: Assembly, ranks: Ranks, step: int, lane_losses: Tensor,
     of_all, of_own, of_gradients = zip(*ranks.all_gather_numbers(numbers, OPERATION), strict=True)
     tokens = stepper.slot(step).trained_tokens
     loss = math.fsum(losses.tolist()) / tokens
-    scale = state.loss_scale[1].item() * (tokens / batch.gradient_tokens)
-    norm = math.sqrt(squares.double().sum().item()) / scale
+    norm = math.sqrt(squares.double().sum().item()) / (state.loss_scale[1].item() * (tokens / batch.gradient_tokens))
     return Attempt(loss, norm, of_all, of_own, of_gradients if complete else None)
 
 

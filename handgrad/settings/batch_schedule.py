@@ -32,10 +32,9 @@ class BatchSchedule:
 
     def spans(self, steps: int) -> list[tuple[Stage, int]]:
         """The stages of the first `steps` steps, each with its number of steps."""
-        ends = [*(stage.first_step for stage in self.stages[1:]), steps]
         return [
             (stage, min(end, steps) - stage.first_step)
-            for stage, end in zip(self.stages, ends, strict=True)
+            for stage, end in zip(self.stages, [*(stage.first_step for stage in self.stages[1:]), steps], strict=True)
             if stage.first_step < steps
         ]
 

@@ -331,8 +331,7 @@ def check_stride(eval_stride: int, length: int, setting: str = "sequence_length"
 def convert(name: str, value: Any) -> Any:
     """`value` (a command-line string or a TOML value) as the type of field `name`; `UsageError` if it does not convert."""
     if name not in FIELDS:
-        near = nearest_name(name, FIELDS)
-        raise UsageError(f"unknown setting {name!r}{near}; `handgrad train --help-all` lists all")
+        raise UsageError(f"unknown setting {name!r}{nearest_name(name, FIELDS)}; `handgrad train --help-all` lists all")
     kind = FIELDS[name].type
     try:
         if kind is bool:
