@@ -70,6 +70,9 @@ def test_mistakes_are_one_line(runs: list[Path], tmp_path: Path) -> None:
             call(tmp_path / "nowhere")
         with pytest.raises(handgrad.HandgradError, match=r"found \[.*; write \*runs for a list"):
             call(runs)  # type: ignore[arg-type]
+    with pytest.raises(handgrad.HandgradError, match=r"a plot writes PNG, found .*loss\.jpg; name a FILE\.png"):
+        handgrad.plot(runs[0]).save(tmp_path / "loss.jpg")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_every_kind_of_record_has_its_name(runs: list[Path]) -> None:

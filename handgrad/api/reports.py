@@ -8,12 +8,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from handgrad.errors import UsageError, storage_errors
-from handgrad.files import write_bytes_durably
+from handgrad.errors import UsageError
 from handgrad.format import table
 from handgrad.names import check_choice
 from handgrad.reports import comparing, results
-from handgrad.reports.drawing import LARGE, SMALL, figure, own_settings, png
+from handgrad.reports.drawing import LARGE, SMALL, figure, own_settings, png, write_png
 from handgrad.reports.page import write_report
 from handgrad.reports.plots import Plot, choose_plots
 from handgrad.reports.reading import read_runs
@@ -47,9 +46,7 @@ class Curves:
             return figure(self.plot, self.runs, LARGE if self.plot.wide else SMALL)
 
     def save(self, path: RunFolder) -> Path:
-        out = Path(path)
-        with storage_errors(f"writing {out}"):
-            write_bytes_durably(out, self._repr_png_())
+        write_png(out := Path(path), self.plot, self.runs)
         return out
 
     def _repr_png_(self) -> bytes:

@@ -109,8 +109,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     if tasks:
         parts.append(TasksPart(parsed, source, tasks, requests, shape, on, ranks))
     if rewarded:
-        limits = parsed.answer_tokens, parsed.answer_stop
-        parts.append(Answers(source, parsed.data, rewarded, *limits, shape, on, ranks))
+        parts.append(Answers(source, parsed.data, rewarded, parsed.answer_tokens, parsed.answer_stop, shape, on, ranks))
     memory_bytes = max(part.plan.size_bytes[KIND] for part in parts)
     buffers = [*(buffer for part in parts for buffer in part.beside), Buffer(MEMORY, (memory_bytes,), torch.uint8, KIND)]
     model = load_model(source, device, on.dtype, on.ops, buffers)

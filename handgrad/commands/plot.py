@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from handgrad.errors import UsageError, storage_errors
-from handgrad.files import write_bytes_durably
 from handgrad.reports.reading import read_runs
 from handgrad.reports.results import Run, final_training_loss, final_validation, loss_text, steps_done
 
@@ -21,13 +19,10 @@ def run(parsed: Namespace) -> int:
     if not parsed.out:
         print("\n".join(curves(runs, max(20, shutil.get_terminal_size().columns - MARGIN - 1))))
         return 0
-    if not parsed.out.endswith(".png"):
-        raise UsageError(f"--out writes PNG, found {parsed.out}; name a FILE.png")
-    from handgrad.reports.drawing import png  # imports matplotlib, which the terminal does not need
+    from handgrad.reports.drawing import write_png  # imports matplotlib, which the terminal does not need
     from handgrad.reports.plots import choose_plots
 
-    with storage_errors(f"writing {parsed.out}"):
-        write_bytes_durably(Path(parsed.out), png(choose_plots(runs)[0], runs))
+    write_png(Path(parsed.out), choose_plots(runs)[0], runs)
     print(parsed.out)
     return 0
 

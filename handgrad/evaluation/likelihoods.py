@@ -158,10 +158,9 @@ class Workload:
 
     def buffers(self) -> list[Buffer]:
         """The buffers of scoring, besides the activations: input from the host, the head's input, and the results."""
-        most = max((block.scored for block in self.blocks), default=0)
         rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "block": ((max((block.ids.numel() for block in self.blocks), default=0),), torch.int32),
-            "targets": ((most,), torch.int64),
+            "targets": ((max((block.scored for block in self.blocks), default=0),), torch.int64),
             "picked": ((self.chunk, self.shape.channels), self.dtype),
             "likeliest": ((self.chunk,), torch.int64),
             "losses": ((self.results,), accumulation_dtype(self.dtype)),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -15,6 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 
+from handgrad.errors import UsageError, storage_errors
+from handgrad.files import write_bytes_durably
 from handgrad.reports.plots import FEW_RUNS, LEADER, NAME, PALETTE, RUN_LINE, Plot, Style, light, shortened, tick_sparsely
 from handgrad.reports.results import Run
 
@@ -116,6 +119,14 @@ def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_form
 
 def png(plot: Plot, runs: Sequence[Run]) -> bytes:
     return render(plot, runs, LARGE if plot.wide or len(runs) > FEW_RUNS else SMALL, "png")[1]
+
+
+def write_png(path: Path, plot: Plot, runs: Sequence[Run]) -> None:
+    """Writes `plot` of `runs`. Raises `UsageError` for a name of another format, `StorageError` if it cannot be written."""
+    if path.suffix != ".png":
+        raise UsageError(f"a plot writes PNG, found {path}; name a FILE.png")
+    with storage_errors(f"writing {path}"):
+        write_bytes_durably(path, png(plot, runs))
 
 
 def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tuple[str, str]:

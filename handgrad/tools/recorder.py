@@ -323,8 +323,7 @@ def spent_on_gpu(events: Sequence[Event]) -> dict[str, Spent]:
         (by_time, ranges_of(on_device, "gpu_user_annotation")),
     ):
         chosen.sort(key=lambda pair: pair[0])
-        kinds = innermost(ranges, [moment for moment, _ in chosen])
-        for kind, (_, event) in zip(kinds, chosen, strict=True):
+        for kind, (_, event) in zip(innermost(ranges, [moment for moment, _ in chosen]), chosen, strict=True):
             row = spent[kind or (OTHER if event["cat"] == "kernel" else COPIES)]
             row.launches += 1
             row.microseconds += event["dur"]
