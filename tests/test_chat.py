@@ -233,10 +233,11 @@ def test_in_a_terminal(own: str, capsys: pytest.CaptureFixture, monkeypatch: pyt
     monkeypatch.setattr("sys.stdin", terminal)
     monkeypatch.setattr("builtins.input", read)
     before = signal.getsignal(signal.SIGINT)
-    assert main(["chat", own, "--device", "cpu", "--max-tokens", "5", "--temperature", "0"]) == 0
+    assert main(["chat", own, "--device", "cpu", "--max-tokens", "5", "--temperature", "0", "--context", "200000"]) == 0
     shown, told = capsys.readouterr()
     assert shown == "".join(load(own, device="cpu").chat(HELLO, max_tokens=5, temperature=0)) + "\n\n"
-    assert "template of its own, context of 131072 (" in told and " when it is full)\nCtrl-C stops an answer" in told
+    assert "template of its own, context of 131072, the model's longest (" in told
+    assert " when it is full)\nCtrl-C stops an answer" in told
     assert "handgrad: expected text, found noncharacter U+FDD0 in message 1" in told
     assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufdd0"))

@@ -151,8 +151,9 @@ def open_talking_model(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
 def context_of(writing: Writing, asked: int | None) -> tuple[int, str]:
     """(tokens of the longest conversation, in words): the context `asked` for, or the model's, if it fits in memory."""
     own = writing.model.shape.sequence_length
-    wanted = min(asked, own) if asked else own
+    wanted = min(asked or own, own)
     context = writing.fitting(wanted)
     memory = human_bytes(make_plan(writing.table(1, context)).total_bytes)
-    less = f" of {wanted}: memory holds no more" if context < wanted else ""
+    most = ", the model's longest" if asked and asked > own else ""
+    less = f" of {wanted}: memory holds no more" if context < wanted else most
     return context, f"context of {context}{less} ({memory} when it is full)"

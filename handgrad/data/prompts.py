@@ -118,8 +118,7 @@ def asked_questions(data: str) -> tuple[tuple[str, str, Row], ...]:
         while len(found) < enough:
             talk = questions.conversation(1, number, split == "validation")[:-1]
             messages, number = [{"role": role, "content": content} for role, content in talk], number + 1
-            characters = sum(len(content) for _, content in talk)
-            if questions.kind_of(messages) in kinds and characters <= MOST_CHARACTERS:
+            if questions.kind_of(messages) in kinds and sum(len(content) for _, content in talk) <= MOST_CHARACTERS:
                 found.append((split, "", {"messages": messages, "kind": questions.kind_of(messages)}))
     return tuple(found)
 
