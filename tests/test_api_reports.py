@@ -3,12 +3,14 @@
 import ast
 import dataclasses
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 
 import handgrad
 from handgrad.api.records import KINDS
+from handgrad.cli import main
 from handgrad.settings.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +60,21 @@ def test_a_run_plots_itself(shards: Path, tmp_path: Path) -> None:
     with handgrad.Training(small_run(shards, tmp_path / "run"), quiet=True) as run:
         run.steps(6)
         assert run.plot("learning_rate")._repr_png_() == handgrad.plot(run.folder, curve="learning_rate")._repr_png_()
+
+
+def test_a_run_without_a_step_is_left_out(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Of a folder of runs: one that failed at once hides no other."""
+    for name, folder in zip(("done", "failed"), runs, strict=True):
+        shutil.copytree(folder, tmp_path / name)
+    metrics = tmp_path / "failed" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
+    with pytest.warns(UserWarning, match=r"left out: .*failed has no finished step yet"):
+        assert [row["run"] for row in handgrad.compare(tmp_path)] == ["done"]
+    assert main(["plot", str(tmp_path)]) == 0
+    shown, told = capsys.readouterr()
+    assert "* done, training" in shown and told.startswith(f"left out   {tmp_path / 'failed'} has no finished step")
+    with pytest.raises(handgrad.HandgradError, match="no finished step"):
+        handgrad.compare(tmp_path / "failed")
 
 
 def test_mistakes_are_one_line(runs: list[Path], tmp_path: Path) -> None:

@@ -181,6 +181,7 @@ def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["prepare", "text.txt", "--tokenizer"], "--tokenizer needs a value, found none: gpt2, bytes, bpe:SIZE"),
         (["sample", "run", "--top-p"], "--top-p needs a value, found none: only the likeliest"),
         (["train", "tiny", "--out=~/a"], "expected a path, found --out=~/a: shells leave that ~ alone; try --out ~/a"),
+        (["train", "tiny", "--out", "~"], "out must be a folder whose ~ is written out, found ~"),
         (["train", "tiny", "--steps", "many"], "steps must be a whole number, found 'many'"),
         (["train", "tiny", "--steps", "0"], "steps must be at least 1"),
         (["train", "tiny", "--learning-rate", "nan"], "learning_rate must be a finite number"),

@@ -90,6 +90,11 @@ def test_epochs_in_a_recipe_and_in_python(shards: Path, tmp_path: Path) -> None:
     assert run_config("", str(recipe), "", {"steps": 7}).steps == 7
     recipe.write_text(f'preset = "tiny"\nsteps = 2\ndata = "{shards}"\n')
     assert run_config("", str(recipe), "", {"epochs": 2.0}).steps == steps
+    recipe.write_text(f'preset = "tiny"\nepochs = 0.1\nwarmup_steps = 30\ndata = "{shards}"\n')
+    own = run_config("", str(recipe), "", {})
+    assert own.warmup_steps == 30 > own.steps / 4, "its own epochs cut no warm-up of its own, as its own steps do not"
+    assert run_config("", str(recipe), "", {"epochs": 0.1}).warmup_steps < 30
+    assert run_config("", str(recipe), "", {"warmup_steps": 9}).warmup_steps == 9
     with pytest.raises(UsageError, match="epochs must be a number above 0, found 'two'"):
         handgrad.preset("tiny", data=shards, epochs="two")  # type: ignore[arg-type]
 

@@ -77,6 +77,8 @@ def test_a_run_that_learnt_nothing() -> None:
     few = judged(lambda done: UNIFORM - 0.2 * done, 20, noise=0.01)
     assert few.kind == "learnt nothing" and few.advice == ("--steps", "200", "--allow-changes"), few
     assert few.text.startswith("learnt nothing: the loss fell by 0.2, from 8.3") and few.text.endswith(", in 20 steps")
+    risen = judged(lambda done: UNIFORM + 0.2 * done, 20, noise=0.01)
+    assert risen.text.startswith("learnt nothing: the loss rose by 0.17, from 8.3"), risen
     slow = judged(lambda done: UNIFORM - 0.2 * done, 2000, noise=0.01, learning_rate=1e-5)
     assert slow.advice == ("--learning-rate", "0.003")
 

@@ -1,6 +1,7 @@
 """report, plot, compare: pages, curves and tables about runs, from their records."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,8 @@ def compare(*runs: RunFolder) -> Comparison:
     """Compares run folders, or all runs in a folder: a row per run, with its results, then the settings that differ. Losses
     are in nats per token, the training loss is a mean over the last steps, speeds are medians; NaN if a run has none.
 
-    Raises the errors of `report`."""
-    read = read_runs(given(runs))
+    Warns of runs that it leaves out: they do not read or have no finished step. Raises the errors of `report`."""
+    read = read_runs(given(runs), lambda error: warnings.warn(f"left out: {error}", stacklevel=4))
     return Comparison(
         {"run": run.name}
         | {name: result(run) for name, result in RESULTS.items()}

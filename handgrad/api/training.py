@@ -343,7 +343,6 @@ def train(
 ) -> float | None:
     """Makes all steps of a `Training` with the same arguments; returns the last validation loss in nats, if there was one.
     Leaves a finished run as it is."""
-    how = {"allow_changes": allow_changes, "quiet": quiet}
-    with Training(preset, config=config, model=model, **how, **settings) as run:
+    with Training(preset, config=config, model=model, allow_changes=allow_changes, quiet=quiet, **settings) as run:
         run.steps()
         return run.validation_loss

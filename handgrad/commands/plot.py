@@ -1,6 +1,7 @@
 """handgrad plot: the loss of one or more runs, drawn in the terminal, or as the report's plot in a PNG."""
 
 import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ ROWS, MARGIN = 16, 8  # height of the plot, width of the labels to the left
 
 
 def run(parsed: Namespace) -> int:
-    runs = read_runs([Path(folder) for folder in parsed.runs])
+    runs = read_runs([Path(folder) for folder in parsed.runs], lambda error: print(f"left out   {error}", file=sys.stderr))
     if not parsed.out:
         print("\n".join(curves(runs, max(20, shutil.get_terminal_size().columns - MARGIN - 1))))
         return 0

@@ -10,8 +10,7 @@ from handgrad.settings import recipes
 def run(args: argparse.Namespace) -> int:
     shipped = recipes.shipped()
     if not args.name:
-        width = max(map(len, shipped))
-        lines = {name: f"{name:<{width}}  {recipes.first_comment(path)}" for name, path in shipped.items()}
+        lines = {name: f"{name:<{max(map(len, shipped))}}  {recipes.first_comment(path)}" for name, path in shipped.items()}
         trained = recipes.recipe_names()
         print(*(lines[name] for name in trained), sep="\n")
         print("train one: handgrad train --config NAME; change one: handgrad recipes NAME > mine.toml\n")

@@ -330,8 +330,7 @@ def begin_of_answer(text: str, first: int, ending: str, marked: str) -> int:
     end = text.find(CONTENT_END, first)
     place = text.rfind(ending, first, end) if ending else -1
     begin = place + len(ending)
-    said = marked[: marked.index(CONTENT_END)]
-    return begin if place >= 0 and text[begin:end].strip() == said.strip() else 0
+    return begin if place >= 0 and text[begin:end].strip() == marked[: marked.index(CONTENT_END)].strip() else 0
 
 
 def _answers(messages: list[dict[str, str]]) -> list[int]:

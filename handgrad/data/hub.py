@@ -266,8 +266,7 @@ def _read(response: http.client.HTTPResponse) -> bytes:
 
 
 def _authorize(request: urllib.request.Request) -> None:
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    if request.full_url.startswith(endpoint + "/"):
+    if request.full_url.startswith(os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/") + "/"):
         import huggingface_hub
 
         token = huggingface_hub.get_token()

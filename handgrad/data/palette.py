@@ -80,7 +80,7 @@ def _sample(pictures: Iterable[np.ndarray], colours: int) -> tuple[np.ndarray, n
             parts = [whole[:, whole[0] < bound]]
             count = len(parts[0][0])
     if (most := len(every := np.flatnonzero(seen))) < colours:
-        remedy = f"try palette:{most}" if most > 1 else "name other pictures"
+        remedy = f"try --codes palette:{most}" if most > 1 else "name other pictures"
         raise UsageError(f"expected at least {colours} colours in the pictures, found {most}; {remedy}")
     points, weights = np.unique(np.concatenate(parts, 1)[1], return_counts=True)
     rare = np.setdiff1d(every, points)[: max(0, colours - len(points))]  # the sample may miss some

@@ -61,8 +61,7 @@ def turns_of(row: dict[str, Any], side: str) -> Any:
     turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if not isinstance(before, list) or not isinstance(turns, list):
         return turns  # `messages_of` refuses it by its form
-    repeats = len(turns) > 1 and isinstance(prompt, str)  # UltraFeedback's rows have the prompt in both places
-    return turns if repeats else [*before, *turns]
+    return turns if len(turns) > 1 and isinstance(prompt, str) else [*before, *turns]  # UltraFeedback has the prompt twice
 
 
 def has_pairs(dataset: Dataset) -> bool:

@@ -88,7 +88,7 @@ def find_local(spec: str) -> list[SourceFile]:
         found, root = sorted(filter(is_text, files_below(path))), path
         if not found:
             by_name = any(is_text(file, BY_NAME) for file in files_below(path))
-            remedy = f"name its .json files: {str(path / '*.json')!r}" if by_name else "name another folder"
+            remedy = f"name its .json files: {str(path / '*.json')!r}" if by_name else "name another folder or add --images"
             raise DataError(f"expected {', '.join(FOLDER_SUFFIXES)} files in {path}, found none; {remedy}")
     else:
         suffixes = BY_NAME if spec.lower().endswith(BY_NAME) else FOLDER_SUFFIXES
@@ -252,6 +252,8 @@ def longest_text(row: Any) -> str:
 
 def field_to_try(keys: Iterable[str], longest: str) -> str:
     """The remedy in an error about rows with these keys and no text."""
+    if {"chosen", "rejected"} <= set(keys):
+        return "add --preferences --reference MODEL, which prepares pairs of answers"
     chat = "add --chat to the command, which prepares conversations, questions and answers"
     return chat if TALKS & set(keys) else f"try --text-field {longest}".rstrip()
 

@@ -90,7 +90,8 @@ def outcome_of(
     most = first if config.teacher else uniform  # a divergence ends at 0
     if losses[0][0] == 1 and not config.init_from and first - last < NOTHING_SHARE * most:
         slow = config.learning_rate < usual_rate / 5
-        text = f"learnt nothing: the loss fell by {first - last:.2g}, from {first:.3f} to {last:.3f}, in {steps} steps"
+        moved = f"{'fell' if last <= first else 'rose'} by {abs(first - last):.2g}"
+        text = f"learnt nothing: the loss {moved}, from {first:.3f} to {last:.3f}, in {steps} steps"
         return Outcome(NOTHING, text, ("--learning-rate", f"{rounded(usual_rate):g}") if slow else longer)
 
     measured, name = (validations, "validation") if validations else ([*losses[:1], (steps, last)], "training")

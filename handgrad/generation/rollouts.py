@@ -105,8 +105,7 @@ class ExactSampler:
         trained = (targets.view(-1) >= 0).nonzero().squeeze(1)
         seeds = torch.zeros(targets.shape, dtype=torch.int64)
         seeds[: len(rows)] = torch.tensor([rollout.seed for rollout in rows]).unsqueeze(1)
-        places = torch.arange(1, targets.shape[1] + 1).repeat(len(targets))
-        for name, host in ((SEEDS, seeds), (PLACES, places)):
+        for name, host in ((SEEDS, seeds), (PLACES, torch.arange(1, targets.shape[1] + 1).repeat(len(targets)))):
             self.state.views[name].copy_(host.view(-1))
         self.choose(trained)
         chosen, losses = (self.of_answers(rows, each) for each in (self.state.views[CHOSEN], self.state.activations.losses))

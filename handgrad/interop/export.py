@@ -133,7 +133,6 @@ def export_llmc(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
         huggingface.format_of(found)  # refuses an autoencoder, which no other format takes either
         raise UsageError(
             f"llm.c has no network like {checkpoint.folder}'s ({found}), only GPT-2's; `export --to hf` writes it"
-            " with its code"
         )
 
     def write(partial: Path, model: LoadedModel) -> None:

@@ -101,7 +101,7 @@ def read_pattern(config: Config, layers: int, default: int) -> int:
     if (kinds := config.content.get("layer_types")) is None:
         return default
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    every = kinds.index(FULL) + 1 if FULL in kinds else layers + 1
+    every = kinds.index(FULL) + 1 if FULL in kinds else max(default, layers + 1)
     if len(kinds) != layers or kinds != layer_types(every, layers):
         raise config.refused("layer_types", f"of {layers} layers with one of {FULL} in every {every}", kinds)
     return every

@@ -71,10 +71,9 @@ def their_tensors(shape: ModelShape, row: ParameterRow) -> dict[str, tuple[int, 
     if len(modules) > 1:
         rows = next([*gemm.outputs.values()] for gemm in shape.gemms if gemm.weight == f"{ours}_weight")
     end = "bias" if kind == "bias" else "weight"
-    dims = [(size, *row.shape[1:]) for size in rows]
     return {
-        f"{at}{module}.{end}": size[::-1] if transposed(shape, row) else size
-        for module, size in zip(modules, dims, strict=True)
+        f"{at}{module}.{end}": dims[::-1] if transposed(shape, row) else dims
+        for module, dims in zip(modules, ((size, *row.shape[1:]) for size in rows), strict=True)
     }
 
 

@@ -112,7 +112,7 @@ def nope_interval(config: Config, layers: int) -> int:
     if (listed := config.content.get("no_rope_layers")) is None:
         return interval
     listed = listed if isinstance(listed, list) else [listed]
-    first = listed.index(0) + 1 if 0 in listed else layers + 1
+    first = listed.index(0) + 1 if 0 in listed else max(interval, layers + 1)
     if len(listed) != layers or listed != [int((layer + 1) % first != 0) for layer in range(layers)]:
         raise config.refused("no_rope_layers", "with a 0 at every so manyth layer and 1 elsewhere", listed)
     return first

@@ -31,7 +31,8 @@ SIZES = {
     "channels": ("hidden_size", 4096),
 }
 READ = {"num_key_value_heads", "intermediate_size", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"}
-READ |= {"sliding_window", "layer_types", "head_dim", LENGTH, *(key for key, *_ in (*KNOWN, *SIZES.values()))}
+READ |= {"sliding_window", "sliding_window_pattern", "layer_types", "head_dim", LENGTH}
+READ |= {key for key, *_ in (*KNOWN, *SIZES.values())}
 WITHOUT_EFFECT = """architectures model_type dtype torch_dtype transformers_version initializer_range use_cache
     bos_token_id eos_token_id pad_token_id _name_or_path unsloth_fixed unsloth_version"""
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "attention_factor", "truncate", "partial_rotary_factor", LENGTH}
@@ -51,6 +52,7 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
         "rms_norm_eps": family.norm_epsilon,
         "rope_theta": family.rotary_base,
         "rope_scaling": scaling,
+        "sliding_window_pattern": family.full_every,
         "pad_token_id": None,  # its default is a token of its published vocabulary
         **{key: default for key, default, _ in KNOWN[:-1] if key != "clip_qkv"},
     }
@@ -69,6 +71,7 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     check_keys(content, {*READ, *WITHOUT_EFFECT.split()}, "an OLMo", path)
     config, windowed = Config(content, path), content["model_type"] == "olmo3"
     config.expect(KNOWN)
+    every = config.whole("sliding_window_pattern", FULL_EVERY)
     sizes: dict[str, Any] = {ours: config.whole(*theirs) for ours, theirs in SIZES.items()}
     width = sizes["channels"] // sizes["num_heads"]
     if config.whole("head_dim", width) != width:
@@ -78,7 +81,7 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
         feed_forward=config.whole("intermediate_size", 11008),
         norm_epsilon=config.number("rms_norm_eps", 1e-5, content),
         window=config.whole("sliding_window", 4096) if windowed else 0,
-        full_every=read_pattern(config, sizes["num_layers"], FULL_EVERY) if windowed else FULL_EVERY,
+        full_every=read_pattern(config, sizes["num_layers"], every) if windowed else every,
         **read_rope(config, sizes["sequence_length"], windowed=windowed),
     )
     return ModelShape(**sizes, architecture="olmo", olmo=str(family))

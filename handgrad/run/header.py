@@ -133,7 +133,7 @@ def origin_text(origin: dict[str, Any]) -> str:
     """The source of a run's first weights: "runs/a (checkpoint of step 500), model.safetensors SHA-256 0123456789ab"."""
     step = f" of step {origin['step']}" if "step" in origin else ""
     files = [f"{name} SHA-256 {digest[:12]}" for name, digest in origin.get("sha256", {}).items()]
-    more = f" and {len(files) - 1} files more" if len(files) > 1 else ""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return f"{origin.get('source')} ({origin.get('from')}{step}), {', '.join(files[:1])}{more}"
 
 

@@ -70,6 +70,7 @@ UP_TO_2 = Rule("0, 1 or 2", lambda value: value in (0, 1, 2))
 UP_TO_3 = Rule("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
 LANES = Rule("a power of two up to 4096, or 0", lambda value: value & (value - 1) == 0 and 0 <= value <= 4096)
 SECONDS = between(1, 86400)
+NO_TILDE = Rule("a folder whose ~ is written out", lambda value: not value.startswith("~"))
 
 
 def option(default: Any, help: str, *rules: Rule, choices: tuple[str, ...] = (), free: bool = False) -> Any:
@@ -86,7 +87,7 @@ class RunConfig:
 
     # where
     data: str = option("shards", "folder of prepared shards, or several by weight: a=0.8,b=0.2 (docs/data.md)", free=True)
-    out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", free=True)
+    out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", NO_TILDE, free=True)
 
     # the model
     architecture: str = option("gpt2", "gpt2, modern, llama, gemma3, olmo or vqvae (docs/README.md)", choices=ARCHITECTURES)

@@ -141,8 +141,7 @@ def difference(name: str, one: Tensor, other: Tensor) -> TensorDifference:
     """Compares two tensors, in units in the last place: the difference of the floats' bits as ordered integers."""
     a, b = ordered(one), ordered(other)
     distance = (a - b).abs().double()
-    lone = one.isnan() != other.isnan()
-    largest = math.nan if bool(lone.any()) else float(distance.max()) if distance.numel() else 0.0
+    largest = math.nan if bool((one.isnan() != other.isnan()).any()) else float(distance.max()) if distance.numel() else 0.0
     bits = int((a != b).sum())
     return TensorDifference(name, bits, a.numel(), largest, float(distance.mean()) if distance.numel() else 0.0)
 

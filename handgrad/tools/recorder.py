@@ -317,10 +317,9 @@ def spent_on_gpu(events: Sequence[Event]) -> dict[str, Spent]:
             else:
                 by_call.append((call, event))
     spent: dict[str, Spent] = defaultdict(Spent)
-    on_device = [e for e in events if e["cat"] == "gpu_user_annotation"]
     for chosen, ranges in (
         (by_call, ranges_of(events, "user_annotation")),
-        (by_time, ranges_of(on_device, "gpu_user_annotation")),
+        (by_time, ranges_of([e for e in events if e["cat"] == "gpu_user_annotation"], "gpu_user_annotation")),
     ):
         chosen.sort(key=lambda pair: pair[0])
         for kind, (_, event) in zip(innermost(ranges, [moment for moment, _ in chosen]), chosen, strict=True):

@@ -187,6 +187,13 @@ def test_rows_of_conversations_without_chat(tmp_path, row):
             prepare(PrepareOptions(str(tmp_path / name), tmp_path / "out", "bytes", workers=1))
 
 
+def test_rows_of_pairs_without_preferences(tmp_path):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match="; add --preferences --reference MODEL, which prepares pairs of answers"):
+        prepare(PrepareOptions(str(tmp_path / "a.jsonl"), tmp_path / "out", "bytes", workers=1))
+
+
 def test_a_parquet_file_without_conversations(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r'expected a column "messages", found text in .*; write rows as'):

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from handgrad.cli import main
 from handgrad.data.model_tokenizer import gpt2_merges, read_vocabulary, vocabulary_files
 from handgrad.errors import DataError
-from handgrad.interop import huggingface, llama as llama_files, sources
+from handgrad.interop import gemma3, huggingface, llama as llama_files, olmo, sources
 from handgrad.interop.model_card import validation_losses
+from handgrad.networks import ModelShape
 from handgrad.storage import checkpoint
 from tests.interop.models import (
     SIZES,
@@ -255,3 +257,22 @@ def test_yarn_of_any_length(base: float, length: int) -> None:
     family = llama_files.read_shape(config.to_dict(), Path("config.json")).family
     ours = torch.tensor(family.frequencies, dtype=torch.float64)
     assert ((expected.double() / ours) - 1).abs().max() < 1e-6 and family.rope_scale == pytest.approx(scale, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        (gemma3, ""),
+        (olmo, "window=8"),
+        (olmo, "window=8,full_every=9"),
+        (olmo, "full_every=2"),
+        (llama_files, "nope_interval=4"),
+        (llama_files, "nope_interval=9"),
+    ],
+)
+def test_an_interval_above_the_layers_comes_back(family: ModuleType, text: str) -> None:
+    """Of two layers none stands at it: the list of layers leaves it open."""
+    name = family.__name__.rpartition(".")[2]
+    shape = ModelShape(97, 32, 2, 2, 32, name, **{name: text})  # type: ignore[arg-type]
+    content = json.loads(json.dumps(family.their_config(shape, 0.0)))
+    assert family.read_shape(content, Path("config.json")) == shape
