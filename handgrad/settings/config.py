@@ -70,7 +70,7 @@ UP_TO_2 = Rule("0, 1 or 2", lambda value: value in (0, 1, 2))
 UP_TO_3 = Rule("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
 LANES = Rule("a power of two up to 4096, or 0", lambda value: value & (value - 1) == 0 and 0 <= value <= 4096)
 SECONDS = between(1, 86400)
-NO_TILDE = Rule("a folder whose ~ is written out", lambda value: not value.startswith("~"))
+NO_TILDE = Rule("a folder whose ~ is written out", lambda value: not str(value).startswith("~"))
 
 
 def option(default: Any, help: str, *rules: Rule, choices: tuple[str, ...] = (), free: bool = False) -> Any:
