@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             arguments = [*arguments[1:2], "--help"]
         if arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version"):
             raise UsageError(f"expected a command first, found {arguments[0]!r}; `handgrad --help` lists all")
-        if flag := next((word for word in arguments if word[:2] == "--" and word.partition("=")[2].startswith("~/")), ""):
+        if flag := next((word for word in arguments if word.startswith("--out=~/")), ""):
             raise UsageError(f"expected a path, found {flag}: shells leave that ~ alone; try {flag.replace('=', ' ', 1)}")
         command = parser.parse(arguments[:1]).command
         if command in REMOVED:

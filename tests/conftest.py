@@ -129,7 +129,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(CpuTimes())
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     """The results file that `make test-gpu` leaves. Of parallel processes the first writes it: a worker whose first process
     was killed would leave a record of its own tests alone."""
     if hasattr(config, "workerinput"):
@@ -142,7 +142,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         names = [report.nodeid for outcome in ("failed", "error") for report in found[outcome]]
         tests = {outcome: len(reports) for outcome, reports in found.items()}
-        write_record(path, device, tests=tests, not_passed=names)
+        cut = {"interrupted": True} if exitstatus == pytest.ExitCode.INTERRUPTED else {}
+        write_record(path, device, tests=tests, not_passed=names, **cut)
     if path := config.getoption("--fault-record"):
         stats = terminalreporter.stats
         numbers = {"passed": len(stats.get("passed", [])), "seconds": fault_rows.elapsed_seconds()}

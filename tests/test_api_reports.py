@@ -63,13 +63,15 @@ def test_a_run_plots_itself(shards: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_step_is_left_out(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Of a folder of runs: one that failed at once hides no other."""
+    """A run that failed at once does not hide the others in its folder."""
     for name, folder in zip(("done", "failed"), runs, strict=True):
         shutil.copytree(folder, tmp_path / name)
     metrics = tmp_path / "failed" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
     with pytest.warns(UserWarning, match=r"left out: .*failed has no finished step yet"):
         assert [row["run"] for row in handgrad.compare(tmp_path)] == ["done"]
+    with pytest.warns(UserWarning, match=r"left out: .*failed has no finished step yet"):
+        assert "of done>" in repr(handgrad.plot(tmp_path))
     assert main(["plot", str(tmp_path)]) == 0
     shown, told = capsys.readouterr()
     assert "* done, training" in shown and told.startswith(f"left out   {tmp_path / 'failed'} has no finished step")

@@ -2,13 +2,17 @@
 
 import copy
 import functools
+import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import speed
+from tests import conftest
 from tests.figure_exceptions import COMMITS, NOT_YET, PAGES
 from tests.figure_tables import ARITHMETIC, made
 from tests.figure_values import RECORDS, ROOT, Figure
@@ -233,3 +237,13 @@ def test_the_picture_is_drawn_from_the_records(monkeypatch: pytest.MonkeyPatch) 
     measured["124M"]["handgrad, fp8"] = 741301.0
     monkeypatch.setattr(speed, "measured", lambda: measured)
     assert speed.digest() != before
+
+
+def test_a_record_of_interrupted_tests_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Else its counts would pass for the whole suite's."""
+    reporter = SimpleNamespace(stats={"passed": [None] * 3}, write_line=print)
+    for status in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED):
+        options = {"--record": str(tmp_path / f"{status.name}.json")}
+        conftest.pytest_terminal_summary(reporter, status, SimpleNamespace(getoption=options.get))  # type: ignore[arg-type]
+    whole, cut = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("OK", "INTERRUPTED"))
+    assert cut.pop("interrupted") and cut == whole and whole["tests"]["passed"] == 3

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from handgrad.errors import UsageError
+from handgrad.errors import HandgradError, UsageError
 from handgrad.format import table
 from handgrad.names import check_choice
 from handgrad.reports import comparing, results
@@ -70,22 +70,27 @@ def cell_text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
+def warn_of(error: HandgradError) -> None:
+    """Warns of a run that a page, a plot or a table leaves out."""
+    warnings.warn(f"left out: {error}", stacklevel=4)
+
+
 def report(*runs: RunFolder, out: RunFolder = "") -> Path:
     """`handgrad report`: writes the page about one or several run folders, or a folder of runs; returns its path. `out`: by
     default RUN/report.html of a single folder, report.html of several.
 
-    Raises `UsageError` if no runs are given, `DataError` for a folder that is not a run."""
+    Warns of a run that it leaves out. Raises `UsageError` if no runs are given, `DataError` if none of them is readable."""
     folders = given(runs)
     default = folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE)
-    return write_report(folders, Path(out) if os.fspath(out) else default)
+    return write_report(folders, Path(out) if os.fspath(out) else default, warn_of)
 
 
 def plot(*runs: RunFolder, curve: str = "loss") -> Curves:
     """Draws one plot of the report, for run folders or a folder of runs. `curve`: its name, such as loss, gradient_norm,
     learning_rate, tokens_per_second, step_time.
 
-    Raises `UsageError` for a curve that these runs do not have, and the errors of `report`."""
-    read = read_runs(given(runs))
+    Raises `UsageError` for a curve that these runs do not have, and the errors of `report`; warns as it does."""
+    read = read_runs(given(runs), warn_of)
     plots = {plot.name: plot for plot in choose_plots(read)}
     check_choice("curve", curve, plots)
     return Curves(plots[curve], read)
@@ -95,8 +100,8 @@ def compare(*runs: RunFolder) -> Comparison:
     """Compares run folders, or all runs in a folder: a row per run, with its results, then the settings that differ. Losses
     are in nats per token, the training loss is a mean over the last steps, speeds are medians; NaN if a run has none.
 
-    Warns of runs that it leaves out: they do not read or have no finished step. Raises the errors of `report`."""
-    read = read_runs(given(runs), lambda error: warnings.warn(f"left out: {error}", stacklevel=4))
+    Raises the errors of `report`, and warns as it does."""
+    read = read_runs(given(runs), warn_of)
     return Comparison(
         {"run": run.name}
         | {name: result(run) for name, result in RESULTS.items()}

@@ -154,6 +154,5 @@ def context_of(writing: Writing, asked: int | None) -> tuple[int, str]:
     wanted = min(asked or own, own)
     context = writing.fitting(wanted)
     memory = human_bytes(make_plan(writing.table(1, context)).total_bytes)
-    most = ", the model's longest" if asked and asked > own else ""
-    less = f" of {wanted}: memory holds no more" if context < wanted else most
+    less = f" of {wanted}: memory holds no more" if context < wanted else ", the model's longest" * ((asked or 0) > own)
     return context, f"context of {context}{less} ({memory} when it is full)"

@@ -80,8 +80,7 @@ def add_run_arguments(parser: Parser) -> None:
             parser.left_out[group.add_argument(flag(name), help=argparse.SUPPRESS, **options)] = text
         if name == "techniques":
             for change, text in TECHNIQUE_CHANGES.items():
-                option = group.add_argument(flag(change), help=argparse.SUPPRESS, metavar="NAMES")
-                parser.left_out[option] = text
+                parser.left_out[group.add_argument(flag(change), help=argparse.SUPPRESS, metavar="NAMES")] = text
 
 
 def add_model_arguments(parser: Parser, *, with_fp8: bool = False) -> None:

@@ -40,8 +40,7 @@ def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradE
     if not runs:
         raise UsageError("a report needs at least one run folder: `handgrad report RUN...`")
     if out.suffix.lower() not in (".html", ".htm"):
-        is_file = out.is_file() or (out.suffix and not out.is_dir())
-        page_file = out.with_suffix(".html") if is_file else out / REPORT_FILE
+        page_file = out.with_suffix(".html") if out.is_file() or (out.suffix and not out.is_dir()) else out / REPORT_FILE
         raise UsageError(f"a report is an .html file, found --out {out}; try --out {page_file}")
     read = read_runs(runs, leave_out)
     plots = choose_plots(read)

@@ -190,8 +190,7 @@ def wall_clock(run: Run) -> np.ndarray:
     for index in np.flatnonzero(np.isin(run.steps.step, [first for first in began if first is not None])):
         before[index] = began[int(run.steps.step[index])]
     taken = run.steps.time - before
-    alone = np.nan_to_num(run.steps.step_ms, posinf=0, neginf=0) / 1000
-    return np.cumsum(np.where(taken >= 0, taken, alone))
+    return np.cumsum(np.where(taken >= 0, taken, np.nan_to_num(run.steps.step_ms, posinf=0, neginf=0) / 1000))
 
 
 def date_text(seconds: float) -> str:

@@ -39,9 +39,9 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     if "steps" not in settings and (epochs := settings.get(EPOCHS, recipe.get(EPOCHS))) is not None:
         if type(epochs) not in (int, float) or not 0 < epochs < math.inf:
             raise UsageError(f"epochs must be a number above 0, found {epochs!r}")
-        # A recipe's own epochs shorten no warm-up of its own, as its own steps do not.
-        own = {name: recipe[name] for name in ("warmup_steps",) if name in recipe and EPOCHS not in settings}
-        rest = own | {name: value for name, value in settings.items() if name != EPOCHS}
+        rest = {name: value for name, value in settings.items() if name != EPOCHS}
+        if EPOCHS not in settings and "warmup_steps" in recipe:  # chosen for the recipe's own length, which stays
+            rest.setdefault("warmup_steps", recipe["warmup_steps"])
         sized = run_config(preset, recipe_file, model, {**rest, "steps": 1}, command)  # no size depends on the steps
         from handgrad.run.packing import steps_of  # imports torch, which `--help` avoids
 

@@ -152,8 +152,7 @@ def size_bytes(t: Named) -> int:
             elements = tensor.numel() // 3 * 2
         else:
             elements = tensor.numel()
-        twice = name.endswith(("_acc", "_inout")) and name not in ONCE
-        total += elements * tensor.element_size() * (2 if twice else 1)
+        total += elements * tensor.element_size() * (2 if name.endswith(("_acc", "_inout")) and name not in ONCE else 1)
     return total
 
 

@@ -143,7 +143,8 @@ def test_too_many_colours_are_refused(count: int, asked: int) -> None:
     picture = np.arange(count, dtype=np.uint8)[:, None].repeat(3, 1)
     with pytest.raises(UsageError) as refused:
         train_palette([picture, picture], asked)
-    assert str(refused.value) == f"expected at least {asked} colours in the pictures, found {count}; try --codes palette:{count}"
+    told = f"expected at least {asked} colours in the pictures, found {count}; try --codes palette:{count}"
+    assert str(refused.value) == told
     assert len(train_palette([picture, picture], count)) == count
 
 

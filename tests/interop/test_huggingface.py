@@ -271,7 +271,7 @@ def test_yarn_of_any_length(base: float, length: int) -> None:
     ],
 )
 def test_an_interval_above_the_layers_comes_back(family: ModuleType, text: str) -> None:
-    """Of two layers none stands at it: the list of layers leaves it open."""
+    """A network of two layers has no layer at it, so the config's list of layers does not show it."""
     name = family.__name__.rpartition(".")[2]
     shape = ModelShape(97, 32, 2, 2, 32, name, **{name: text})  # type: ignore[arg-type]
     content = json.loads(json.dumps(family.their_config(shape, 0.0)))

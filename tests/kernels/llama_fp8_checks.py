@@ -112,7 +112,7 @@ def turn_back(
 def attention_forward(
     draw: Draw, B: int, T: int, H: int, K: int, D: int, kind: torch.dtype, *, starts: Tensor | None = None
 ) -> None:
-    """Of heads of queries that share keys, by whichever kernel bf16 takes. `starts`: of documents."""
+    """Grouped heads: fp8 quantises the output of the kernel that bf16 takes. `starts`: the documents' first tokens."""
     N, C = B * T, H * D
     qkv = wide(draw, N, (H + 2 * K) * D)
     outs = [torch.full((N, C), math.nan, dtype=draw.dtype, device=draw.device) for _ in range(2)]
