@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import fp8_head
+from benchmarks import first_steps, fp8_head
 from handgrad import cli
 from handgrad.errors import ConfigError, UsageError
 from handgrad.joins.fp8.formats import E4M3, E5M2, Quantized
@@ -19,7 +19,7 @@ from handgrad.machine.gpus import GPUS
 from handgrad.run.folder import as_begun
 from handgrad.run.open import train
 from handgrad.run.resolve import resolve
-from handgrad.settings.config import RunConfig, check
+from handgrad.settings.config import RunConfig, check, to_toml
 from handgrad.storage.checkpoint import peek_config
 from handgrad.tools.speeds import gemm_seconds_per_token
 from tests.test_fp8_training import steps_of
@@ -46,7 +46,7 @@ def test_a_run_keeps_the_head_that_it_began_with(config: RunConfig) -> None:
         train(dataclasses.replace(run, fp8_head=begun))
         assert (peek_config(Path(run.out)) or {})["fp8_head"] == kept
         _, (line,) = as_begun(run)
-        assert line.endswith(f"its start: packing stream, lanes 1, fp8_head {kept or 'none'}")
+        assert line.endswith(f"its start: packing stream, lanes 1, fp8_head {kept or 'none'}, fp8_gradients e4m3")
         shutil.rmtree(Path(run.out) / "checkpoints" / "step_00000002")
         train(run)
         log = (Path(run.out) / "log.txt").read_text()
@@ -137,3 +137,27 @@ def test_the_benchmark_makes_all_runs_once(shards: Path, tmp_path: Path, monkeyp
     before = {path: path.stat().st_mtime_ns for path in work.rglob("model.safetensors")}
     fp8_head.main()
     assert {path: path.stat().st_mtime_ns for path in work.rglob("model.safetensors")} == before
+
+
+def test_the_first_steps_of_runs_that_were_stopped(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Another seed has other samples, and a run that stopped sooner lacks steps: both are refused."""
+
+    def run(name: str, losses: list[float], **settings: object) -> Path:
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.toml").write_text(to_toml(dataclasses.replace(RunConfig(), **settings)))
+        start = {"kind": "run", "device": "cuda: a GPU", "torch": "2", "commit": "cafe"}
+        steps = [
+            {"kind": "step", "step": n, "loss": loss, "norm": 1.0, "tokens": 64 * n} for n, loss in enumerate(losses, 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [start, *steps]))
+        return folder
+
+    bf16, fp8 = run("bf16", [5.0, 4.0, 3.0], precision="bf16"), run("fp8", [5.0, 4.5, 3.5, 9.0], precision="fp8")
+    first_steps.main(str(tmp_path / "out.json"), "2-3", [f"bf16={bf16}", f"fp8={fp8}"])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["machine"] == "cuda: a GPU" and found["runs"]["fp8"]["difference"] == 0.5
+    assert found["runs"]["fp8"]["losses"] == [5.0, 4.5, 3.5] and found["runs"]["fp8"]["tokens"] == 192
+    assert "fp8                      4.0000 (+0.5000); precision: 'bf16' -> 'fp8'" in capsys.readouterr().out
+    for other, told in ((run("seed", [5.0, 4.0, 3.0], seed=1), "has seed 1"), (run("short", [5.0]), "lacks some")):
+        with pytest.raises(AssertionError, match=told):
+            first_steps.compare({"bf16": bf16, "other": other}, 2, 3)

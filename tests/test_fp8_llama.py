@@ -10,10 +10,13 @@ from torch import Tensor
 
 from benchmarks.llama_twin import LARGE, SHAPES, sizes
 from handgrad.errors import UsageError
-from handgrad.joins.fp8.formats import E5M2, GRADIENT_FORMATS, SCALE, Quantized
+from handgrad.joins.fp8.formats import E4M3, E5M2, GRADIENT_FORMATS, SCALE, Quantized
 from handgrad.joins.fp8.tables import Fp8Gemms
 from handgrad.machine.gpus import GPUS
+from handgrad.networks.fp8 import gradient_format
 from handgrad.ops.sizes import power_of_two
+from handgrad.run.folder import as_begun
+from handgrad.run.open import train
 from handgrad.run.resolve import resolve
 from handgrad.settings.config import RunConfig, check
 from handgrad.tools.forecast import resolve_for
@@ -211,6 +214,22 @@ def test_recompute_levels_give_the_same_bits(fp8: RunConfig, scaling: str, gradi
         training, *told_too = steps_of(dataclasses.replace(fp8, recompute=recompute), 3)
         assert told_too == told
         assert torch.equal(training.state.master, expected.state.master)
+
+
+def test_gradients_are_in_e5m2_where_e4m3_was_measured_to_cost(fp8: RunConfig) -> None:
+    """A run of before keeps the format that it began with."""
+    others = ({"architecture": "gpt2", "llama": ""}, {"architecture": "modern", "llama": ""}, {"lora": "rank=8"})
+    assert gradient_format(fp8) == "e5m2" and gradient_format(replace(fp8, fp8_gradients="mixed")) == "mixed"
+    assert {gradient_format(replace(fp8, **other)) for other in others} == {"e4m3"}
+    buffers = {buffer.name: buffer.dtype for buffer in resolve(fp8, 257).plan.buffers}
+    gradients = ("dqkv", "dresidual_mid", "dhidden", "dresidual_out")
+    assert all(buffers[f"{name}.{form}"] == E5M2 for name in gradients for form in ("rows", "columns"))
+    assert buffers["blocks.0.norm1.rows"] == E4M3
+    for begun, kept in (("auto", "e5m2"), ("e4m3", "e4m3")):
+        run = replace(fp8, out=f"{fp8.out}-{begun}", steps=1, save_every=1, sample_tokens=0)
+        train(replace(run, fp8_gradients=begun))
+        _, (line,) = as_begun(run)
+        assert line.endswith(f"fp8_gradients {kept}")
 
 
 @pytest.mark.parametrize("family", TEXTS)

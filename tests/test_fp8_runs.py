@@ -264,7 +264,7 @@ def test_from_data_to_text(shards: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["--fp8-count-every", "0"], "fp8_count_every must be at least 1"),
         (["--fp8-saturation-steps", "0"], "fp8_saturation_steps must be at least 1"),
         (["--fp8-margin", "9"], "fp8_margin must be 0 to 8 binades, found 9"),
-        (["--fp8-gradients", "e3m4"], "fp8_gradients must be one of e4m3, e5m2, mixed"),
+        (["--fp8-gradients", "e3m4"], "fp8_gradients must be one of auto, e4m3, e5m2, mixed"),
         (["--fp8-on-saturation", "stop"], "fp8_on_saturation must be one of warn, widen"),
     ],
 )

@@ -180,6 +180,9 @@ def test_a_measured_run_quotes_its_record_and_others_the_model() -> None:
     four = forecast(config, 50257, "h200", ranks=4, price=3.0)
     assert four.measured and four.memory_bytes < one.memory_bytes
     assert four.dollars == pytest.approx(4 * 3 * four.seconds / 3600)
+    fp8 = dataclasses.replace(config, precision="fp8")
+    assert forecast(fp8, 50257, "h200").measured
+    assert not forecast(dataclasses.replace(fp8, fp8_gradients="e5m2"), 50257, "h200").measured
     for other in ({"recompute": 1}, {"sequence_length": 512}, {"micro_batch": 32}, {"dropout": 0.1}):
         changed = forecast(dataclasses.replace(config, **other), 50257, "h200")
         assert not changed.measured and changed.source == "" and changed.dollars is None

@@ -61,8 +61,7 @@ def converse(parsed: Namespace, talk: Talk, writing: Writing, options: SamplingO
     messages, answers = list(beginning), 0
     terminal = parsed.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if terminal:
-        template = "plain template" if talk.template.is_plain else "template of its own"
-        print(f"{template}, {described}", file=sys.stderr)
+        print(f"{'plain template' if talk.template.is_plain else 'template of its own'}, {described}", file=sys.stderr)
         print(f"Ctrl-C stops an answer, {NEW} forgets, {QUIT} ends", file=sys.stderr)
     for line in lines(terminal) if parsed.prompt is None else [parsed.prompt]:
         if line == QUIT and parsed.prompt is None:

@@ -101,8 +101,7 @@ def prune(run: Path, keep: int) -> list[str]:
     with locked(run, "; prune when it has ended"):
         newest, lines = checkpoint.newest(run / CHECKPOINTS, moves=True)
         if newest is None:
-            reason = f" ({lines[0]})" if lines else ""
-            raise DataError(f"{run} holds no valid checkpoint{reason}; nothing was removed")
+            raise DataError(f"{run} holds no valid checkpoint{f' ({lines[0]})' if lines else ''}; nothing was removed")
         best = checkpoint.best_validated(run)
         chosen = newest.step, keep, best and best[0], keep_every(run), lines.append
         return lines + [f"deleted   {folder}" for folder in checkpoint.prune(run / CHECKPOINTS, *chosen)]

@@ -64,9 +64,8 @@ def run(parsed: Namespace) -> int:
     train(run_config(PRESETS[corpus], "", "", {"data": data, "out": out, **steps}))
     if parsed.images:
         print(f"drawings   {pictures_right(out)} of {DRAWN} show what their captions say, each token the likeliest")
-    page = write_report([Path(out)], Path(out) / REPORT_FILE)
     print(f"""
-The report is {page.absolute().as_uri()}
+The report is {write_report([Path(out)], Path(out) / REPORT_FILE).absolute().as_uri()}
 What to try next (after `source .venv/bin/activate`, if make did the set-up):
 {NEXT[corpus].format(out=out)}""")
     return 0

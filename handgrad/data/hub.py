@@ -69,8 +69,7 @@ def find_hub(spec: str, split: str = "train") -> list[SourceFile]:
     api = huggingface_hub.HfApi(endpoint=endpoint)
     info = _ask(lambda: api.dataset_info(name), f"asking {endpoint} for the dataset {name}")
     names = [sibling.rfilename for sibling in info.siblings or []]
-    card = info.card_data.to_dict() if info.card_data else {}
-    chosen = choose_files(names, card.get("configs"), config, name, split)
+    chosen = choose_files(names, (info.card_data.to_dict() if info.card_data else {}).get("configs"), config, name, split)
     paths = []
     for start in range(0, len(chosen), 100):
         part = chosen[start : start + 100]

@@ -102,8 +102,7 @@ def rows_of(data: str) -> Iterator[tuple[str, str, Row]]:
             for _, where, row in read_objects(file.path):
                 if not isinstance(row, dict):
                     raise DataError(f"expected an object with a prompt, found {keys_of(row)} in {where}; write {FORM}")
-                digest = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest()
-                yield SPLITS[digest[0] < HELD_OUT], where, row
+                yield SPLITS[hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest()[0] < HELD_OUT], where, row
 
 
 @functools.cache

@@ -148,8 +148,7 @@ def type_of(part: Part, kind: str) -> Any:
     if part.values.dim() == 1 or part.name in FLOAT32:
         return gguf.GGMLQuantizationType.F32
     made = gguf.GGMLQuantizationType[kind.upper()]
-    whole_blocks = part.values.shape[1] % gguf.GGML_QUANT_SIZES[made][0] == 0
-    return made if whole_blocks else gguf.GGMLQuantizationType.F16
+    return gguf.GGMLQuantizationType.F16 if part.values.shape[1] % gguf.GGML_QUANT_SIZES[made][0] else made
 
 
 def encoded(part: Part, made: Any) -> np.ndarray:

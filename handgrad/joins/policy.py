@@ -89,8 +89,7 @@ def program(state: TrainingState, ops: Any, model_ops: Any, about: Policy, rollo
 
     weighed = with_weights(plain, state, model_ops, weigh_first if about.updates == 1 else weigh_further)
     if about.updates == 1:
-        sum_losses = plain.micro_step[-1].run
-        alone: list[Callable[[], object]] = [partial(act.losses.copy_, sampled), sum_losses]
+        alone: list[Callable[[], object]] = [partial(act.losses.copy_, sampled), plain.micro_step[-1].run]
         weighed = replace(weighed, has_gradient=rollouts.has_gradient, losses_alone=alone)
     return on_rollouts(weighed, state, act.losses, rollouts.before_step)
 

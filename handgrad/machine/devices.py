@@ -161,5 +161,4 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     kibibytes = processor.value("/proc/meminfo", "MemAvailable:")
-    free = [int(kibibytes.split()[0]) * 1024] if kibibytes else []
-    return min([*free, *processor.memory_left()], default=None)
+    return min([*([int(kibibytes.split()[0]) * 1024] if kibibytes else []), *processor.memory_left()], default=None)

@@ -54,8 +54,7 @@ def forward_buffers(
     """The activations of a forward pass over `batch` samples of `length` tokens; `chunk`: as in `head_chunk_tokens`.
     `packed`: a sample holds several documents, which do not see each other."""
     documents = document_buffers(architecture(shape), batch, length) if packed else []
-    rows = forward_rows(shape, batch, length, dtype, ops, chunk=chunk)
-    return [*(row.buffer(recompute=0) for row in rows), *documents]
+    return [*(row.buffer(recompute=0) for row in forward_rows(shape, batch, length, dtype, ops, chunk=chunk)), *documents]
 
 
 def document_buffers(model: ModuleType, batch: int, length: int) -> list[Buffer]:

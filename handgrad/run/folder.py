@@ -162,6 +162,7 @@ def inherited_settings(config: RunConfig) -> dict[str, Any]:
         ("teacher_divergence", AUTO, FORWARD),
         ("lanes", 0, 1),
         ("fp8_head", AUTO, ""),
+        ("fp8_gradients", AUTO, "e4m3"),
         ("answer_tokens", 0, 0),
     )
     return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
@@ -184,7 +185,8 @@ def model_of(config: RunConfig) -> str:
 def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """(`config` with the settings that the run in `config.out` keeps, a line that names these; no line for a new run)."""
     begun = inherited_settings(config)
-    told = {"fp8_head": begun.get("precision", config.precision) == "fp8", "teacher_divergence": config.teacher}
+    in_fp8 = begun.get("precision", config.precision) == "fp8"
+    told = {"fp8_head": in_fp8, "fp8_gradients": in_fp8, "teacher_divergence": config.teacher}
     named = {name: value for name, value in begun.items() if value not in (TOKENS, 0) and told.get(name, True)}
     kept = ", ".join(f"{name} {value or 'none'}" for name, value in named.items())
     line = f"begun      {config.out}, which keeps the settings of its start: {kept}"

@@ -29,7 +29,7 @@ from handgrad.memory.arena import Buffer, Plan, make_plan
 from handgrad.memory.layout import Layout, Sharding, buckets_of, norm_blocks, shard_elements, state_layout
 from handgrad.memory.rows import Table, flat_elements, freeze
 from handgrad.networks import NETWORKS
-from handgrad.networks.fp8 import takes_micro_batch
+from handgrad.networks.fp8 import gradient_format, takes_micro_batch
 from handgrad.networks.lora import parse_lora
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.codebook import CodebookAdamW
@@ -176,8 +176,7 @@ def activation_buffers(
     names of weights that exist only in fp8."""
     if fp8 is None:
         return [row.buffer(config.recompute) for row in rows if not row.of]
-    gradients = GRADIENT_FORMATS[config.fp8_gradients]
-    quantized = tables.activation_buffers(rows, fp8.forms, fp8.gemms, gradients, config.recompute)
+    quantized = tables.activation_buffers(rows, fp8.forms, fp8.gemms, fp8.gradients, config.recompute)
     buffers = [*fp8.buffers(weights, ranks), *quantized]
     return with_lora.with_shared_operand(buffers) if fp8_only else buffers
 
@@ -251,10 +250,12 @@ def resolve_fp8(
     kept = config.fp8_keep_bf16.replace(TUNED, "")
     gemms = tables.fp8_gemms(kept, config.fp8_head_gemms, shape.num_layers, shape.fp8_parts)
     forms = with_lora.with_16_bits(shape.forms) if config.lora else shape.forms
+    gradients = GRADIENT_FORMATS[gradient_format(config)]
     return Fp8Design(
         forms=forms,
         gemms=gemms,
-        table=tables.quantized_table(weights, rows, forms, gemms, GRADIENT_FORMATS[config.fp8_gradients]),
+        gradients=gradients,
+        table=tables.quantized_table(weights, rows, forms, gemms, gradients),
         delayed=config.fp8_scaling == "delayed",
         window=config.fp8_window,
         margin=config.fp8_margin,
@@ -318,7 +319,7 @@ def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
     ops = choose_backend(config.backend, device, config.precision)
     if config.precision != "fp8":
         return config
-    config = replace(config, fp8_head=config.fp8_head_gemms)
+    config = replace(config, fp8_head=config.fp8_head_gemms, fp8_gradients=gradient_format(config))
     if config.fp8_keep_bf16 != TUNED:
         return config
     tokens = config.micro_batch * config.sequence_length

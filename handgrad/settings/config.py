@@ -30,7 +30,7 @@ KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("fp32", "bf16", "fp16", "tf32", "fp8")
 AUTO = "auto"  # the precision that suits the device: `devices.auto_precision`; the packing that suits the data
-FP8_GRADIENTS = ("e4m3", "e5m2", "mixed")
+FP8_GRADIENTS = (AUTO, "e4m3", "e5m2", "mixed")
 FP8_SCALINGS = ("delayed", "current")
 TUNED = "tuned"
 MOMENTS = ("fp32", "bf16")
@@ -163,7 +163,7 @@ class RunConfig:
     fp8_head: str = option(
         AUTO, "GEMMs of the loss head in fp8: forward, dgrad, wgrad, with commas, or none; auto: all, none with lora"
     )
-    fp8_gradients: str = option("e4m3", "of gradients: digits, range, or each where it counts", choices=FP8_GRADIENTS)
+    fp8_gradients: str = option(AUTO, "of gradients: digits, range, or mixed; auto: as measured", choices=FP8_GRADIENTS)
     fp8_scaling: str = option("delayed", "scales from the steps before, or (slower) current ones", choices=FP8_SCALINGS)
     fp8_window: int = option(16, "steps whose largest number sets a delayed scale", AT_LEAST_1)
     fp8_margin: int = option(0, "binades that a scale leaves free above that number", between(0, 8, " binades"))

@@ -11,7 +11,7 @@ from handgrad.machine import devices
 from handgrad.machine.gpus import Gpu
 from handgrad.memory.arena import WHOLE_BLOCKS
 from handgrad.memory.rows import count_parameters
-from handgrad.networks.fp8 import HEAD_GEMMS
+from handgrad.networks.fp8 import HEAD_GEMMS, gradient_format
 from handgrad.ops import reference
 from handgrad.settings.config import GPT2_VOCABULARY, RunConfig
 from handgrad.settings.presets import MODELS
@@ -60,7 +60,7 @@ MANY = 8  # from this many micro-batches on, their number no longer matters: the
 COSTLY = (
     *("recompute", "dropout", "zero", "reduce_precision", "master_weights", "moments", "offload", "head_chunk_tokens"),
     *("architecture", "freeze", "lora", "optimizer", "audit_every", "teacher"),
-    *("fp8_keep_bf16", "fp8_gradients", "fp8_scaling"),
+    *("fp8_keep_bf16", "fp8_scaling"),
 )
 
 
@@ -110,7 +110,7 @@ def measured_speed(gpu: str, config: RunConfig, vocab_size: int, ranks: int) -> 
     usual = RunConfig()
     if (config.sequence_length, vocab_size) != (MEASURED_LENGTH, GPT2_VOCABULARY) or config.packed:
         return None
-    if any(getattr(config, name) != getattr(usual, name) for name in COSTLY):
+    if gradient_format(config) != "e4m3" or any(getattr(config, name) != getattr(usual, name) for name in COSTLY):
         return None
     sizes = config.num_layers, config.num_heads, config.channels
     samples = [stage.tokens_per_step // config.sequence_length for stage in config.batch.stages]

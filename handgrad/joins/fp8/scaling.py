@@ -32,6 +32,7 @@ from handgrad.joins.fp8.formats import (
     SCALE,
     USED_SCALE,
     VANISHED,
+    GradientFormats,
     largest_number,
     largest_scale,
 )
@@ -63,6 +64,7 @@ class Fp8Design:
 
     forms: Forms  # available forms of tensors
     gemms: Fp8Gemms
+    gradients: GradientFormats
     table: tuple[QuantizedRow, ...]
     delayed: bool  # delayed scaling; else current
     window: int  # a delayed scale fits the largest number of this many steps

@@ -40,8 +40,7 @@ class Fp8Gemms:
         names = []
         for part in parts:
             if len(without := [layer for layer in range(layers) if (layer, part) not in self.blocks]) < layers:
-                but = ", ".join(f"{layer}.{part}" for layer in without)
-                names.append(part + f" (but {but})" * bool(without))
+                names.append(part + f" (but {', '.join(f'{layer}.{part}' for layer in without)})" * bool(without))
         head = [f"{HEAD}.{name}" for name in HEAD_GEMMS if name in self.head]
         return ", ".join([*names, *([HEAD] if len(head) == len(HEAD_GEMMS) else head)]) or "none"
 

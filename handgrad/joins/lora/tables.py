@@ -125,13 +125,12 @@ def buffers(design: LoraDesign, frozen: Table, tokens: int, dtype: torch.dtype) 
     exact = accumulation_dtype(dtype)
     ranks = max(adapter.ranks for adapter in design.adapters)
     wide = max(adapter.outputs * adapter.ranks for adapter in design.adapters)
-    vector = max(row.elements for row in frozen if len(row.shape) == 1)
     return [
         Buffer("lora.u", (tokens * ranks,), dtype, KIND),
         Buffer("lora.du", (tokens * ranks,), dtype, KIND),
         Buffer("lora.wide", (wide,), dtype, KIND),
         Buffer("lora.dwide", (wide,), exact, KIND),
-        Buffer("lora.unread", (2, vector), exact, KIND),
+        Buffer("lora.unread", (2, max(row.elements for row in frozen if len(row.shape) == 1)), exact, KIND),
     ]
 
 
