@@ -99,7 +99,7 @@ def test_other_kinds_of_pictures_are_counted(pictures: Path, tmp_path: Path, cap
 def test_pictures_with_a_class_share_a_micro_batch(shards: Dataset) -> None:
     """Seven would fit into a step, of which a micro-batch of two or more divides no number."""
     size = autosize.Size(0, 1, 1, 8, 1024, 7 * (SIDE * SIDE + 1), 8, 1e-3, 1)
-    config = autosize.fitted(size, shards)
+    config = autosize.fitted(size, shards, {})
     assert config.micro_batch == 4 and config.tokens_per_step == 4 * (SIDE * SIDE + 1)
 
 
@@ -178,7 +178,9 @@ def test_a_picture_is_continued_from_its_upper_rows(
 def test_without_a_file_a_line_tells_of_each_picture(run: Path, capsys: pytest.CaptureFixture) -> None:
     capsys.readouterr()
     assert main(["sample", str(run), "--temperature", "0", "--prompt", "<dog>", "--samples", "2"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["  1  <dog>", "  2  <dog>"], "no characters of codes"
+    told = capsys.readouterr()
+    assert told.out.splitlines() == ["  1  <dog>", "  2  <dog>"], "no characters of codes"
+    assert "pictures   not drawn, as this is no terminal; --image-out FILE.png writes them" in told.err
 
 
 def test_an_exported_model_draws_in_transformers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

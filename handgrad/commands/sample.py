@@ -186,6 +186,8 @@ def write_pictures(decoder: Decoder, model: LoadedModel, texts: list[Continuatio
         with storage_errors(f"writing {path}"):
             write_bytes_durably(Path(path), canvas.png(canvas.enlarged(canvas.grid(pictures))))
         print(f"pictures   {path}")
+    elif not sys.stdout.isatty():
+        print("pictures   not drawn, as this is no terminal; --image-out FILE.png writes them", file=sys.stderr)
 
 
 def write_lines(

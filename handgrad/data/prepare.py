@@ -236,10 +236,9 @@ class _Attempt:
         for split in SPLITS:
             if not states[split].documents:
                 more = split == "validation" and documents > 1
-                remedy = "raise --validation-fraction (up to 0.5), or add text" if more else "add text"
                 raise DataError(
                     f"expected documents for training and validation, found none for {split} among the {documents} of "
-                    f"{source}; {remedy}"
+                    f"{source}; {'raise --validation-fraction (up to 0.5), or ' * more}add text"
                 )
 
     def manifest(self, tokenizer: dict[str, Any], marker: int, states: dict[str, SplitState]) -> dict[str, Any]:

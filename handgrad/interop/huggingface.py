@@ -70,9 +70,8 @@ def their_tensors(shape: ModelShape, row: ParameterRow) -> dict[str, tuple[int, 
     rows = [row.stored_rows]
     if len(modules) > 1:
         rows = next([*gemm.outputs.values()] for gemm in shape.gemms if gemm.weight == f"{ours}_weight")
-    end = "bias" if kind == "bias" else "weight"
     return {
-        f"{at}{module}.{end}": dims[::-1] if transposed(shape, row) else dims
+        f"{at}{module}.{'bias' if kind == 'bias' else 'weight'}": dims[::-1] if transposed(shape, row) else dims
         for module, dims in zip(modules, ((size, *row.shape[1:]) for size in rows), strict=True)
     }
 

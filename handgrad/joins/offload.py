@@ -67,8 +67,7 @@ def pieces(state: TrainingState) -> Iterator[Piece]:
     number = 0
     for part in state.owned:
         for start in range(0, part.weight.numel(), PIECE_ELEMENTS):
-            cut = slice(start, min(start + PIECE_ELEMENTS, part.weight.numel()))
-            yield piece(state.views, part, cut, number % SLOTS)
+            yield piece(state.views, part, slice(start, min(start + PIECE_ELEMENTS, part.weight.numel())), number % SLOTS)
             number += 1
 
 

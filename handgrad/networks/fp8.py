@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from handgrad.errors import UsageError
-from handgrad.networks import VOCABULARY_MULTIPLE, ModelShape
+from handgrad.networks import NETWORKS, VOCABULARY_MULTIPLE, ModelShape
 
 WIDEST_HEAD_OF_FP8 = 128  # wider heads spill registers in attention kernels that also write fp8
 HEAD_GEMMS = ("forward", "dgrad", "wgrad")  # of the loss head; each switches to fp8 by itself
@@ -61,8 +61,8 @@ def fitting_heads(channels: int) -> int:
 
 
 def gradient_format(config: Any) -> str:
-    """`fp8_gradients` with "auto" replaced: e4m3 raises a Llama's loss, but not GPT-2's (docs/results.md)."""
-    suitable = "e5m2" if config.architecture == "llama" and not config.lora else "e4m3"
+    """`fp8_gradients` with "auto" replaced by what suits the network; adapters keep e4m3."""
+    suitable = "e4m3" if config.lora else NETWORKS[config.architecture].fp8_gradients
     return suitable if config.fp8_gradients == "auto" else config.fp8_gradients
 
 

@@ -189,6 +189,7 @@ LLAMA = Network(
     tied=lambda shape: shape.family.tied,
     sides=sides,
     fp8=lambda shape: FP8,
+    fp8_gradients="e5m2",
     model_types=("llama", "qwen2", "qwen3", "smollm3", "mistral"),
     blocks="model.layers",
     modules={

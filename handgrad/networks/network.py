@@ -77,6 +77,7 @@ class Network:
     sides: Callable[["ModelShape"], dict[str, int]] = lambda shape: {}  # matrix sides that are not derived from channels
     # Tensors other than weights that fp8 GEMMs read, by name, inside and outside the blocks.
     fp8: Callable[["ModelShape"], Mapping[str, Fp8]] = lambda shape: {}
+    fp8_gradients: str = "e4m3"  # the blocks'; e5m2 where e4m3 raises the loss (docs/results.md)
     # In transformers.
     model_types: tuple[str, ...] = ()
     prefix: str = ""  # of every name; a file may omit it

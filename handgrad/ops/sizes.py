@@ -24,8 +24,7 @@ def scratch_bytes(*, tokens: int, channels: int, widest: int) -> int:
     kernel's rows of float32 partial sums."""
     norm = NORM_PROGRAMS * 3 * channels
     bias = row_split(tokens) * widest
-    embedding = chunks_of(tokens) * 2 * channels
-    return max(WORKSPACE_BYTES, 4 * max(norm, bias, embedding))
+    return max(WORKSPACE_BYTES, 4 * max(norm, bias, chunks_of(tokens) * 2 * channels))
 
 
 # Norms. Forward: a warp holds whole rows, 64 elements per lane, so no reduction crosses warps. Two short rows at a time

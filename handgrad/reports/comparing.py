@@ -128,8 +128,7 @@ def rows_of_runs(runs: Sequence[Run], columns: Sequence[Column], *, with_logs: b
         name = f'<th data-key="{text(json.dumps(run.name))}">{swatch(index)}{text(run.name)}</th>'
         rows.append(f"<tr>{name}{''.join(cells)}</tr>")
     body = f"<thead><tr><th><button>run</button></th>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    wide = " broad" if len(columns) > 6 else ""
-    return f'<div class="scroll{wide}"><table class="sortable">{body}</table></div>'
+    return f'<div class="scroll{" broad" * (len(columns) > 6)}"><table class="sortable">{body}</table></div>'
 
 
 def breakable(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from handgrad.errors import DataError, UsageError
 from handgrad.networks import NETWORKS
+from handgrad.networks.fp8 import gradient_format
 from handgrad.reports import results
 from handgrad.reports.plots import FEW_RUNS, RUN_COLORS, dash_of
 from handgrad.reports.results import Run, loss_text, thin
@@ -132,7 +133,7 @@ def fp8_sentence(run: Run) -> str:
         products = fp8_gemms(kept, config.fp8_head_gemms, layers, parts).describe(layers, parts)
     except UsageError as error:
         raise DataError(f"{run.folder / CONFIG_FILE}: {error}; repair that line or restore the file") from None
-    gradients = f"gradients in {config.fp8_gradients}, {config.fp8_scaling} scaling"
+    gradients = f"gradients in {gradient_format(config)}, {config.fp8_scaling} scaling"
     return f" In fp8: the products {products}; {gradients}; the rest in bf16."
 
 

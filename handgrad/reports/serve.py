@@ -86,8 +86,7 @@ def has_ended(run: Run) -> bool:
 def progress(run: Run) -> str:
     if run.is_log:
         return f"{run.name}: {steps_done(run):,} steps"
-    done = "complete" if has_ended(run) else f"step {steps_done(run):,} of {run.start.steps:,}"
-    return f"{run.name}: {done}"
+    return f"{run.name}: {'complete' if has_ended(run) else f'step {steps_done(run):,} of {run.start.steps:,}'}"
 
 
 class Handler(LocalHandler):

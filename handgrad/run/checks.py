@@ -149,9 +149,8 @@ def check_offload(config: RunConfig, device: torch.device, ranks: int) -> None:
 
 def can_offload(config: RunConfig, device: torch.device, ranks: int) -> bool:
     """True if the run could keep the optimizer's state on the host."""
-    offloaded = replace(config, offload=True)
     try:
-        check_offload(check(offloaded), device, ranks)
+        check_offload(check(replace(config, offload=True)), device, ranks)
     except UsageError:
         return False
     return True

@@ -31,8 +31,7 @@ LABEL_WIDTH = 11
 def in_notebook() -> bool:
     """True in a Jupyter kernel, whose output is a web page. A kernel has already imported IPython."""
     ipython = sys.modules.get("IPython")
-    shell = ipython and ipython.get_ipython()
-    return type(shell).__name__ == "ZMQInteractiveShell"
+    return type(ipython and ipython.get_ipython()).__name__ == "ZMQInteractiveShell"
 
 
 class Display:

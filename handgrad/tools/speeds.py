@@ -220,8 +220,7 @@ def gemm_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float
         for kind, layers in (("fp8", fp8_layers), (plain, shape.num_layers - fp8_layers)):
             if layers:
                 total += layers * (passes + again) * seconds(gemm.inputs, sum(gemm.outputs.values()), kind)
-    head = gemms.head if gemms else frozenset()
-    kinds = ["fp8" if name in head else plain for name in HEAD_GEMMS[:passes]]
+    kinds = ["fp8" if gemms and name in gemms.head else plain for name in HEAD_GEMMS[:passes]]
     return total + sum(seconds(C, shape.padded_vocab_size, kind) for kind in kinds)
 
 

@@ -176,8 +176,7 @@ def block_buffers(row: ActivationRow, tag: Fp8, recompute: int) -> Iterator[Buff
     in_forward = lifetimes if redone or recompute >= row.recomputed_from else ((first, first),)
     if recompute >= WHOLE_BLOCKS:
         in_forward = (first, first), (lifetimes[-1][0],) * 2
-    in_backward = ((last, last),) if tag.late_columns else lifetimes
-    yield from forms(row.name, row.shape, (E4M3, E4M3), in_forward, in_backward)
+    yield from forms(row.name, row.shape, (E4M3, E4M3), in_forward, ((last, last),) if tag.late_columns else lifetimes)
 
 
 def forms(
