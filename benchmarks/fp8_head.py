@@ -1,11 +1,13 @@
-"""The cost in loss of fp8: blocks alone, with the head's forward and input gradient, with all three of its GEMMs, by
-several seeds; `bf16` is the same run without fp8.
+"""The cost in loss of fp8, by several seeds: blocks alone, with the head's forward and input gradient, with all three of
+its GEMMs; with gradients in either format, or current scales. `bf16` is the same run without fp8.
 
     python -m benchmarks.fp8_head OUT.json --data shards/sources --work FOLDER [--seeds 1,2,3] [--set steps=300 ...]
         [--heads none,all] [--shared]
     python -m benchmarks.fp8_head OUT.json --data shards/sources --work FOLDER --heads bf16,all
+    python -m benchmarks.fp8_head OUT.json --data shards/machine --work FOLDER --model Qwen2.5-0.5B --heads bf16,e4m3,e5m2
 
-Every run is GPT-2 124M for 200 steps of 131,072 tokens; `--set` changes a setting of all, the network included.
+Every run is GPT-2 124M, or `--model` of `benchmarks.llama_twin`, for 200 steps of 131,072 tokens; `--set` changes a setting
+of all, the network included. `benchmarks.machine_text` makes data.
 Runs of FOLDER that are finished are not made again. `--shared`: other work ran beside them, so the record has no seconds.
 Means and standard errors by `benchmarks.tokens_to_loss`, whose first group is the measure.
 """
@@ -16,14 +18,18 @@ import sys
 from pathlib import Path
 
 from benchmarks import tokens_to_loss
+from benchmarks.llama_twin import SHAPES, sizes as llama_sizes
 
 HEADS = {
     "none": {"precision": "fp8", "fp8_head": "none"},
     "forward and dgrad": {"precision": "fp8", "fp8_head": "forward,dgrad"},
     "all": {"precision": "fp8", "fp8_head": "forward,dgrad,wgrad"},
     "bf16": {"precision": "bf16"},
+    "e4m3": {"precision": "fp8", "fp8_gradients": "e4m3"},
+    "e5m2": {"precision": "fp8", "fp8_gradients": "e5m2"},
+    "current scales": {"precision": "fp8", "fp8_gradients": "e4m3", "fp8_scaling": "current"},
 }
-FP8 = tuple(name for name, head in HEADS.items() if head["precision"] == "fp8")
+FP8 = ("none", "forward and dgrad", "all")
 SETTINGS = {
     "steps": "200",
     "tokens_per_step": "131072",
@@ -39,11 +45,12 @@ SETTINGS = {
 }
 
 
-def train(data: str, folder: Path, head: dict[str, str], seed: int, changes: dict[str, str]) -> None:
+def train(data: str, folder: Path, model: str, head: dict[str, str], seed: int, changes: dict[str, str]) -> None:
     """Makes one run, or goes on with it."""
-    settings = SETTINGS | head | {"data": data, "out": str(folder), "seed": str(seed)} | changes
-    words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
-    subprocess.run([sys.executable, "-m", "handgrad", "train", "d12", *words], check=True)
+    preset, sizes = ([], llama_sizes(model)) if model in SHAPES else ([model], {})
+    settings = SETTINGS | sizes | head | {"data": data, "out": str(folder), "seed": str(seed)} | changes
+    words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    subprocess.run([sys.executable, "-m", "handgrad", "train", *preset, *words], check=True)
 
 
 def main() -> None:
@@ -51,6 +58,7 @@ def main() -> None:
     parser.add_argument("out", help="the results file")
     parser.add_argument("--data", required=True, metavar="DIR", help="shards of real text, made by `handgrad prepare`")
     parser.add_argument("--work", required=True, metavar="FOLDER", help="folder of the runs")
+    parser.add_argument("--model", default="d12", help=f"a preset, or one of {', '.join(SHAPES)}")
     parser.add_argument("--seeds", default="1,2,3", help="seeds of the runs, with commas")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings that differ from these here")
     parser.add_argument(
@@ -64,7 +72,7 @@ def main() -> None:
     for seed in map(int, given.seeds.split(",")):  # by seed: where time runs out, whole rows of the table are there
         for name, head in heads.items():
             folder = Path(given.work) / f"{name.replace(' ', '-')}-{seed}"
-            train(given.data, folder, head, seed, changes)
+            train(given.data, folder, given.model, head, seed, changes)
             groups[name].append(folder)
     named = [f"{name}={','.join(map(str, folders))}" for name, folders in groups.items()]
     tokens_to_loss.main(given.out, [*named, *["--shared"] * given.shared])

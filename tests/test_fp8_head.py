@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import first_steps, fp8_head
+from benchmarks import first_steps, fp8_head, machine_text
+from benchmarks.llama_twin import sizes
 from handgrad import cli
+from handgrad.data.mixture import open_data
 from handgrad.errors import ConfigError, UsageError
 from handgrad.joins.fp8.formats import E4M3, E5M2, Quantized
 from handgrad.joins.fp8.tables import fp8_gemms
@@ -110,6 +112,18 @@ def test_chunks_must_be_multiples_of_16(fp8: RunConfig) -> None:
     check(dataclasses.replace(fp8, head_chunk_tokens=40, fp8_head="forward,dgrad"))
 
 
+def test_the_benchmark_names_a_llamas_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+    monkeypatch.setattr(fp8_head, "subprocess", SimpleNamespace(run=lambda command, check: commands.append(command[3:])))
+    for model in ("Qwen2.5-0.5B", "d12"):
+        fp8_head.train("shards", tmp_path, model, fp8_head.HEADS["e5m2"], 1, {"steps": "9"})
+    qwen, gpt2 = commands
+    assert gpt2[:2] == ["train", "d12"] and qwen[1].startswith("--")
+    assert qwen[qwen.index("--llama") + 1] == sizes("Qwen2.5-0.5B")["llama"] and qwen[qwen.index("--channels") + 1] == "896"
+    assert all(command[command.index("--fp8-gradients") + 1] == "e5m2" for command in commands)
+    assert all(command[command.index("--steps") + 1] == "9" for command in commands)
+
+
 @pytest.mark.nightly  # of a measuring script
 def test_the_benchmark_makes_all_runs_once(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process: each run would spend ten times as long on importing torch."""
@@ -161,3 +175,23 @@ def test_the_first_steps_of_runs_that_were_stopped(tmp_path: Path, capsys: pytes
     for other, told in ((run("seed", [5.0, 4.0, 3.0], seed=1), "has seed 1"), (run("short", [5.0]), "lacks some")):
         with pytest.raises(AssertionError, match=told):
             first_steps.compare({"bf16": bf16, "other": other}, 2, 3)
+
+
+def test_text_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file once, none that is no text; a tokenizer that `prepare` takes, with a vocabulary of the size wanted."""
+    (folder := tmp_path / "here").mkdir()
+    texts = {"a.py": "x = 1  # one\n" * 40, "b.md": "words of a page\n" * 40, "twin.py": "x = 1  # one\n" * 40}
+    for name, text in (texts | {"data.bin": "words" * 100, "short.py": "x"}).items():
+        (folder / name).write_text(text)
+    (folder / "bytes.txt").write_bytes(b"\xff\xfe" * 200)
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["machine_text", str(out), "--roots", str(folder), "--vocabulary", "512"])
+    monkeypatch.setattr(machine_text, "WORDS", 300)
+    machine_text.main()
+    rows = [json.loads(line)["text"] for part in sorted(out.glob("text/*")) for line in part.read_text().splitlines()]
+    assert sorted(rows) == sorted({texts["a.py"], texts["b.md"]})
+    shards, source = tmp_path / "shards", out / "text" / "*.jsonl"
+    assert cli.main(["prepare", str(source), "--tokenizer", str(out / "tokenizer"), "--out", str(shards)]) == 0
+    assert open_data(str(shards)).tokenizer.vocab_size == 512
+    found = list(machine_text.up_to(iter(["four", "five", "six"]), 8))
+    assert found == ["four", "five"], "whole files"
