@@ -124,7 +124,8 @@ def unread_lines(config: RunConfig) -> list[str]:
         ("precision fp8", config.precision == "fp8", ("fp8_",)),
         ("eval_tasks", bool(config.eval_tasks), ("eval_task_",)),
     )
-    changed = [name for name, field in FIELDS.items() if getattr(config, name) != field.default]
+    # Runs of version 0.1 name e4m3, their default.
+    changed = [name for name, field in FIELDS.items() if getattr(config, name) not in (field.default, "e4m3")]
     unread = {reader: [name for name in changed if name.startswith(names)] for reader, reads, names in readers if not reads}
     return [f"no effect  {', '.join(names)}: read only with {reader}" for reader, names in unread.items() if names]
 
