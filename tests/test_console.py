@@ -247,8 +247,8 @@ def test_a_line_that_nobody_reads_any_more_does_not_fail_at_the_end(monkeypatch:
 
 
 def test_settings_that_the_run_does_not_read(config: RunConfig) -> None:
-    """The header names each of them with the setting that would read it, and none that the run reads, nor e4m3, which runs of
-    before have as their default."""
+    """The header names each of them with the setting that would read it, and none that the run reads, nor e4m3, which
+    runs of before have as their default."""
     unread: dict[str, Any] = {"rollouts": 4, "reward_seconds": 5, "dpo_beta": 0.2, "clip_ratio": 0.1}
     unread |= {"cooldown_fraction": 0.3, "fp8_window": 8, "fp8_gradients": "e4m3", "eval_task_examples": 7}
     lines = [
