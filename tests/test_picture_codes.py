@@ -100,7 +100,7 @@ def test_a_setting_of_the_autoencoder_keeps_the_rest(coded: Path) -> None:
     given = {"data": str(coded / "bytes"), "out": str(coded / "new"), "device": "cpu"}
     config = run_config("", "", "", given | {"vqvae": "codebook=64"})
     assert (config.vqvae, config.sequence_length) == ("size=8x8,codebook=64", 3 * SIDE * SIDE)
-    config = run_config("", "", "", given | {"num_layers": 1, "micro_batch": 2})
+    config = run_config("", "", "", given | {"num_layers": 1})
     assert (config.architecture, config.num_layers, config.vqvae) == ("vqvae", 1, "size=8x8")
     assert run_config("", "", "", given | {"num_layers": 1, "architecture": "gpt2"}).architecture == "gpt2"
 

@@ -11,7 +11,6 @@ import torch
 from handgrad.cli import main
 from handgrad.run import autosize
 from handgrad.run.resolve import resolve
-from handgrad.run.settings import run_config
 from handgrad.settings.config import RunConfig, check
 from handgrad.storage.checkpoint import peek_config
 
@@ -105,27 +104,6 @@ def test_the_bare_command(
     monkeypatch.chdir(tmp_path)
     assert main(["train"]) == 64
     assert "say what to train: nothing is prepared in shards yet; `handgrad prepare" in capsys.readouterr().err
-
-
-def test_sizes_of_ones_own(shards: Path, tmp_path: Path, memory: dict[str, float]) -> None:
-    """Batch, steps and rate suit the data, the machine and the named network, unless a batch is named."""
-    settings = {"data": str(shards), "device": "cpu", "out": str(tmp_path), "num_layers": 2, "num_heads": 2, "channels": 64}
-    run = check(run_config("", "", "", settings | {"sequence_length": 64}))
-    assert sizes(run)[:2] == (2, 64) and run.sequence_length == 64 and run.learning_rate == 3e-3
-    assert (run.tokens_per_step, run.micro_batch, run.warmup_steps) == (2048, 8, run.steps // 10)
-    assert run.steps > run_config("", "", "", settings | {"num_layers": 12, "channels": 512}).steps, (
-        "a CPU has three minutes"
-    )
-    for length in ({"steps": 7}, {"epochs": 0.5}):
-        assert run_config("", "", "", settings | length).tokens_per_step == 2048
-    assert run_config("", "", "d12", {"data": str(shards), "device": "cpu", "out": str(tmp_path)}).tokens_per_step == 2048
-    for batch in ({"micro_batch": 2}, {"tokens_per_step": 1 << 19}):
-        assert run_config("", "", "", settings | batch).tokens_per_step == RunConfig.tokens_per_step
-    own = {"num_layers": 24, "num_heads": 16, "channels": 1024}
-    large = check(RunConfig(**autosize.suited_settings(corpus(1e6), GPU, network=own)))
-    assert sizes(large) == (24, 1024, 64) and large.tokens_per_step == 16384
-    memory["bytes"] = 12e9
-    assert sizes(check(RunConfig(**autosize.suited_settings(corpus(1e6), GPU, network=own)))) == (24, 1024, 16)
 
 
 def test_the_table_of_the_documentation_is_the_rule() -> None:

@@ -1,4 +1,4 @@
-"""Chooses the settings of a run: by data and machine, for `handgrad train --data DIR` without a preset, or by the
+"""Chooses the settings of a run: by data and machine, for `handgrad train --data DIR` without a preset or sizes, or by the
 weights, with `--init-from WEIGHTS`.
 
 Takes the largest model that the tokens can teach, at about twenty per parameter (Hoffmann et al. 2022,
@@ -86,20 +86,17 @@ GPU_SIZES = (
 )
 
 
-def suited_settings(
-    dataset: Dataset, device: torch.device, steps: int = 0, network: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Settings for a run on `dataset`: the largest model that its tokens teach and the device holds, or the one whose sizes
-    are among the settings `network`. `steps`: `paced`'s."""
+def suited_settings(dataset: Dataset, device: torch.device, steps: int = 0) -> dict[str, Any]:
+    """Settings for a run on `dataset`: the largest model that its tokens teach and the device holds. `steps`: `paced`'s."""
     if dataset.codes and dataset.codes.decoder == RGB:
         return codec_settings(dataset, dataset.codes.size, device, steps)
     training = dataset.tokens("train")
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for size in reversed([size for size in sizes if training >= size.tokens]):
-        for config in smaller_batches(fitted(size, dataset, network or {})):
+        for config in smaller_batches(fitted(size, dataset)):
             if fits(config, dataset.tokenizer.vocab_size, device):
                 return settings_of(config, size, dataset, device, steps)
-    smallest = replace(fitted(sizes[0], dataset, network or {}), micro_batch=1)
+    smallest = replace(fitted(sizes[0], dataset), micro_batch=1)
     return settings_of(smallest, sizes[0], dataset, device, steps)  # if it does not fit, the run refuses it with advice
 
 
@@ -114,11 +111,11 @@ def codec_settings(dataset: Dataset, size: tuple[int, int], device: torch.device
     return chosen | paced(config, dataset, device, EPOCHS, WARMUP_SHARE, steps)
 
 
-def fitted(size: Size, dataset: Dataset, network: dict[str, Any]) -> RunConfig:
+def fitted(size: Size, dataset: Dataset) -> RunConfig:
     """Shortens the context to the longest window that the shards hold, and steps to at most a quarter of the corpus. A row
-    of pictures holds the longest document. The context that `network` names stays, and its width decides the rate."""
-    length = network.get("sequence_length") or min(size.sequence_length, power_of_two(longest_window(dataset)))
-    if dataset.codes and "sequence_length" not in network:
+    of pictures holds the longest document."""
+    length = min(size.sequence_length, power_of_two(longest_window(dataset)))
+    if dataset.codes:
         length = max(int(document_lengths(dataset, split).max()) for split in SPLITS) - 1
     windows = sum((shard.token_count - 1) // length for shard in dataset.splits["train"])
     samples = max(FEWEST_PICTURES if dataset.codes else 1, size.tokens_per_step // length)
@@ -126,8 +123,7 @@ def fitted(size: Size, dataset: Dataset, network: dict[str, Any]) -> RunConfig:
     sizes: dict[str, Any] = {name: getattr(size, name) for name in CHOSEN_SIZES}
     sizes |= {"sequence_length": length, "tokens_per_step": samples * length}
     sizes["micro_batch"] = math.gcd(size.micro_batch, samples)
-    config = RunConfig(**sizes | network)
-    return replace(config, learning_rate=usual_rate(config)) if network else config
+    return RunConfig(**sizes)
 
 
 def longest_window(dataset: Dataset) -> int:
@@ -205,7 +201,7 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     network = NETWORKS.get(settings.get("architecture", ""))
     if network and network.pictures:  # no size but a picture's suits it
         check_bytes(settings["architecture"], settings["data"], dataset.codes)
-    return suited_settings(dataset, device, settings.get("steps", 0), settings if "num_layers" in settings else None)
+    return suited_settings(dataset, device, settings.get("steps", 0))
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:

@@ -22,7 +22,6 @@ BEGINNINGS = {
     "resume": "a run resumes by itself, by the same command again",
     "scratch": "a run starts from nothing without it",
 }
-BATCH = {"tokens_per_step", "micro_batch", "batch_schedule"}  # without any of these, the rest is chosen
 WITHOUT, WITH = "without", "with"  # settings that edit the list `techniques`, without fields of their own
 
 
@@ -79,7 +78,7 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         if weights in BEGINNINGS and not Path(weights).exists():
             raise UsageError(f"init_from names the weights to start from, found {weights!r}: {BEGINNINGS[weights]}")
         merged = from_weights(merged, bare=bare)
-    elif bare and ("num_layers" not in merged or in_bytes(merged) or ("data" in merged and not merged.keys() & BATCH)):
+    elif bare and ("num_layers" not in merged or in_bytes(merged)):
         check_data(merged, command)
         from handgrad.run.autosize import chosen_settings  # imports torch, which `--help` avoids
 
