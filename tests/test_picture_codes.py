@@ -22,6 +22,7 @@ from handgrad.reports.page import write_report
 from handgrad.run import autosize
 from handgrad.run.open import train
 from handgrad.run.settings import run_config
+from handgrad.settings.config import check
 from tests.conftest import small_run
 from tests.pictures import discs
 
@@ -103,6 +104,8 @@ def test_a_setting_of_the_autoencoder_keeps_the_rest(coded: Path) -> None:
     config = run_config("", "", "", given | {"num_layers": 1})
     assert (config.architecture, config.num_layers, config.vqvae) == ("vqvae", 1, "size=8x8")
     assert run_config("", "", "", given | {"num_layers": 1, "architecture": "gpt2"}).architecture == "gpt2"
+    config = check(run_config("", "", "", given | {"architecture": "gpt2"}))
+    assert (config.vqvae, config.sequence_length, config.num_layers) == ("", 3 * SIDE * SIDE, 4), "a picture's bytes a row"
 
 
 def test_finetuning_takes_whole_pictures(coded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,22 @@ def test_a_cpus_run_takes_minutes() -> None:
     assert (run.schedule, run.final_learning_rate_fraction) == ("linear", 0.0) and run.warmup_steps == run.steps // 10
 
 
+def test_lanes_share_the_batch(memory: dict[str, float], monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
+    """Also where there are more of them than rows in a step, and where ranks decide their number."""
+    for device in (GPU, torch.device("cpu")):
+        for tokens in (1e3, 1e6, 1e9):
+            for lanes in (1, 2, 8, 128):
+                run = check(RunConfig(**autosize.suited_settings(corpus(tokens), device, lanes=lanes), lanes=lanes))
+                assert run.micro_batch * lanes * run.sequence_length <= run.tokens_per_step
+    alone, wanted = chosen(1e6, GPU), {"data": str(shards), "device": "cpu", "out": "none"}
+    shared = RunConfig(**autosize.suited_settings(corpus(1e6), GPU, lanes=2))
+    assert shared.tokens_per_step == alone.tokens_per_step and shared.micro_batch == alone.micro_batch // 2
+    one, four = (autosize.chosen_settings(wanted | {"lanes": lanes})["micro_batch"] for lanes in (1, 4))
+    for name, value in {"WORLD_SIZE": 4, "RANK": 0, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 0, "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, str(value))
+    assert one > four == autosize.chosen_settings(wanted)["micro_batch"]
+
+
 def test_the_bare_command(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,17 +86,20 @@ GPU_SIZES = (
 )
 
 
-def suited_settings(dataset: Dataset, device: torch.device, steps: int = 0) -> dict[str, Any]:
-    """Settings for a run on `dataset`: the largest model that its tokens teach and the device holds. `steps`: `paced`'s."""
-    if dataset.codes and dataset.codes.decoder == RGB:
+def suited_settings(
+    dataset: Dataset, device: torch.device, steps: int = 0, lanes: int = 1, *, text: bool = False
+) -> dict[str, Any]:
+    """Settings for a run on `dataset`: the largest model that its tokens teach and the device holds. `steps`: `paced`'s;
+    `text`: its network has tokens alone, also for pictures in bytes."""
+    if dataset.codes and dataset.codes.decoder == RGB and not text:
         return codec_settings(dataset, dataset.codes.size, device, steps)
     training = dataset.tokens("train")
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for size in reversed([size for size in sizes if training >= size.tokens]):
-        for config in smaller_batches(fitted(size, dataset)):
+        for config in smaller_batches(fitted(size, dataset, lanes)):
             if fits(config, dataset.tokenizer.vocab_size, device):
                 return settings_of(config, size, dataset, device, steps)
-    smallest = replace(fitted(sizes[0], dataset), micro_batch=1)
+    smallest = replace(fitted(sizes[0], dataset, lanes), micro_batch=1)
     return settings_of(smallest, sizes[0], dataset, device, steps)  # if it does not fit, the run refuses it with advice
 
 
@@ -111,18 +114,18 @@ def codec_settings(dataset: Dataset, size: tuple[int, int], device: torch.device
     return chosen | paced(config, dataset, device, EPOCHS, WARMUP_SHARE, steps)
 
 
-def fitted(size: Size, dataset: Dataset) -> RunConfig:
-    """Shortens the context to the longest window that the shards hold, and steps to at most a quarter of the corpus. A row
-    of pictures holds the longest document."""
+def fitted(size: Size, dataset: Dataset, lanes: int = 1) -> RunConfig:
+    """Shortens the context to the longest window that the shards hold, and steps to at most a quarter of the corpus, but a
+    row for every lane. A row of pictures holds the longest document."""
     length = min(size.sequence_length, power_of_two(longest_window(dataset)))
     if dataset.codes:
         length = max(int(document_lengths(dataset, split).max()) for split in SPLITS) - 1
     windows = sum((shard.token_count - 1) // length for shard in dataset.splits["train"])
     samples = max(FEWEST_PICTURES if dataset.codes else 1, size.tokens_per_step // length)
-    samples = min(power_of_two(samples), power_of_two(max(1, windows // 4)))  # the micro-batch divides it
+    samples = max(lanes, min(power_of_two(samples), power_of_two(max(1, windows // 4))))  # lane and micro-batch divide it
     sizes: dict[str, Any] = {name: getattr(size, name) for name in CHOSEN_SIZES}
     sizes |= {"sequence_length": length, "tokens_per_step": samples * length}
-    sizes["micro_batch"] = math.gcd(size.micro_batch, samples)
+    sizes["micro_batch"] = math.gcd(size.micro_batch, samples // lanes)
     return RunConfig(**sizes)
 
 
@@ -201,7 +204,9 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     network = NETWORKS.get(settings.get("architecture", ""))
     if network and network.pictures:  # no size but a picture's suits it
         check_bytes(settings["architecture"], settings["data"], dataset.codes)
-    return suited_settings(dataset, device, settings.get("steps", 0))
+    lanes = settings.get("lanes", 0) or find_rank_info(os.environ).size
+    text = network is not None and not network.pictures
+    return suited_settings(dataset, device, settings.get("steps", 0), lanes, text=text)
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
