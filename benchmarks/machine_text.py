@@ -33,18 +33,19 @@ def roots() -> list[str]:
 
 def texts_of(folders: list[str]) -> dict[bytes, str]:
     """The text of every file, by its hash."""
-    found = {}
+    texts = {}
     for path in (Path(at, name) for folder in folders for at, _, names in os.walk(folder) for name in names):
         try:
             if path.suffix in KINDS and path.is_file() and path.stat().st_size in SIZES:
                 content = path.read_bytes()
-                found[hashlib.sha256(content).digest()] = content.decode()
+                texts[hashlib.sha256(content).digest()] = content.decode()
         except (OSError, UnicodeDecodeError):  # a broken link, or no text
             continue
-    return found
+    return texts
 
 
 def up_to(texts: Iterator[str], characters: int) -> Iterator[str]:
+    """The first texts, whole, that have at most so many characters together."""
     for text in texts:
         characters -= len(text)
         if characters < 0:
@@ -53,6 +54,7 @@ def up_to(texts: Iterator[str], characters: int) -> Iterator[str]:
 
 
 def write_tokenizer(folder: Path, texts: list[str], vocabulary: int) -> None:
+    """A transformers folder with the tokenizer of these texts and with a model's size of vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -72,8 +74,8 @@ def main() -> None:
     parser.add_argument("--roots", nargs="+", default=roots())
     parser.add_argument("--vocabulary", type=int, default=151936)
     asked = parser.parse_args()
-    found = texts_of(asked.roots)
-    texts = list(up_to((found[key] for key in sorted(found)), asked.characters))
+    by_hash = texts_of(asked.roots)
+    texts = list(up_to((by_hash[key] for key in sorted(by_hash)), asked.characters))
     (asked.folder / "text").mkdir(parents=True)
     for part in range(PARTS):
         lines = (json.dumps({"text": text}) + "\n" for text in texts[part::PARTS])

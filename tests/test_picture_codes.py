@@ -104,6 +104,11 @@ def test_a_setting_of_the_autoencoder_keeps_the_rest(coded: Path) -> None:
     config = run_config("", "", "", given | {"num_layers": 1})
     assert (config.architecture, config.num_layers, config.vqvae) == ("vqvae", 1, "size=8x8")
     assert run_config("", "", "", given | {"num_layers": 1, "architecture": "gpt2"}).architecture == "gpt2"
+    for lanes in (1, 4, 64):
+        config = check(run_config("", "", "", given | {"lanes": lanes}))
+        assert (
+            config.architecture == "vqvae" and config.micro_batch * lanes * config.sequence_length <= config.tokens_per_step
+        )
     config = check(run_config("", "", "", given | {"architecture": "gpt2"}))
     assert (config.vqvae, config.sequence_length, config.num_layers) == ("", 3 * SIDE * SIDE, 4), "a picture's bytes a row"
 

@@ -92,7 +92,7 @@ def suited_settings(
     """Settings for a run on `dataset`: the largest model that its tokens teach and the device holds. `steps`: `paced`'s;
     `text`: its network has tokens alone, also for pictures in bytes."""
     if dataset.codes and dataset.codes.decoder == RGB and not text:
-        return codec_settings(dataset, dataset.codes.size, device, steps)
+        return codec_settings(dataset, dataset.codes.size, device, steps, lanes)
     training = dataset.tokens("train")
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for size in reversed([size for size in sizes if training >= size.tokens]):
@@ -103,13 +103,13 @@ def suited_settings(
     return settings_of(smallest, sizes[0], dataset, device, steps)  # if it does not fit, the run refuses it with advice
 
 
-def codec_settings(dataset: Dataset, size: tuple[int, int], device: torch.device, steps: int) -> dict[str, Any]:
+def codec_settings(dataset: Dataset, size: tuple[int, int], device: torch.device, steps: int, lanes: int) -> dict[str, Any]:
     """The autoencoder's preset, for pictures of the data's `size`: rows and columns."""
     (rows, columns), preset = size, presets.preset("vqvae")
     length = 3 * rows * columns
-    pictures = min(PICTURES_PER_STEP, power_of_two(max(1, dataset.tokens("train") // (1 + length))))
+    pictures = max(lanes, min(PICTURES_PER_STEP, power_of_two(max(1, dataset.tokens("train") // (1 + length)))))
     sizes = {"sequence_length": length, "tokens_per_step": pictures * length, "vqvae": f"size={rows}x{columns}"}
-    config = replace(preset, **sizes, micro_batch=min(preset.micro_batch, pictures))
+    config = replace(preset, **sizes, micro_batch=min(preset.micro_batch, pictures // lanes))
     chosen = {name: getattr(config, name) for name in (*CODEC, *CHOSEN_SIZES)}
     return chosen | paced(config, dataset, device, EPOCHS, WARMUP_SHARE, steps)
 
