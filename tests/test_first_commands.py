@@ -113,7 +113,7 @@ def test_a_presets_own_steps_keep_its_warm_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", recipes.recipe_names())
 def test_a_recipes_own_steps_keep_its_warm_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("handgrad.run.settings.from_weights", lambda settings, bare: settings)
+    monkeypatch.setattr("handgrad.run.settings.from_weights", lambda settings, planned, bare: settings)
     own = run_config("", name, "", {})
     assert own.warmup_steps < own.steps
     assert run_config("", name, "", {"steps": 8}).warmup_steps <= 2

@@ -99,7 +99,7 @@ def test_other_kinds_of_pictures_are_counted(pictures: Path, tmp_path: Path, cap
 def test_pictures_with_a_class_share_a_micro_batch(shards: Dataset) -> None:
     """Seven would fit into a step, of which a micro-batch of two or more divides no number."""
     size = autosize.Size(0, 1, 1, 8, 1024, 7 * (SIDE * SIDE + 1), 8, 1e-3, 1)
-    config = autosize.fitted(size, shards)
+    config = autosize.fitted(size, shards, {})
     assert config.micro_batch == 4 and config.tokens_per_step == 4 * (SIDE * SIDE + 1)
 
 

@@ -1,4 +1,4 @@
-"""`handgrad train --data DIR` and nothing else: a run that suits the data and the machine."""
+"""`handgrad train --data DIR` and at most a network's sizes: a run that suits the data and the machine."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,8 @@ import torch
 from handgrad.cli import main
 from handgrad.run import autosize
 from handgrad.run.resolve import resolve
-from handgrad.settings.config import RunConfig, check
+from handgrad.run.settings import run_config
+from handgrad.settings.config import RunConfig, check, to_dict
 from handgrad.storage.checkpoint import peek_config
 
 GPU = torch.device("cuda")
@@ -44,7 +45,7 @@ def sizes(config: RunConfig) -> tuple[int, int, int]:
 
 
 def chosen(tokens: float, device: torch.device, vocab_size: int = 50257) -> RunConfig:
-    return check(RunConfig(**autosize.suited_settings(corpus(tokens, vocab_size), device)))
+    return check(RunConfig(**autosize.suited_settings(corpus(tokens, vocab_size), device, {})))
 
 
 def test_the_model_grows_with_the_corpus(memory: dict[str, float]) -> None:
@@ -72,6 +73,8 @@ def test_a_smaller_gpu_gets_a_smaller_micro_batch_or_model(memory: dict[str, flo
     assert small[:2] == (12, 768) and small[2] in (16, 32)
     memory["bytes"] = 16e9
     assert sizes(chosen(1e11, GPU))[0] < 48
+    memory["bytes"] = 1e6
+    assert sizes(chosen(1e11, GPU)) == (6, 384, 1), "the smallest, which the run refuses with advice"
 
 
 def test_a_cpus_run_takes_minutes() -> None:
@@ -93,15 +96,61 @@ def test_lanes_share_the_batch(memory: dict[str, float], monkeypatch: pytest.Mon
     for device in (GPU, torch.device("cpu")):
         for tokens in (1e3, 1e6, 1e9):
             for lanes in (1, 2, 8, 128):
-                run = check(RunConfig(**autosize.suited_settings(corpus(tokens), device, lanes=lanes), lanes=lanes))
+                run = check(RunConfig(**autosize.suited_settings(corpus(tokens), device, {"lanes": lanes}), lanes=lanes))
                 assert run.micro_batch * lanes * run.sequence_length <= run.tokens_per_step
     alone, wanted = chosen(1e6, GPU), {"data": str(shards), "device": "cpu", "out": "none"}
-    shared = RunConfig(**autosize.suited_settings(corpus(1e6), GPU, lanes=2))
+    shared = RunConfig(**autosize.suited_settings(corpus(1e6), GPU, {"lanes": 2}))
     assert shared.tokens_per_step == alone.tokens_per_step and shared.micro_batch == alone.micro_batch // 2
     one, four = (autosize.chosen_settings(wanted | {"lanes": lanes})["micro_batch"] for lanes in (1, 4))
     for name, value in {"WORLD_SIZE": 4, "RANK": 0, "LOCAL_WORLD_SIZE": 4, "LOCAL_RANK": 0, "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(name, str(value))
     assert one > four == autosize.chosen_settings(wanted)["micro_batch"]
+
+
+OWN = {"num_layers": 2, "num_heads": 2, "channels": 256}
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"micro_batch": 3},
+    {"tokens_per_step": 96},
+    {"sequence_length": 20},
+    {"micro_batch": 2, "lanes": 4},
+    {"learning_rate": 1e-3, "steps": 7},
+    {"architecture": "modern", "techniques": ""},
+)
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_sizes_of_ones_own_leave_the_rest_to_the_rule(shards: Path, changes: dict[str, Any]) -> None:
+    """Whatever else is named: no flag turns the rule off."""
+    named = OWN | {"data": str(shards), "device": "cpu", "out": "none"} | changes
+    run = check(run_config("", "", "", named))
+    assert to_dict(run).items() >= (named | {"techniques": run.techniques}).items()
+    assert run.tokens_per_step == changes.get("tokens_per_step", run.tokens_per_step) <= 2048
+    assert (run.schedule, run.final_learning_rate_fraction) == ("linear", 0.0) and 0 < run.warmup_steps < run.steps
+    assert run.learning_rate == changes.get("learning_rate", 0.4 / 256), "by the width"
+
+
+def test_sizes_without_prepared_data_are_planned(shards: Path, capsys: pytest.CaptureFixture) -> None:
+    """A value out of range is refused before anything is chosen by it."""
+    words = ["plan", "--num-layers", "2", "--gpu", "h100"]
+    assert main([*words, "--data", "nowhere"]) == 0
+    assert f"{RunConfig.steps} steps of {RunConfig.tokens_per_step} tokens" in capsys.readouterr().out
+    assert main(["plan", "--num-layers", "2", "--channels", "0", "--data", str(shards)]) == 64
+    assert "channels must be at least 1, found 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", [[], ["--num-layers", "2"]], ids=str)
+def test_a_plan_chooses_for_the_machine_that_it_names(
+    shards: Path, sizes: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    """Not for this one: as many lanes as ranks share a step, and a GPU's network is wider."""
+    plan = ["plan", *sizes, "--data", str(shards), "--out", "none"]
+    assert main([*plan, "--ranks", "4", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert " = 4 lanes x 1 x " in printed and "128 channels" in printed
+    assert main([*plan, "--gpu", "h100", "--gpus", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert " = 2 lanes x 1 x " in printed and "384 channels" in printed
 
 
 def test_the_bare_command(

@@ -134,6 +134,9 @@ def test_a_run_of_ours_goes_on_at_half_its_rate(shards: Path, tmp_path: Path) ->
 def test_a_plan_needs_no_data(weights: Path) -> None:
     config = run_config("", "", "", {"init_from": str(weights), "device": "cpu"})
     assert (config.sequence_length, config.tokens_per_step, config.micro_batch) == autosize.CPU_LIMITS
+    there = run_config("", "", "", {"init_from": str(weights)}, "plan", device="meta")
+    assert (there.sequence_length, there.tokens_per_step) == autosize.GPU_LIMITS[:2], "as a GPU would have it, without one"
+    assert there.device == RunConfig.device
 
 
 def test_the_documentation_has_the_rule() -> None:

@@ -27,7 +27,10 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 def run_config(parsed: argparse.Namespace, command: str = "train") -> RunConfig:
     """The configuration that the arguments of a command describe (`run.settings`)."""
-    return settings.run_config(parsed.preset or "", parsed.config or "", parsed.model or "", given(parsed), command)
+    names, planned = (parsed.preset or "", parsed.config or "", parsed.model or ""), {}
+    if command == "plan":
+        planned = {"lanes": parsed.gpus or parsed.ranks or 0} | ({"device": "meta"} if parsed.gpu else {})
+    return settings.run_config(*names, given(parsed), command, **planned)
 
 
 def given(namespace: argparse.Namespace) -> dict[str, Any]:

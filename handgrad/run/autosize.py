@@ -1,4 +1,4 @@
-"""Chooses the settings of a run: by data and machine, for `handgrad train --data DIR` without a preset or sizes, or by the
+"""Chooses the settings of a run that no preset sets: by data and machine, for `handgrad train --data DIR`, or by the
 weights, with `--init-from WEIGHTS`.
 
 Takes the largest model that the tokens can teach, at about twenty per parameter (Hoffmann et al. 2022,
@@ -9,7 +9,6 @@ Finetuning uses short rows, however long the weights' context, small steps and t
 learning rates: weights from elsewhere have seen much more text; a handgrad run continues at half of its rate.
 """
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -86,47 +85,62 @@ GPU_SIZES = (
 )
 
 
-def suited_settings(
-    dataset: Dataset, device: torch.device, steps: int = 0, lanes: int = 1, *, text: bool = False
-) -> dict[str, Any]:
-    """Settings for a run on `dataset`: the largest model that its tokens teach and the device holds. `steps`: `paced`'s;
-    `text`: its network has tokens alone, also for pictures in bytes."""
-    if dataset.codes and dataset.codes.decoder == RGB and not text:
-        return codec_settings(dataset, dataset.codes.size, device, steps, lanes)
-    training = dataset.tokens("train")
+def suited_settings(dataset: Dataset, device: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
+    """What `settings` leave open, for a run on `dataset`: the largest model that its tokens teach and the device holds, the
+    batch and the pace. Pictures in bytes train an autoencoder, unless `settings` name another network."""
+    if dataset.codes and dataset.codes.decoder == RGB and NETWORKS[settings.get("architecture", "vqvae")].pictures:
+        return codec_settings(dataset, dataset.codes.size, device, settings)
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
-    for size in reversed([size for size in sizes if training >= size.tokens]):
-        for config in smaller_batches(fitted(size, dataset, lanes)):
-            if fits(config, dataset.tokenizer.vocab_size, device):
-                return settings_of(config, size, dataset, device, steps)
-    smallest = replace(fitted(sizes[0], dataset, lanes), micro_batch=1)
-    return settings_of(smallest, sizes[0], dataset, device, steps)  # if it does not fit, the run refuses it with advice
+    taught = reversed([size for size in sizes if dataset.tokens("train") >= size.tokens])
+    runs = [(size, config) for size in taught for config in smaller_batches(fitted(size, dataset, settings))]
+    fitting = (run for run in runs if fits(run[1], dataset.tokenizer.vocab_size, device))
+    size, config = next(fitting, runs[-1])  # if none fits, the run refuses the smallest with advice
+    pace = paced(config, dataset, device, size.epochs, size.warmup_share, settings.get("steps", 0))
+    return {name: getattr(config, name) for name in CHOSEN_SIZES} | pace
 
 
-def codec_settings(dataset: Dataset, size: tuple[int, int], device: torch.device, steps: int, lanes: int) -> dict[str, Any]:
+def codec_settings(
+    dataset: Dataset, size: tuple[int, int], device: torch.device, settings: dict[str, Any]
+) -> dict[str, Any]:
     """The autoencoder's preset, for pictures of the data's `size`: rows and columns."""
     (rows, columns), preset = size, presets.preset("vqvae")
     length = 3 * rows * columns
-    pictures = max(lanes, min(PICTURES_PER_STEP, power_of_two(max(1, dataset.tokens("train") // (1 + length)))))
-    sizes = {"sequence_length": length, "tokens_per_step": pictures * length, "vqvae": f"size={rows}x{columns}"}
-    config = replace(preset, **sizes, micro_batch=min(preset.micro_batch, pictures // lanes))
+    batch = batch_of(settings, length, PICTURES_PER_STEP * length, 4 * dataset.tokens("train"), preset.micro_batch)
+    config = replace(preset, **batch, vqvae=f"size={rows}x{columns}")
     chosen = {name: getattr(config, name) for name in (*CODEC, *CHOSEN_SIZES)}
-    return chosen | paced(config, dataset, device, EPOCHS, WARMUP_SHARE, steps)
+    return chosen | paced(config, dataset, device, EPOCHS, WARMUP_SHARE, settings.get("steps", 0))
 
 
-def fitted(size: Size, dataset: Dataset, lanes: int = 1) -> RunConfig:
-    """Shortens the context to the longest window that the shards hold, and steps to at most a quarter of the corpus, but a
-    row for every lane. A row of pictures holds the longest document."""
-    length = min(size.sequence_length, power_of_two(longest_window(dataset)))
+def fitted(size: Size, dataset: Dataset, settings: dict[str, Any]) -> RunConfig:
+    """The run that `settings` leave to `size`. Shortens the context to the longest window that the shards hold; a row of
+    pictures holds the longest document. The width that `settings` name decides the rate."""
+    length, tokens = min(size.sequence_length, power_of_two(longest_window(dataset))), size.tokens_per_step
     if dataset.codes:
         length = max(int(document_lengths(dataset, split).max()) for split in SPLITS) - 1
-    windows = sum((shard.token_count - 1) // length for shard in dataset.splits["train"])
-    samples = max(FEWEST_PICTURES if dataset.codes else 1, size.tokens_per_step // length)
-    samples = max(lanes, min(power_of_two(samples), power_of_two(max(1, windows // 4))))  # lane and micro-batch divide it
-    sizes: dict[str, Any] = {name: getattr(size, name) for name in CHOSEN_SIZES}
-    sizes |= {"sequence_length": length, "tokens_per_step": samples * length}
-    sizes["micro_batch"] = math.gcd(size.micro_batch, samples // lanes)
-    return RunConfig(**sizes)
+        tokens = power_of_two(max(FEWEST_PICTURES, tokens // length)) * length
+    sizes = {name: getattr(size, name) for name in CHOSEN_SIZES}
+    batch = batch_of(settings, length, tokens, dataset.tokens("train"), size.micro_batch)
+    config = RunConfig(**{**sizes, **settings, **batch})
+    return replace(config, learning_rate=usual_rate(config)) if {"num_layers", "channels"} & settings.keys() else config
+
+
+def batch_of(settings: dict[str, Any], length: int, tokens: int, corpus: int, most: int) -> dict[str, Any]:
+    """Context, tokens a step and micro-batch, where `settings` leave them open: rows of about `length`, of these about
+    `tokens` a step, at most a quarter of the `corpus`, which lanes and micro-batch divide; at most `most` a micro-batch."""
+    micro = settings.get("micro_batch", 0)
+    together = (micro or 1) * (settings.get("lanes", 0) or find_rank_info(os.environ).size)  # rows over all lanes
+    if "tokens_per_step" in settings:
+        tokens = settings["tokens_per_step"]
+        shorter = [max(1, min(length, tokens) >> halvings) for halvings in range(4)]
+        length = next((one for one in shorter if tokens % (one * together) == 0), length)
+    length = settings.get("sequence_length", 0) or length
+    rows = max(1, tokens // length)
+    if "tokens_per_step" not in settings:
+        rows = min(rows, power_of_two(max(1, corpus // length // 4)))
+        rows = max(1, rows // together) * together
+        tokens = rows * length
+    per_lane = max(1, rows // together)  # which a power of two divides
+    return {"sequence_length": length, "tokens_per_step": tokens, "micro_batch": micro or min(per_lane & -per_lane, most)}
 
 
 def longest_window(dataset: Dataset) -> int:
@@ -153,11 +167,6 @@ def fits(config: RunConfig, vocab_size: int, device: torch.device) -> bool:
         return True
     most = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
     return resolve(config, vocab_size, device=device).plan.total_bytes <= most
-
-
-def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.device, steps: int) -> dict[str, Any]:
-    pace = paced(config, dataset, device, size.epochs, size.warmup_share, steps)
-    return {**{name: getattr(config, name) for name in CHOSEN_SIZES}, **pace}
 
 
 def paced(
@@ -204,9 +213,7 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     network = NETWORKS.get(settings.get("architecture", ""))
     if network and network.pictures:  # no size but a picture's suits it
         check_bytes(settings["architecture"], settings["data"], dataset.codes)
-    lanes = settings.get("lanes", 0) or find_rank_info(os.environ).size
-    text = network is not None and not network.pictures
-    return suited_settings(dataset, device, settings.get("steps", 0), lanes, text=text)
+    return suited_settings(dataset, device, settings)
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
@@ -261,22 +268,7 @@ def fitted_to_weights(
             length = min(max(length, whole), few, tokens, sizes.get("sequence_length", tokens))
         else:
             length = min(length, power_of_two(max(1, longest_window(dataset))))
-    micro = settings.get("micro_batch", 0)
-    together = (micro or 1) * (settings.get("lanes", 0) or find_rank_info(os.environ).size)  # rows over all lanes
-    if "tokens_per_step" in settings:
-        tokens = settings["tokens_per_step"]
-        shorter = [max(1, min(length, tokens) >> halvings) for halvings in range(4)]
-        length = next((one for one in shorter if tokens % (one * together) == 0), length)
-    length = settings.get("sequence_length", 0) or length
-    rows = max(1, tokens // length)
-    if "tokens_per_step" not in settings:
-        rows = min(rows, power_of_two(max(1, corpus // length // 4)))
-        rows = max(1, rows // together) * together
-        tokens = rows * length
-    per_lane = max(1, rows // together)
-    micro = micro or min(per_lane & -per_lane, most)  # the largest power of two that divides it
-    batch: dict[str, Any] = {"sequence_length": length, "tokens_per_step": tokens, "micro_batch": micro}
-    config = RunConfig(**{**sizes, **ENDING, **settings} | batch)
+    config = RunConfig(**{**sizes, **ENDING, **settings} | batch_of(settings, length, tokens, corpus, most))
     if dataset is not None and "micro_batch" not in settings:
         smaller = [found for found in smaller_batches(config) if fits(found, dataset.tokenizer.vocab_size, device)]
         if not smaller and usual < length and "sequence_length" not in settings:

@@ -14,7 +14,7 @@ from handgrad.names import nearest_name
 from handgrad.networks import NETWORKS
 from handgrad.networks.modern import MODERN, changed, resolve_techniques
 from handgrad.settings import presets, recipes
-from handgrad.settings.config import EPOCHS as EPOCHS, RunConfig, check_value, convert, read_toml, to_dict
+from handgrad.settings.config import EPOCHS as EPOCHS, FIELDS, RunConfig, check_value, convert, read_toml, to_dict
 from handgrad.storage.run_files import CHECKPOINTS, CONFIG_FILE, place_of
 
 # Values for `--init-from` that other trainers use for the start of a run.
@@ -25,9 +25,12 @@ BEGINNINGS = {
 WITHOUT, WITH = "without", "with"  # settings that edit the list `techniques`, without fields of their own
 
 
-def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], command: str = "train") -> RunConfig:
+def run_config(
+    preset: str, recipe_file: str, model: str, settings: Mapping[str, Any], command: str = "train", **planned: Any
+) -> RunConfig:
     """Applies preset, recipe, the model's sizes and single settings, in this order; the later one wins. Empty: not
-    given. Sizes that none of them sets come from the initial weights. `command`: the command that errors recommend.
+    given. Sizes that none of them sets come from the initial weights. `command`: the command that errors recommend;
+    `planned`: lanes and device of the machine to choose for, instead of this one's.
     Raises `UsageError` or `DataError` for an unknown name, a value out of range, or nothing to train. `check` finds
     conflicting values later, once no setting is open."""
     recipe_path = Path(recipes.find(recipe_file)) if recipe_file else Path()
@@ -42,10 +45,10 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         rest = {name: value for name, value in settings.items() if name != EPOCHS}
         if EPOCHS not in settings and "warmup_steps" in recipe:  # chosen for the recipe's own length, which stays
             rest.setdefault("warmup_steps", recipe["warmup_steps"])
-        sized = run_config(preset, recipe_file, model, {**rest, "steps": 1}, command)  # no size depends on the steps
+        sized = run_config(preset, recipe_file, model, {**rest, "steps": 1}, command, **planned)  # no size depends on steps
         from handgrad.run.packing import steps_of  # imports torch, which `--help` avoids
 
-        return run_config(preset, recipe_file, model, {**rest, "steps": steps_of(sized, epochs)}, command)
+        return run_config(preset, recipe_file, model, {**rest, "steps": steps_of(sized, epochs)}, command, **planned)
     recipe.pop(EPOCHS, None)
     if "data" in recipe and "data" not in settings and (recipe_path.parent / CHECKPOINTS).is_dir():
         from handgrad.storage import checkpoint  # imports torch, which `--help` avoids
@@ -73,16 +76,18 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
     if "warmup_steps" in merged and "warmup_steps" not in (settings if "steps" in settings else {**recipe, **settings}):
         merged["warmup_steps"] = warmup_of(merged)
-    bare = not name and not recipe_file  # then `run.autosize` chooses the rest
+    for field, value in merged.items():
+        check_value(field, value)
+    bare = not (name or recipe_file or settings.keys() >= FIELDS.keys())  # then `run.autosize` chooses the rest
     if weights := merged.get("init_from"):
         if weights in BEGINNINGS and not Path(weights).exists():
             raise UsageError(f"init_from names the weights to start from, found {weights!r}: {BEGINNINGS[weights]}")
-        merged = from_weights(merged, bare=bare)
-    elif bare and ("num_layers" not in merged or in_bytes(merged)):
+        merged = from_weights(merged, planned, bare=bare)
+    elif bare and ("num_layers" not in merged or is_prepared(merged.get("data", ""))):
         check_data(merged, command)
         from handgrad.run.autosize import chosen_settings  # imports torch, which `--help` avoids
 
-        chosen = chosen_settings(merged)
+        chosen = chosen_settings({**planned, **merged})
         size = chosen.get("vqvae", "").partition(",")[0]  # of the data's pictures
         if "vqvae" in merged and size and "size=" not in merged["vqvae"]:
             merged["vqvae"] = f"{size},{merged['vqvae']}"
@@ -94,21 +99,14 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     for name, text in (change | {"techniques": listed}).items():
         if text and NETWORKS.get(architecture) is not MODERN:
             raise UsageError(f"{name} is for --architecture modern, found {text!r} with {architecture}")
-    for name, value in merged.items():
-        check_value(name, value)
     return RunConfig(**merged)
 
 
-def in_bytes(settings: dict[str, Any]) -> bool:
-    """True for pictures in bytes, which an autoencoder takes unless another network is named."""
-    from handgrad.data.codes import RGB  # imports numpy, which `--help` avoids
-    from handgrad.data.mixture import open_data
+def is_prepared(data: str) -> bool:
+    from handgrad.data.mixture import named_sets  # imports numpy, which `--help` avoids
     from handgrad.data.shards import MANIFEST_FILE
 
-    if "architecture" in settings or not Path(settings.get("data", ""), MANIFEST_FILE).is_file():
-        return False
-    codes = open_data(settings["data"]).codes
-    return codes is not None and codes.decoder == RGB
+    return all(Path(folder, MANIFEST_FILE).is_file() for folder in named_sets(data))
 
 
 def warmup_of(settings: dict[str, Any]) -> int:
@@ -189,7 +187,7 @@ def goes_on(run: Path, command: str) -> str:
     return f"resume it by {named}" if command == "train" else f"take its settings by {named}"
 
 
-def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
+def from_weights(settings: dict[str, Any], planned: dict[str, Any], *, bare: bool) -> dict[str, Any]:
     """Adds the model's sizes to the settings: from the weights in `init_from`, or from the run in `out`, which can resume
     without these weights. `bare`: nothing else sets rows, steps and learning rate, so this also chooses suitable
     ones."""
@@ -203,5 +201,5 @@ def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
     sizes = {}
     if not settings.keys() >= set(SIZES):
         sizes = read_sizes(settings["init_from"]) if begun is None else shape_fields(begun)
-    chosen = chosen_finetuning(settings, sizes, begun) if bare and not settings.get("batch_schedule") else {}
+    chosen = chosen_finetuning({**planned, **settings}, sizes, begun) if bare and not settings.get("batch_schedule") else {}
     return {**sizes, **chosen, **settings}
