@@ -31,6 +31,7 @@ HEADS = {
 }
 FP8 = ("none", "forward and dgrad", "all")
 SETTINGS = {
+    "sequence_length": "1024",
     "steps": "200",
     "tokens_per_step": "131072",
     "micro_batch": "64",

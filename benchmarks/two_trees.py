@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     f"{model}-{precision}": {
         "model": model,
         "precision": precision,
+        "sequence_length": 1024,
         "micro_batch": micro_batch,
         "tokens_per_step": micro_batch * 1024 * micro_steps,
     }

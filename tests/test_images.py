@@ -101,6 +101,8 @@ def test_pictures_with_a_class_share_a_micro_batch(shards: Dataset) -> None:
     size = autosize.Size(0, 1, 1, 8, 1024, 7 * (SIDE * SIDE + 1), 8, 1e-3, 1)
     config = autosize.fitted(size, shards, {})
     assert config.micro_batch == 4 and config.tokens_per_step == 4 * (SIDE * SIDE + 1)
+    config = autosize.fitted(size, shards, {"tokens_per_step": 32})
+    assert config.sequence_length == SIDE * SIDE + 1, "a shorter row would cut pictures; the run is refused"
 
 
 def test_several_processes_write_the_same_shards(

@@ -85,6 +85,7 @@ def test_a_cpus_run_takes_minutes() -> None:
         run = chosen(1e8, cpu, vocab_size)
         shape = run.shape(vocab_size)
         flops.append(run.steps * run.tokens_per_step * shape.flops_per_token)
+        assert run.eval_tokens == run.steps * run.tokens_per_step // 10, "ten validations take no longer than training"
     assert flops == pytest.approx([autosize.CPU_FLOPS] * 3, rel=0.01)
     run = chosen(2e4, cpu, 256)
     assert run.steps * run.tokens_per_step <= 40.5 * 2e4
@@ -111,7 +112,7 @@ OWN = {"num_layers": 2, "num_heads": 2, "channels": 256}
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"micro_batch": 3},
-    {"tokens_per_step": 96},
+    {"tokens_per_step": 1024},
     {"sequence_length": 20},
     {"micro_batch": 2, "lanes": 4},
     {"learning_rate": 1e-3, "steps": 7},
@@ -128,6 +129,20 @@ def test_sizes_of_ones_own_leave_the_rest_to_the_rule(shards: Path, changes: dic
     assert run.tokens_per_step == changes.get("tokens_per_step", run.tokens_per_step) <= 2048
     assert (run.schedule, run.final_learning_rate_fraction) == ("linear", 0.0) and 0 < run.warmup_steps < run.steps
     assert run.learning_rate == changes.get("learning_rate", 0.4 / 256), "by the width"
+
+
+def test_a_part_of_the_sizes(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads keep their width, the rule's own width its rate. Beside a batch schedule, or without data, nothing changes."""
+    there = {"data": str(shards), "device": "cpu", "out": "none"}
+    run = check(run_config("", "", "", there | {"num_layers": 2, "num_heads": 6}))
+    assert run.channels == 6 * 32 and run.learning_rate == 0.4 / 192
+    assert run_config("", "", "", there | {"num_layers": 2}).learning_rate == autosize.CPU_SIZES[0].learning_rate
+    scheduled = run_config("", "", "", there | OWN | {"batch_schedule": "1:8192"})
+    assert scheduled == RunConfig(**there, **OWN, batch_schedule="1:8192")
+    monkeypatch.chdir(tmp_path)
+    assert run_config("", "", "", dict(OWN)) == RunConfig(**OWN), "no data are prepared here"
+    (tmp_path / RunConfig.data).symlink_to(shards)
+    assert run_config("", "", "", OWN | {"device": "cpu"}).tokens_per_step <= 2048, "of the default folder"
 
 
 def test_sizes_without_prepared_data_are_planned(shards: Path, capsys: pytest.CaptureFixture) -> None:
@@ -148,7 +163,7 @@ def test_a_plan_chooses_for_the_machine_that_it_names(
     assert main([*plan, "--ranks", "4", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert " = 4 lanes x 1 x " in printed and "128 channels" in printed
-    assert main([*plan, "--gpu", "h100", "--gpus", "2"]) == 0
+    assert main([*plan, "--gpu", "h100", "--gpus", "2", "--device", "cuda"]) == 0
     printed = capsys.readouterr().out
     assert " = 2 lanes x 1 x " in printed and "384 channels" in printed
 

@@ -12,7 +12,7 @@ from handgrad.cli import main
 from handgrad.data.shards import open_dataset
 from handgrad.run import autosize
 from handgrad.run.open import train
-from handgrad.run.packing import cut_documents
+from handgrad.run.packing import cut_documents, document_lengths
 from handgrad.run.settings import run_config
 from handgrad.settings.config import RunConfig, check
 from handgrad.storage.checkpoint import find, peek_config
@@ -75,6 +75,16 @@ def test_conversations_fit_whole(count: int, words: int, weights: Path, tmp_path
     dataset = open_dataset(tmp_path / "few")
     assert cut_documents(dataset, config.sequence_length) == [] and config.sequence_length <= 2048
     assert config.steps >= 100 and config.steps * config.tokens_per_step >= 3 * dataset.tokens("train") * 0.99
+
+
+def test_from_nothing_conversations_fit_whole_too(tmp_path: Path) -> None:
+    data = tmp_path / "talks.jsonl"
+    data.write_text(3 * (json.dumps({"messages": talk("Say it.", 90 * "word ")}) + "\n"))
+    words = ["--tokenizer", "bytes", "--validation-fraction", "0.4", "--out", str(tmp_path / "talks"), "--workers", "1"]
+    assert main(["prepare", "--chat", str(data), *words]) == 0
+    longest = max(document_lengths(open_dataset(str(tmp_path / "talks")), "train"))
+    config = run_config("", "", "", {"data": str(tmp_path / "talks"), "device": "cpu", "out": "none", "num_layers": 2})
+    assert 256 < longest <= config.sequence_length <= 1024
 
 
 def test_a_small_run_learns_twenty_conversations(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -98,7 +98,7 @@ def plan(
     """
     if gpus < 1 or vocab_size < 0 or (price is not None and not 0 <= price < float("inf")):
         raise UsageError(f"gpus must be at least 1, price and vocab_size 0 or more; found {gpus}, {price}, {vocab_size}")
-    named = configuration(preset, settings, os.fspath(config), model, lanes=gpus, device="meta")
+    named = configuration(preset, settings, os.fspath(config), model, lanes=settings.get("lanes", 0) or gpus, device="meta")
     resolved, words, _ = as_it_runs(named, vocab_size, given="data" in settings)
     return forecast(resolved, words, gpu, ranks=gpus, price=price, fit=bytes_of(fit) if fit else 0)
 

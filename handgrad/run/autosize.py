@@ -46,8 +46,7 @@ ROLLOUTS, USUAL_ANSWER = 64, 64  # answers a step; tokens of the longest, which 
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 3e-5, 2e-4
 EPOCHS, WARMUP_SHARE = 3, 0.05
 ENOUGH_STEPS = 100  # with fewer, a few conversations would barely move the weights
-FEWEST_PICTURES = 4  # a step
-PICTURES_PER_STEP = 32  # of an autoencoder
+FEWEST_PICTURES, PICTURES_PER_STEP = 4, 32  # of a network of codes, and of an autoencoder
 FEW_ROWS = 16  # least rows per epoch: rows need only hold the longest conversation, and short rows make more steps
 ENDING: dict[str, Any] = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
 
@@ -105,7 +104,7 @@ def codec_settings(
     """The autoencoder's preset, for pictures of the data's `size`: rows and columns."""
     (rows, columns), preset = size, presets.preset("vqvae")
     length = 3 * rows * columns
-    batch = batch_of(settings, length, PICTURES_PER_STEP * length, 4 * dataset.tokens("train"), preset.micro_batch)
+    batch = batch_of(settings, [length], PICTURES_PER_STEP * length, 4 * dataset.tokens("train"), preset.micro_batch)
     config = replace(preset, **batch, vqvae=f"size={rows}x{columns}")
     chosen = {name: getattr(config, name) for name in (*CODEC, *CHOSEN_SIZES)}
     return chosen | paced(config, dataset, device, EPOCHS, WARMUP_SHARE, settings.get("steps", 0))
@@ -113,27 +112,29 @@ def codec_settings(
 
 def fitted(size: Size, dataset: Dataset, settings: dict[str, Any]) -> RunConfig:
     """The run that `settings` leave to `size`. Shortens the context to the longest window that the shards hold; a row of
-    pictures holds the longest document. The width that `settings` name decides the rate."""
+    pictures, or of conversations, holds the longest document. Another width has another rate."""
     length, tokens = min(size.sequence_length, power_of_two(longest_window(dataset))), size.tokens_per_step
     if dataset.codes:
         length = max(int(document_lengths(dataset, split).max()) for split in SPLITS) - 1
         tokens = power_of_two(max(FEWEST_PICTURES, tokens // length)) * length
+    elif resolve_packing(settings.get("packing", AUTO), dataset) == WHOLE:
+        whole = row_that_holds(max(document_lengths(dataset, split).max(initial=1) for split in SPLITS))
+        length = min(max(length, whole), RunConfig.sequence_length)
     sizes = {name: getattr(size, name) for name in CHOSEN_SIZES}
-    batch = batch_of(settings, length, tokens, dataset.tokens("train"), size.micro_batch)
+    sizes["channels"] = size.channels // size.num_heads * settings.get("num_heads", size.num_heads)
+    batch = batch_of(settings, [length], tokens, dataset.tokens("train"), size.micro_batch)
     config = RunConfig(**{**sizes, **settings, **batch})
-    return replace(config, learning_rate=usual_rate(config)) if {"num_layers", "channels"} & settings.keys() else config
+    return config if config.channels == size.channels else replace(config, learning_rate=usual_rate(config))
 
 
-def batch_of(settings: dict[str, Any], length: int, tokens: int, corpus: int, most: int) -> dict[str, Any]:
-    """Context, tokens a step and micro-batch, where `settings` leave them open: rows of about `length`, of these about
-    `tokens` a step, at most a quarter of the `corpus`, which lanes and micro-batch divide; at most `most` a micro-batch."""
+def batch_of(settings: dict[str, Any], lengths: list[int], tokens: int, corpus: int, most: int) -> dict[str, Any]:
+    """Context, tokens a step and micro-batch, where `settings` leave them open: rows of the first of `lengths` that divides
+    a step by lanes and micro-batches, of at most `most` rows; about `tokens` a step, at most a quarter of the `corpus`."""
     micro = settings.get("micro_batch", 0)
     together = (micro or 1) * (settings.get("lanes", 0) or find_rank_info(os.environ).size)  # rows over all lanes
-    if "tokens_per_step" in settings:
-        tokens = settings["tokens_per_step"]
-        shorter = [max(1, min(length, tokens) >> halvings) for halvings in range(4)]
-        length = next((one for one in shorter if tokens % (one * together) == 0), length)
-    length = settings.get("sequence_length", 0) or length
+    tokens = settings.get("tokens_per_step", tokens)
+    dividing = (length for length in lengths if tokens % (length * together) == 0)
+    length = settings.get("sequence_length", 0) or next(dividing, lengths[0])
     rows = max(1, tokens // length)
     if "tokens_per_step" not in settings:
         rows = min(rows, power_of_two(max(1, corpus // length // 4)))
@@ -181,11 +182,12 @@ def paced(
             steps = min(steps, CPU_FLOPS / (shape.flops_per_token * config.tokens_per_step))
         steps = min(max(steps, LEAST_STEPS), MOST_STEPS)
     steps = round(steps)
+    most = steps * config.tokens_per_step // 10 if device.type == "cpu" else 10 << 20  # a third of a CPU's work by ten
     return {
         "steps": steps,
         "warmup_steps": max(1, min(int(steps * warmup_share), MOST_WARM_UP_STEPS)),
         "eval_every": min(round_number(steps // 10), 250),
-        "eval_tokens": min(max(config.sequence_length, validation), 10 << 20),
+        "eval_tokens": max(config.sequence_length, min(validation, most)),
         "sample_every": round_number(steps // 4),
         "save_every": min(round_number(steps // 5), 1000),
         "log_every": min(round_number(steps // 50), 10 if device.type == "cuda" else 50),
@@ -210,8 +212,7 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
         return {name: begun[name] for name in CHOSEN if name in begun}
     device = devices.resolve_device(settings.get("device", RunConfig.device))
     dataset = open_prompts(settings["data"], "") if settings.get("reward") else open_data(settings["data"])
-    network = NETWORKS.get(settings.get("architecture", ""))
-    if network and network.pictures:  # no size but a picture's suits it
+    if (network := NETWORKS.get(settings.get("architecture", ""))) and network.pictures:  # no size but a picture's suits it
         check_bytes(settings["architecture"], settings["data"], dataset.codes)
     return suited_settings(dataset, device, settings)
 
@@ -268,7 +269,9 @@ def fitted_to_weights(
             length = min(max(length, whole), few, tokens, sizes.get("sequence_length", tokens))
         else:
             length = min(length, power_of_two(max(1, longest_window(dataset))))
-    config = RunConfig(**{**sizes, **ENDING, **settings} | batch_of(settings, length, tokens, corpus, most))
+    named = settings.get("tokens_per_step", 0)
+    lengths = [max(1, min(length, named) >> halvings) for halvings in range(4)] if named else [length]
+    config = RunConfig(**{**sizes, **ENDING, **settings} | batch_of(settings, lengths, tokens, corpus, most))
     if dataset is not None and "micro_batch" not in settings:
         smaller = [found for found in smaller_batches(config) if fits(found, dataset.tokenizer.vocab_size, device)]
         if not smaller and usual < length and "sequence_length" not in settings:

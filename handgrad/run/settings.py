@@ -83,11 +83,11 @@ def run_config(
         if weights in BEGINNINGS and not Path(weights).exists():
             raise UsageError(f"init_from names the weights to start from, found {weights!r}: {BEGINNINGS[weights]}")
         merged = from_weights(merged, planned, bare=bare)
-    elif bare and ("num_layers" not in merged or is_prepared(merged.get("data", ""))):
+    elif bare and ("num_layers" not in merged or follows_the_rule(merged)):
         check_data(merged, command)
         from handgrad.run.autosize import chosen_settings  # imports torch, which `--help` avoids
 
-        chosen = chosen_settings({**planned, **merged})
+        chosen = chosen_settings({**merged, **planned})
         size = chosen.get("vqvae", "").partition(",")[0]  # of the data's pictures
         if "vqvae" in merged and size and "size=" not in merged["vqvae"]:
             merged["vqvae"] = f"{size},{merged['vqvae']}"
@@ -102,11 +102,13 @@ def run_config(
     return RunConfig(**merged)
 
 
-def is_prepared(data: str) -> bool:
+def follows_the_rule(settings: dict[str, Any]) -> bool:
+    """True if the rest can be chosen for these sizes: the data are prepared, no batch schedule counts tokens and steps."""
     from handgrad.data.mixture import named_sets  # imports numpy, which `--help` avoids
     from handgrad.data.shards import MANIFEST_FILE
 
-    return all(Path(folder, MANIFEST_FILE).is_file() for folder in named_sets(data))
+    sets = named_sets(settings.setdefault("data", RunConfig.data))
+    return not settings.get("batch_schedule") and all(Path(folder, MANIFEST_FILE).is_file() for folder in sets)
 
 
 def warmup_of(settings: dict[str, Any]) -> int:
@@ -201,5 +203,5 @@ def from_weights(settings: dict[str, Any], planned: dict[str, Any], *, bare: boo
     sizes = {}
     if not settings.keys() >= set(SIZES):
         sizes = read_sizes(settings["init_from"]) if begun is None else shape_fields(begun)
-    chosen = chosen_finetuning({**planned, **settings}, sizes, begun) if bare and not settings.get("batch_schedule") else {}
+    chosen = chosen_finetuning({**settings, **planned}, sizes, begun) if bare and not settings.get("batch_schedule") else {}
     return {**sizes, **chosen, **settings}
