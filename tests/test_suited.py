@@ -166,6 +166,8 @@ def test_a_plan_chooses_for_the_machine_that_it_names(
     assert main([*plan, "--gpu", "h100", "--gpus", "2", "--device", "cuda"]) == 0
     printed = capsys.readouterr().out
     assert " = 2 lanes x 1 x " in printed and "384 channels" in printed
+    assert main([*plan, "--gpu", "h100", "--gpus", "2", "--lanes", "4"]) == 0
+    assert " = 4 lanes x 1 x " in capsys.readouterr().out
 
 
 def test_the_bare_command(

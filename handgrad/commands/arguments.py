@@ -29,7 +29,8 @@ def run_config(parsed: argparse.Namespace, command: str = "train") -> RunConfig:
     """The configuration that the arguments of a command describe (`run.settings`)."""
     names, planned = (parsed.preset or "", parsed.config or "", parsed.model or ""), {}
     if command == "plan":
-        planned = {"lanes": parsed.lanes or parsed.gpus or parsed.ranks or 0} | ({"device": "meta"} if parsed.gpu else {})
+        lanes = {} if parsed.lanes else {"lanes": parsed.gpus or parsed.ranks or 0}
+        planned = lanes | ({"device": "meta"} if parsed.gpu else {})
     return settings.run_config(*names, given(parsed), command, **planned)
 
 

@@ -102,10 +102,9 @@ def codec_settings(
     dataset: Dataset, size: tuple[int, int], device: torch.device, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """The autoencoder's preset, for pictures of the data's `size`: rows and columns."""
-    (rows, columns), preset = size, presets.preset("vqvae")
-    length = 3 * rows * columns
+    preset, length = presets.preset("vqvae"), 3 * size[0] * size[1]
     batch = batch_of(settings, [length], PICTURES_PER_STEP * length, 4 * dataset.tokens("train"), preset.micro_batch)
-    config = replace(preset, **batch, vqvae=f"size={rows}x{columns}")
+    config = replace(preset, **batch, vqvae=f"size={size[0]}x{size[1]}")
     chosen = {name: getattr(config, name) for name in (*CODEC, *CHOSEN_SIZES)}
     return chosen | paced(config, dataset, device, EPOCHS, WARMUP_SHARE, settings.get("steps", 0))
 
@@ -182,7 +181,7 @@ def paced(
             steps = min(steps, CPU_FLOPS / (shape.flops_per_token * config.tokens_per_step))
         steps = min(max(steps, LEAST_STEPS), MOST_STEPS)
     steps = round(steps)
-    most = steps * config.tokens_per_step // 10 if device.type == "cpu" else 10 << 20  # a third of a CPU's work by ten
+    most = steps * config.tokens_per_step // 10 if device.type == "cpu" else 10 << 20  # ten cost less than the training
     return {
         "steps": steps,
         "warmup_steps": max(1, min(int(steps * warmup_share), MOST_WARM_UP_STEPS)),
