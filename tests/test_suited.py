@@ -85,7 +85,7 @@ def test_a_cpus_run_takes_minutes() -> None:
         run = chosen(1e8, cpu, vocab_size)
         shape = run.shape(vocab_size)
         flops.append(run.steps * run.tokens_per_step * shape.flops_per_token)
-        assert run.eval_tokens == run.steps * run.tokens_per_step // 10, "ten validations take no longer than training"
+        assert run.eval_tokens == run.eval_every * run.tokens_per_step, "no more than were trained since the last"
     assert flops == pytest.approx([autosize.CPU_FLOPS] * 3, rel=0.01)
     run = chosen(2e4, cpu, 256)
     assert run.steps * run.tokens_per_step <= 40.5 * 2e4
@@ -122,7 +122,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_sizes_of_ones_own_leave_the_rest_to_the_rule(shards: Path, changes: dict[str, Any]) -> None:
-    """Whatever else is named: no flag turns the rule off."""
+    """Whatever else is named, but a batch schedule."""
     named = OWN | {"data": str(shards), "device": "cpu", "out": "none"} | changes
     run = check(run_config("", "", "", named))
     assert to_dict(run).items() >= (named | {"techniques": run.techniques}).items()

@@ -162,13 +162,13 @@ def preset(name: str, **settings: Unpack[Settings]) -> RunConfig:
 
 
 def configuration(
-    start: str | RunConfig, settings: Settings, recipe: str = "", model: str = "", **planned: Any
+    start: str | RunConfig, settings: Settings, recipe_file: str = "", model: str = "", **planned: Any
 ) -> RunConfig:
     """The configuration for the arguments of `Training`: the command's, or a `RunConfig` with fields replaced."""
     given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
     if isinstance(start, RunConfig):
         given, start = to_dict(start) | given, ""
-    return run_config(start, os.fspath(recipe), model, given, **planned)
+    return run_config(start, os.fspath(recipe_file), model, given, **planned)
 
 
 @with_settings

@@ -46,9 +46,10 @@ ROLLOUTS, USUAL_ANSWER = 64, 64  # answers a step; tokens of the longest, which 
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 3e-5, 2e-4
 EPOCHS, WARMUP_SHARE = 3, 0.05
 ENOUGH_STEPS = 100  # with fewer, a few conversations would barely move the weights
-FEWEST_PICTURES, PICTURES_PER_STEP = 4, 32  # of a network of codes, and of an autoencoder
+FEWEST_PICTURES, PICTURES_PER_STEP = 4, 32  # a step: the fewest of a network of codes, the usual of an autoencoder
 FEW_ROWS = 16  # least rows per epoch: rows need only hold the longest conversation, and short rows make more steps
-ENDING: dict[str, Any] = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
+Settings = dict[str, Any]  # by name
+ENDING: Settings = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ GPU_SIZES = (
 )
 
 
-def suited_settings(dataset: Dataset, device: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
-    """What `settings` leave open, for a run on `dataset`: the largest model that its tokens teach and the device holds, the
-    batch and the pace. Pictures in bytes train an autoencoder, unless `settings` name another network."""
+def suited_settings(dataset: Dataset, device: torch.device, settings: Settings) -> Settings:
+    """The model, the batch and the pace of a run on `dataset`, where `settings` leave them open: the largest model that its
+    tokens teach and the device holds. Pictures in bytes train an autoencoder, unless `settings` name another network."""
     if dataset.codes and dataset.codes.decoder == RGB and NETWORKS[settings.get("architecture", "vqvae")].pictures:
         return codec_settings(dataset, dataset.codes.size, device, settings)
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
@@ -98,9 +99,7 @@ def suited_settings(dataset: Dataset, device: torch.device, settings: dict[str, 
     return {name: getattr(config, name) for name in CHOSEN_SIZES} | pace
 
 
-def codec_settings(
-    dataset: Dataset, size: tuple[int, int], device: torch.device, settings: dict[str, Any]
-) -> dict[str, Any]:
+def codec_settings(dataset: Dataset, size: tuple[int, int], device: torch.device, settings: Settings) -> Settings:
     """The autoencoder's preset, for pictures of the data's `size`: rows and columns."""
     preset, length = presets.preset("vqvae"), 3 * size[0] * size[1]
     batch = batch_of(settings, [length], PICTURES_PER_STEP * length, 4 * dataset.tokens("train"), preset.micro_batch)
@@ -109,7 +108,7 @@ def codec_settings(
     return chosen | paced(config, dataset, device, EPOCHS, WARMUP_SHARE, settings.get("steps", 0))
 
 
-def fitted(size: Size, dataset: Dataset, settings: dict[str, Any]) -> RunConfig:
+def fitted(size: Size, dataset: Dataset, settings: Settings) -> RunConfig:
     """The run that `settings` leave to `size`. Shortens the context to the longest window that the shards hold; a row of
     pictures, or of conversations, holds the longest document. Another width has another rate."""
     length, tokens = min(size.sequence_length, power_of_two(longest_window(dataset))), size.tokens_per_step
@@ -126,9 +125,9 @@ def fitted(size: Size, dataset: Dataset, settings: dict[str, Any]) -> RunConfig:
     return config if config.channels == size.channels else replace(config, learning_rate=usual_rate(config))
 
 
-def batch_of(settings: dict[str, Any], lengths: list[int], tokens: int, corpus: int, most: int) -> dict[str, Any]:
-    """Context, tokens a step and micro-batch, where `settings` leave them open: rows of the first of `lengths` that divides
-    a step by lanes and micro-batches, of at most `most` rows; about `tokens` a step, at most a quarter of the `corpus`."""
+def batch_of(settings: Settings, lengths: list[int], tokens: int, corpus: int, most: int) -> Settings:
+    """Context, tokens a step and micro-batch, where `settings` leave them open: the first of `lengths` by which lanes and
+    micro-batches divide a step; about `tokens`, at most a quarter of the `corpus`; as many rows as divide it, to `most`."""
     micro = settings.get("micro_batch", 0)
     together = (micro or 1) * (settings.get("lanes", 0) or find_rank_info(os.environ).size)  # rows over all lanes
     tokens = settings.get("tokens_per_step", tokens)
@@ -171,22 +170,22 @@ def fits(config: RunConfig, vocab_size: int, device: torch.device) -> bool:
 
 def paced(
     config: RunConfig, dataset: Dataset, device: torch.device, epochs: float, warmup_share: float, steps: float = 0
-) -> dict[str, Any]:
+) -> Settings:
     """Chooses the steps, unless given, the warm-up, and the intervals of validations, samples, saves and log lines."""
-    training, validation = dataset.tokens("train"), dataset.tokens("validation")
     if not steps:
-        steps = epochs * training / config.tokens_per_step
+        steps = epochs * dataset.tokens("train") / config.tokens_per_step
         shape = config.shape(dataset.tokenizer.vocab_size)
         if device.type == "cpu":
             steps = min(steps, CPU_FLOPS / (shape.flops_per_token * config.tokens_per_step))
         steps = min(max(steps, LEAST_STEPS), MOST_STEPS)
     steps = round(steps)
-    most = steps * config.tokens_per_step // 10 if device.type == "cpu" else 10 << 20  # ten cost less than the training
+    every = min(round_number(steps // 10), 250)
+    most = every * config.tokens_per_step if device.type == "cpu" else 10 << 20  # on a CPU no more than were trained since
     return {
         "steps": steps,
         "warmup_steps": max(1, min(int(steps * warmup_share), MOST_WARM_UP_STEPS)),
-        "eval_every": min(round_number(steps // 10), 250),
-        "eval_tokens": max(config.sequence_length, min(validation, most)),
+        "eval_every": every,
+        "eval_tokens": max(config.sequence_length, min(dataset.tokens("validation"), most)),
         "sample_every": round_number(steps // 4),
         "save_every": min(round_number(steps // 5), 1000),
         "log_every": min(round_number(steps // 50), 10 if device.type == "cuda" else 50),
@@ -204,7 +203,7 @@ CHOSEN = (
 )
 
 
-def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def chosen_settings(settings: Settings) -> Settings:
     """`suited_settings` for the data and device in `settings`. A run that has already begun in `out` keeps its own.
     Raises the errors of `open_data` and `resolve_device`."""
     if (begun := checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))) is not None:
@@ -216,7 +215,7 @@ def chosen_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return suited_settings(dataset, device, settings)
 
 
-def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
+def chosen_finetuning(settings: Settings, sizes: Settings, begun: Settings | None) -> Settings:
     """Chooses the settings not given, for weights of these `sizes`. A run that has `begun` in `out` from the same
     weights keeps its own. Without data, for `plan`, the weights alone decide. Raises the errors of `open_data` and
     `resolve_device`."""
@@ -239,9 +238,7 @@ def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: di
     return chosen
 
 
-def fitted_to_weights(
-    settings: dict[str, Any], sizes: dict[str, Any], dataset: Dataset | None, device: torch.device
-) -> RunConfig:
+def fitted_to_weights(settings: Settings, sizes: Settings, dataset: Dataset | None, device: torch.device) -> RunConfig:
     """Chooses what `settings` leave open. Rows hold the longest conversation, or fill the smallest of the weights' context,
     the shards' longest window and the device's limit. Steps take at most a quarter of the corpus. The micro-batch is the
     largest that fits."""

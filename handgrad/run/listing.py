@@ -72,7 +72,7 @@ class RunSummary:
 def list_runs(folder: Path) -> list[RunSummary]:
     """The runs in and below `folder`, most recently written first. Raises `DataError` if the folder does not exist."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; name one with runs in it; the first is in runs, by `handgrad demo`")
+        raise DataError(f"{folder} is no folder; name one with runs in it, or make a first one by `handgrad demo`")
     runs = [summarize(run, run.relative_to(folder).as_posix() if run != folder else run.name) for run in find_runs(folder)]
     return sorted(runs, key=lambda run: (-run.written, run.name))
 

@@ -84,10 +84,11 @@ def run_config(
             raise UsageError(f"init_from names the weights to start from, found {weights!r}: {BEGINNINGS[weights]}")
         merged = from_weights(merged, planned, bare=bare)
     elif bare and ("num_layers" not in merged or follows_the_rule(merged)):
-        check_data(merged, command)
+        if "num_layers" not in merged:
+            check_data(merged, command)
         from handgrad.run.autosize import chosen_settings  # imports torch, which `--help` avoids
 
-        chosen = chosen_settings({**merged, **planned})
+        chosen = chosen_settings({"data": RunConfig.data, **merged, **planned})
         size = chosen.get("vqvae", "").partition(",")[0]  # of the data's pictures
         if "vqvae" in merged and size and "size=" not in merged["vqvae"]:
             merged["vqvae"] = f"{size},{merged['vqvae']}"
@@ -107,7 +108,7 @@ def follows_the_rule(settings: dict[str, Any]) -> bool:
     from handgrad.data.mixture import named_sets  # imports numpy, which `--help` avoids
     from handgrad.data.shards import MANIFEST_FILE
 
-    sets = named_sets(settings.setdefault("data", RunConfig.data))
+    sets = named_sets(settings.get("data", RunConfig.data))
     return not settings.get("batch_schedule") and all(Path(folder, MANIFEST_FILE).is_file() for folder in sets)
 
 
