@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = devices.resolve_device(asked.device)
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
-    config, vocab_size, lines = as_it_runs(asked, parsed.vocab_size or 0, given=parsed.data is not None)
+    config, vocab_size, lines = as_it_runs(asked, parsed.vocab_size or 0, named=parsed.data is not None)
     print("\n".join(lines), flush=True)
     # Lanes change no GEMM, and the GEMMs of one process are tuned.
     config = with_precision(replace(config, lanes=asked.lanes, backend="kernels"), device)

@@ -28,7 +28,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 def shown(text: str) -> str:
     r"""`text` with its control characters escaped, like \x1b, so that a terminal shows them instead of obeying them."""
-    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+    return CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class ShownOutput:

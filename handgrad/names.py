@@ -164,7 +164,7 @@ def named_values(kind: type[T], setting: str, text: str, example: str) -> T:
     """Parses a setting's text, like the `example`, into a dataclass: name=value for a field, the bare name for a switch.
     Fields that the text leaves out keep their defaults. Raises `UsageError` for an unknown name or an invalid value."""
     known = {f.name: f.type for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if name not in known and not equals and nearest_name(name, known) == "":
@@ -172,15 +172,15 @@ def named_values(kind: type[T], setting: str, text: str, example: str) -> T:
         check_choice(f"a number of {setting}", name, tuple(known))
         of_field: Any = known[name]
         try:
-            if (of_field is bool) == bool(equals) or name in found:
+            if (of_field is bool) == bool(equals) or name in values:
                 raise ValueError
-            found[name] = True if of_field is bool else of_field(value)
+            values[name] = True if of_field is bool else of_field(value)
         except ValueError:
             raise UsageError(f"{setting} must be like {example!r}, found {part!r}") from None
-    return kind(**found)
+    return kind(**values)
 
 
 def named_text(values: Any) -> str:
     """The text of a dataclass that `named_values` parses, without the fields that have their defaults."""
-    found = {f.name: value for f in dataclasses.fields(values) if (value := getattr(values, f.name)) != f.default}
-    return ",".join(name if value is True else f"{name}={value}" for name, value in found.items())
+    changed = {f.name: value for f in dataclasses.fields(values) if (value := getattr(values, f.name)) != f.default}
+    return ",".join(name if value is True else f"{name}={value}" for name, value in changed.items())

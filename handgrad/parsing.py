@@ -73,8 +73,8 @@ def parse_array(blocks: Iterator[str], most: int) -> Iterator[Any]:
 
 def blanks_end(text: str, place: int) -> int:
     """The first non-blank place at or after `place`."""
-    found = BLANKS.match(text, place)
-    return found.end() if found else place
+    blanks = BLANKS.match(text, place)
+    return blanks.end() if blanks else place
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def whole_number(digits: str) -> int:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
+    if len(unique := dict(pairs)) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"an object has the key {twice!r:.40} twice")
-    return found
+    return unique
 
 
 def too_long(most: int) -> ValueError:
@@ -152,8 +152,8 @@ class Record:
             raise DataError(f"expected {wanted} in {name!r}, found only the keys {keys:.200} in {self.where}")
         return self.fields[name]
 
-    def wrong(self, name: str, wanted: str, found: Any) -> DataError:
-        return DataError(f"expected {wanted} in {name!r}, found {found!r:.80} in {self.where}; repair or remove it")
+    def wrong(self, name: str, wanted: str, actual: Any) -> DataError:
+        return DataError(f"expected {wanted} in {name!r}, found {actual!r:.80} in {self.where}; repair or remove it")
 
     def text(self, name: str, *, encodable: bool = True) -> str:
         if not isinstance(value := self.value(name, "text"), str):

@@ -349,7 +349,7 @@ def test_the_plan_of_a_begun_run_is_of_what_it_does(
     config = dataclasses.replace(config, steps=1)
     train(dataclasses.replace(config, precision="bf16", packing="masked", lanes=2))
     start = json.loads((Path(config.out) / "metrics.jsonl").read_text().split("\n")[0])
-    again, words, lines = as_it_runs(config, 0, given=True)
+    again, words, lines = as_it_runs(config, 0, named=True)
     assert memory_bytes(resolve(again, words)) == start["memory_bytes"]
     kept = f"begun      {config.out}, which keeps the settings of its start: precision bf16, packing masked, lanes 2"
     assert lines[1:] == [kept]
@@ -365,7 +365,7 @@ def test_the_plan_of_a_begun_run_is_of_what_it_does(
     own = handgrad.plan("tiny", gpu="h100", data=config.data, out=config.out, steps=1, **sizes)
     assert own == forecast(again, words, "h100")
     assert own.memory_bytes != forecast(dataclasses.replace(config, out=str(tmp_path / "new")), words, "h100").memory_bytes
-    named, _, lines = as_it_runs(dataclasses.replace(config, precision="fp32"), 0, given=True)
+    named, _, lines = as_it_runs(dataclasses.replace(config, precision="fp32"), 0, named=True)
     assert named.precision == "fp32" and lines[1].endswith("its start: packing masked, lanes 2"), "a name counts"
 
 
@@ -373,7 +373,7 @@ def test_chats_are_planned_as_they_are_packed(tmp_path: Path) -> None:
     chats = str(tmp_path / "chats")
     assert main(["prepare", "questions", "--documents", "60", "--tokenizer", "bytes", "--out", chats]) == 0
     whole, stream = (
-        as_it_runs(dataclasses.replace(preset("tiny"), data=data, out="nowhere"), 257, given=True)[0]
+        as_it_runs(dataclasses.replace(preset("tiny"), data=data, out="nowhere"), 257, named=True)[0]
         for data in (chats, "nowhere")
     )
     assert (whole.packing, stream.packing) == ("whole", "auto")

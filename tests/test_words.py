@@ -15,6 +15,8 @@ LEFT_OUT = ("handgrad/interop/transformers_code/", "handgrad/data/stories.py")
 PHRASES = ("that of", "those that", "those of", "whoever", "in the place of", "nobody", "of which alone")
 OPENINGS = ("Of", "In which", "That", "Those", "Beside", "What", "Whether", "Where", "How", "Which", "Who")  # of docstrings
 
+STAND_INS = ("found", "given", "kept", "made", "mine")  # names that say how a value came, not what it is
+
 PHRASE = re.compile(rf"\b({'|'.join(PHRASES)})\b".replace(" ", r"\s+"), re.IGNORECASE)
 FENCED = re.compile(r"^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 OPENING = re.compile(rf"({'|'.join(OPENINGS)})\s")
@@ -62,6 +64,27 @@ def test_no_phrase_of_the_package_reads_as_translated() -> None:
         for miss in misses(path.read_text(encoding="utf-8"))
     ]
     assert not bad, "name the thing instead:\n" + "\n".join(bad)
+
+
+def stand_ins(source: str) -> list[str]:
+    """`line: name` for each variable and parameter whose name is no noun for what it holds."""
+    tree = ast.parse(source)
+    names = [(n.lineno, n.id) for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
+    names += [(n.lineno, n.arg) for n in ast.walk(tree) if isinstance(n, ast.arg)]
+    return [f"{line}: {name}" for line, name in sorted(names) if name in STAND_INS]
+
+
+def test_a_variable_is_the_noun_that_it_holds() -> None:
+    files = sorted((ROOT / "handgrad").rglob("*.py"))
+    bad = [f"{path.relative_to(ROOT)}:{miss}" for path in files for miss in stand_ins(path.read_text(encoding="utf-8"))]
+    assert not bad, "name what it holds instead:\n" + "\n".join(bad)
+
+
+@pytest.mark.parametrize(
+    "source", ["found = 1", "def f(given): ...", "for kept in x: ...", "f = lambda made: 1", "(mine := 2)"]
+)
+def test_a_planted_stand_in_is_caught(source: str) -> None:
+    assert len(stand_ins(source)) == 1 and not stand_ins("x.found = y.given + kept(made=mine)")
 
 
 def test_no_phrase_of_the_pages_reads_as_translated() -> None:

@@ -99,7 +99,7 @@ def plan(
     if gpus < 1 or vocab_size < 0 or (price is not None and not 0 <= price < float("inf")):
         raise UsageError(f"gpus must be at least 1, price and vocab_size 0 or more; found {gpus}, {price}, {vocab_size}")
     named = configuration(preset, settings, os.fspath(config), model, lanes=settings.get("lanes", 0) or gpus, device="meta")
-    resolved, words, _ = as_it_runs(named, vocab_size, given="data" in settings)
+    resolved, words, _ = as_it_runs(named, vocab_size, named="data" in settings)
     return forecast(resolved, words, gpu, ranks=gpus, price=price, fit=bytes_of(fit) if fit else 0)
 
 
@@ -148,7 +148,7 @@ def export(source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to
     check_choice("to", to, (*folders, "gguf"))
     dtype = dtype or ("f16" if to == "gguf" else "fp32")
     check_choice("dtype", dtype, GGUF_TYPES if to == "gguf" else EXPORT_DTYPES)
-    found = checkpoint.find(os.fspath(source))
+    saved = checkpoint.find(os.fspath(source))
     if to == "gguf":
-        return export_gguf(found, Path(folder), dtype)
-    return folders[to](found, Path(folder), EXPORT_DTYPES[dtype])
+        return export_gguf(saved, Path(folder), dtype)
+    return folders[to](saved, Path(folder), EXPORT_DTYPES[dtype])

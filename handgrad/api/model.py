@@ -103,10 +103,10 @@ class Model:
         V = self.shape.vocab_size
         size_bytes = len(rows) * longest * V * self.dtype.itemsize
         check_available(size_bytes, self.device, f"logits of {len(rows)} x {longest} tokens", "ask for fewer")
-        found = torch.full((len(rows), longest, V), math.nan, dtype=self.dtype, device=self.device)
+        result = torch.full((len(rows), longest, V), math.nan, dtype=self.dtype, device=self.device)
         for first in range(0, len(rows), MICRO_BATCH):
             group = rows[first : first + MICRO_BATCH]
-            theirs = found[first : first + len(group)].view(-1, V)
+            theirs = result[first : first + len(group)].view(-1, V)
             with self.lock:
                 act = self.forward_buffers(len(group), longest)
                 act.tokens.copy_(padded(group, longest))
@@ -115,9 +115,9 @@ class Model:
                     if self.shape.softcap:
                         self.ops.softcap_forward(logits, softcap=self.shape.softcap)
                     theirs[chunk] = logits[:, :V]
-        for row, line in zip(rows, found, strict=True):
+        for row, line in zip(rows, result, strict=True):
             line[len(row) :] = math.nan
-        return found
+        return result
 
     def losses(self, tokens: Tokens) -> Tensor:
         """(B, T-1) float32: the cross-entropy in nats of each token but the first, given the tokens before it; -loss is its
@@ -139,7 +139,7 @@ class Model:
     def _losses(self, rows: list[list[int]]) -> Tensor:
         context = self.shape.sequence_length
         windows = [(number, start) for number, row in enumerate(rows) for start in range(0, len(row) - 1, context)]
-        found = torch.full((len(rows), max(map(len, rows)) - 1), math.nan, device=self.device)
+        result = torch.full((len(rows), max(map(len, rows)) - 1), math.nan, device=self.device)
         for first in range(0, len(windows), MICRO_BATCH):
             group = windows[first : first + MICRO_BATCH]
             cut = [rows[number][start : start + context + 1] for number, start in group]
@@ -150,14 +150,14 @@ class Model:
                 act.targets.copy_(padded([ids[1:] for ids in cut], longest))
                 compute_losses(self.ops, self.weights, act, self.shape)
                 for (number, start), ids, losses in zip(group, cut, act.losses.view(len(group), longest), strict=True):
-                    found[number, start : start + len(ids) - 1] = losses[: len(ids) - 1]
-        return found
+                    result[number, start : start + len(ids) - 1] = losses[: len(ids) - 1]
+        return result
 
     def _rows(self, tokens: Tokens, *, least: int) -> list[list[int]]:
         """The argument as rows of at least `least` ids that the model knows. Raises `UsageError` for any other."""
-        given: Any = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else tokens
-        given = [given] if isinstance(given, str | Number) else given or ()
-        several: Any = [given] if given and all(isinstance(one, Number) for one in given) else given
+        values: Any = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else tokens
+        values = [values] if isinstance(values, str | Number) else values or ()
+        several: Any = [values] if values and all(isinstance(one, Number) for one in values) else values
         rows = []
         for row in several:
             ids = self.tokens(row) if isinstance(row, str) else row.tolist() if hasattr(row, "tolist") else list(row)
@@ -213,8 +213,8 @@ class Model:
         with self.lock:
             for text, piece in self._write(texts, options, stop, batch):
                 written[text] += piece
-        found: Any = list(written.values())
-        return found[0] if isinstance(prompts, str) else found
+        strings: Any = list(written.values())
+        return strings[0] if isinstance(prompts, str) else strings
 
     def stream(
         self,
@@ -266,8 +266,8 @@ class Model:
     def _texts(self, prompts: Texts, max_tokens: int, stop: Texts, seed: int) -> list[Continuation]:
         """The texts to write. Raises `UsageError` for an invalid option."""
         check_writing(max_tokens, seed, texts_of(stop))
-        given, most, seed = texts_of(prompts, "prompts"), int(max_tokens), int(seed)  # numpy's are not Python's
-        texts = [Continuation(self.tokens(prompt), most, seed + number) for number, prompt in enumerate(given)]
+        listed, most, seed = texts_of(prompts, "prompts"), int(max_tokens), int(seed)  # numpy's are not Python's
+        texts = [Continuation(self.tokens(prompt), most, seed + number) for number, prompt in enumerate(listed)]
         if note := cropped(texts, self.shape.sequence_length):
             warnings.warn(note, stacklevel=3)
         return texts
@@ -279,27 +279,27 @@ class Model:
         the keys and values of its earlier turns."""
         if not texts:
             return
-        mine, batch = object(), min(batch, len(texts))
+        claim, batch = object(), min(batch, len(texts))
         longest = max(len(text.prompt) + text.max_tokens for text in texts)
         ends = frozenset((self.tokenizer.end_of_text, *(talk.ends if talk else listed_ends(self.tokenizer))))
         with self.lock:
             devices.set_arithmetic(self.device, self.precision)
             if talk and self._writing.size[0] == batch:
                 longest = max(longest, self._writing.size[1])
-            decoder, self._writer = self._writing.decoder(batch, longest, options, ends), mine
+            decoder, self._writer = self._writing.decoder(batch, longest, options, ends), claim
         pieces = stream_text(decoder, self.tokenizer, iter(texts), texts_of(stop), reuse_cache=talk is not None)
         while True:
             with self.lock:
-                if self._writer is not mine:
+                if self._writer is not claim:
                     raise UsageError("this stream ended when its model began another text; load the model twice for both")
                 if (piece := next(pieces, None)) is None:
                     return
             yield piece
 
 
-def texts_of(given: Texts, name: str = "stop") -> list[str]:
+def texts_of(value: Texts, name: str = "stop") -> list[str]:
     """One text, or several, as a list. Raises `UsageError` for anything else."""
-    texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    texts = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
     for text in texts:
         if not isinstance(text, str):
             raise UsageError(f"{name} must be a text, or several, found {text!r:.40}")
@@ -326,5 +326,5 @@ def load(
     choices = {"device": (device, DEVICES), "precision": (precision, (AUTO, *PRECISIONS)), "backend": (backend, BACKENDS)}
     for name, (value, known) in choices.items():
         check_choice(name, value, (choice for choice in known if choice != "fp8"))
-    found, on = open_weights(os.fspath(source), tokenizer), machine(devices.resolve_device(device), precision, backend)
-    return Model(found, on.ops, on.device, on.precision)
+    weights, on = open_weights(os.fspath(source), tokenizer), machine(devices.resolve_device(device), precision, backend)
+    return Model(weights, on.ops, on.device, on.precision)

@@ -165,10 +165,10 @@ def configuration(
     start: str | RunConfig, settings: Settings, recipe_file: str = "", model: str = "", **planned: Any
 ) -> RunConfig:
     """The configuration for the arguments of `Training`: the command's, or a `RunConfig` with fields replaced."""
-    given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
+    values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
     if isinstance(start, RunConfig):
-        given, start = to_dict(start) | given, ""
-    return run_config(start, os.fspath(recipe_file), model, given, **planned)
+        values, start = to_dict(start) | values, ""
+    return run_config(start, os.fspath(recipe_file), model, values, **planned)
 
 
 @with_settings
@@ -237,14 +237,14 @@ class Training:
         if count is not None and (not hasattr(count, "__index__") or count < 1):
             raise UsageError(f"expected a whole number of steps, 1 or more, found {count!r:.40}")
         until = self.config.steps if count is None else min(self.config.steps, run.completed + int(count))
-        made: list[Step] = []
+        steps: list[Step] = []
 
         def take(number: int, result: StepResult) -> None:
             rate = run.batch.tokens(number - 1) / result.elapsed_seconds
-            made.append(Step(number, result.loss, result.norm, result.learning_rate, rate, result.skipped))
+            steps.append(Step(number, result.loss, result.norm, result.learning_rate, rate, result.skipped))
             self.completed = number
             if on_step is not None:
-                on_step(made[-1])
+                on_step(steps[-1])
 
         devices.set_arithmetic(run.design.device, run.design.precision)  # a model may have changed it
         self._stepping = True
@@ -262,7 +262,7 @@ class Training:
         finally:
             self._stepping = False
             self.completed, self.validation_loss = run.completed, run.evaluations.loss
-        return made
+        return steps
 
     def model(self) -> Model:
         """A copy of the current weights, to evaluate or to sample, which later steps do not change; bf16 for an fp8 run."""

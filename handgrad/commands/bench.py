@@ -34,9 +34,9 @@ def run(parsed: Namespace) -> int:
 def check_flags(parsed: Namespace, name: str, taken: str) -> None:
     """Raises `UsageError` for a flag that this benchmark ignores."""
     known = ("device", *taken.split(), "out")
-    for given, value in vars(parsed).items():
-        if given not in ("what", "arguments", *known) and value is not None:
-            raise UsageError(f"{flag(given)} does nothing in `bench {name}`; it takes {', '.join(map(flag, known))}")
+    for flag_name, value in vars(parsed).items():
+        if flag_name not in ("what", "arguments", *known) and value is not None:
+            raise UsageError(f"{flag(flag_name)} does nothing in `bench {name}`; it takes {', '.join(map(flag, known))}")
 
 
 def module(name: str) -> ModuleType:
@@ -53,8 +53,8 @@ def settings(parsed: Namespace, device: str, micro_batch: int, **others: object)
     contenders = module("contenders")
     batch, length = (micro_batch, 1024) if device == "cuda" else (4, 64)
     defaults = {"micro_batch": batch, "sequence_length": length, **others}
-    given = {name: value for name, value in vars(parsed).items() if value is not None and name in contenders.NAMES}
-    chosen = contenders.Settings(**{**defaults, **given, "device": device})
+    named = {name: value for name, value in vars(parsed).items() if value is not None and name in contenders.NAMES}
+    chosen = contenders.Settings(**{**defaults, **named, "device": device})
     chosen.config()  # checks that the settings fit together
     return chosen
 

@@ -18,20 +18,20 @@ HEADINGS = ("step", "kind", "size", "loss", "age")
 
 def run(parsed: Namespace) -> int:
     folder = Path(parsed.run)
-    kept = kept_checkpoints(folder)
+    checkpoints = kept_checkpoints(folder)
     if parsed.verify:
-        errors, kept = [], [one for one in kept if one.folder.parent.name == CHECKPOINTS]
-        for one in kept:
+        errors, checkpoints = [], [one for one in checkpoints if one.folder.parent.name == CHECKPOINTS]
+        for one in checkpoints:
             error = verify(one.folder)
             errors += [error] if error else []
             print(f"{'damaged' if error else 'ok':<9} {one.folder}{f': {error}' if error else ''}", flush=True)
         if errors:
-            raise DataError(f"{len(errors)} of {len(kept)} checkpoints are damaged: {errors[0]}")
+            raise DataError(f"{len(errors)} of {len(checkpoints)} checkpoints are damaged: {errors[0]}")
     if parsed.prune is not None:
         for line in prune(folder, parsed.prune):
             print(line)
     if not parsed.verify and parsed.prune is None:
-        print("\n".join(listed(kept)))
+        print("\n".join(listed(checkpoints)))
     return 0
 
 
@@ -57,7 +57,7 @@ def kept_checkpoints(run: Path) -> list[Kept]:
     if not folders and not aside:
         raise DataError(f"{run} holds no checkpoint; {named_run(run)}")
     losses, best, every = checkpoint.validated(run), checkpoint.best_validated(run), keep_every(run)
-    found = []
+    checkpoints = []
     for folder in folders:
         step = checkpoint.step_of(folder)
         signs = {
@@ -67,11 +67,11 @@ def kept_checkpoints(run: Path) -> list[Kept]:
         }
         kinds = tuple(kind for kind, holds in signs.items() if holds)
         size, written = extent(folder)
-        found.append(Kept(folder, step, kinds, size, losses.get(step), written))
+        checkpoints.append(Kept(folder, step, kinds, size, losses.get(step), written))
     for folder in aside:
         size, written = extent(folder)
-        found.append(Kept(folder, checkpoint.step_of(folder), (folder.parent.name,), size, None, written))
-    return found
+        checkpoints.append(Kept(folder, checkpoint.step_of(folder), (folder.parent.name,), size, None, written))
+    return checkpoints
 
 
 def keep_every(run: Path) -> int:
@@ -80,9 +80,9 @@ def keep_every(run: Path) -> int:
     return read_toml(str(path)).get("keep_every", RunConfig.keep_every) if path.is_file() else 0
 
 
-def listed(kept: Sequence[Kept]) -> list[str]:
+def listed(checkpoints: Sequence[Kept]) -> list[str]:
     now = time.time()
-    return table([HEADINGS, *(one.row(now) for one in kept)])
+    return table([HEADINGS, *(one.row(now) for one in checkpoints)])
 
 
 def verify(folder: Path) -> str:

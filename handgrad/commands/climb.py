@@ -78,7 +78,7 @@ def train(folder: Path, number: int) -> None:
     """Trains with the reference and with the reader's operations; draws both losses."""
     from handgrad.tools import climb_run  # with all that trains, which a check need not wait for
 
-    runs = read_runs(climb_run.train_both(folder, mine := climb_run.written(folder), number))
-    yours = f"yours: {', '.join(step[3:] for step in mine) or 'none yet'}; all others are the package's"
+    runs = read_runs(climb_run.train_both(folder, steps := climb_run.written(folder), number))
+    yours = f"yours: {', '.join(step[3:] for step in steps) or 'none yet'}; all others are the package's"
     print("\n".join(["", *curves(runs, max(20, shutil.get_terminal_size().columns - MARGIN - 1)), yours]))
     print(f"the losses of a step differ by at most {abs(runs[0].steps.loss - runs[1].steps.loss).max():.2g} nats")

@@ -13,13 +13,13 @@ def run(parsed: Namespace) -> int:
         one, other = folder_records(paths)
         names = " and ".join(dict.fromkeys(map(str, without)))
         print(f"no chain       of {names}: metrics and checkpoints are compared; train with --audit-every 1 for states")
-        found = [*facts_lines(one, other), *metrics_lines(one, other)]
+        lines = [*facts_lines(one, other), *metrics_lines(one, other)]
         compared = "loss, norm and rate of {} steps"
     else:
         one, other = (open_record(path) for path in paths)
-        found = [*facts_lines(one, other), *link_lines(one, other)]
+        lines = [*facts_lines(one, other), *link_lines(one, other)]
         compared = "{} links"
-    found += checkpoint_lines(one.folder, other.folder, parsed.tensors)
+    lines += checkpoint_lines(one.folder, other.folder, parsed.tensors)
     steps = compared.format(len(one.steps.keys() & other.steps.keys()))
-    print("\n".join(found) if found else f"nothing differs: configuration, versions, data and {steps} are equal")
-    return 1 if found else 0
+    print("\n".join(lines) if lines else f"nothing differs: configuration, versions, data and {steps} are equal")
+    return 1 if lines else 0

@@ -185,52 +185,52 @@ class LossPart:
             ]
         told |= {"packing": self.packing, "eval_tokens": parsed.eval_tokens}
         if dataset.codes and len(apart(dataset)) == 1:
-            found = held_out(*forward, dataset, **told)
+            result = held_out(*forward, dataset, **told)
         else:
-            found = held_out_loss(*forward, dataset, eval_stride=stride, **told)
-        if not math.isfinite(found.loss):
+            result = held_out_loss(*forward, dataset, eval_stride=stride, **told)
+        if not math.isfinite(result.loss):
             raise NumericsError(f"the model's loss is not finite: {DIVERGED}")
-        if not isinstance(found, HeldOut):
-            return self.lines_of_pictures(found)
+        if not isinstance(result, HeldOut):
+            return self.lines_of_pictures(result)
         windows = f", windows of {context}" if stride or context < model.shape.sequence_length else ""
         spacing = windows + (f" every {stride}" if stride else "")
         lines = [
-            f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or config.data}{spacing}",
-            f"loss              {found.loss:.4f} nats per token",
-            f"perplexity        {found.perplexity:.2f}",
+            f"validation tokens {result.tokens} of {dataset.tokens('validation')} in {parsed.data or config.data}{spacing}",
+            f"loss              {result.loss:.4f} nats per token",
+            f"perplexity        {result.perplexity:.2f}",
         ]
-        if found.bits_per_byte is not None:
-            lines.append(f"bits per byte     {found.bits_per_byte:.4f}")
-        for name, one in found.sets.items():
+        if result.bits_per_byte is not None:
+            lines.append(f"bits per byte     {result.bits_per_byte:.4f}")
+        for name, one in result.sets.items():
             bits = "" if one.bits_per_byte is None else f", {one.bits_per_byte:.4f} bits per byte"
             lines.append(f"loss of {name:<9} {one.loss:.4f} nats per token{bits}, {one.tokens} tokens")
-        return lines + self.floor_lines(found.loss)
+        return lines + self.floor_lines(result.loss)
 
     def floor_lines(self, loss: float) -> list[str]:
         floor = floor_of(self.dataset, self.packing)
         return [f"source's entropy  {floor:.4f} nats per token; the loss is {loss / floor - 1:+.1%}"] if floor else []
 
-    def lines_of_pictures(self, found: CodesHeldOut | PicturesHeldOut) -> list[str]:
+    def lines_of_pictures(self, result: CodesHeldOut | PicturesHeldOut) -> list[str]:
         codes, data = self.dataset.codes, self.parsed.data or self.source.config.data
         assert codes is not None
-        if isinstance(found, CodesHeldOut):
-            used = (found.uses > 0).sum()
+        if isinstance(result, CodesHeldOut):
+            used = (result.uses > 0).sum()
             return [
-                f"pictures          {found.pictures} in {data}",
-                f"squared error     {found.loss:.6f} of a byte, on a scale from -1 to 1; PSNR {psnr(found.loss):.2f} dB",
-                f"codes             {used} of {len(found.uses)} in use; perplexity of codes {found.perplexity:.1f}",
+                f"pictures          {result.pictures} in {data}",
+                f"squared error     {result.loss:.6f} of a byte, on a scale from -1 to 1; PSNR {psnr(result.loss):.2f} dB",
+                f"codes             {used} of {len(result.uses)} in use; perplexity of codes {result.perplexity:.1f}",
             ]
-        loss, bits = found.code_loss, found.code_loss / math.log(2) / 3  # of a channel: a pixel has three
+        loss, bits = result.code_loss, result.code_loss / math.log(2) / 3  # of a channel: a pixel has three
         of_pixels = f"pixels            {loss:.4f} nats per pixel, {bits:.4f} bits per dimension"
         of_codes = f"codes             {loss:.4f} nats per code, {loss * codes.count:.2f} per picture"
         lines = [
-            f"validation tokens {found.tokens} of {self.dataset.tokens('validation')} in {data}",
-            f"loss              {found.loss:.4f} nats per token",
+            f"validation tokens {result.tokens} of {self.dataset.tokens('validation')} in {data}",
+            f"loss              {result.loss:.4f} nats per token",
             of_codes if codes.decoder else of_pixels,
         ]
-        if found.other_loss is not None:
-            lines.append(f"{'captions' if codes.captions else 'classes':<17} {found.other_loss:.4f} nats per token")
-        return lines + self.floor_lines(found.loss)
+        if result.other_loss is not None:
+            lines.append(f"{'captions' if codes.captions else 'classes':<17} {result.other_loss:.4f} nats per token")
+        return lines + self.floor_lines(result.loss)
 
 
 class TasksPart:
@@ -304,11 +304,11 @@ class CheckpointForward:
         """For `batch` samples of `shape.sequence_length` tokens at once. Raises `UsageError` for weights without scales."""
         manifest = {} if source.checkpoint is None else source.checkpoint.manifest
         if not manifest.get("fp8"):
-            found = source.origin["source"]
-            raise UsageError(f"{found} has no fp8 scales: expected a checkpoint of a run in fp8; use --precision bf16")
+            name = source.origin["source"]
+            raise UsageError(f"{name} has no fp8 scales: expected a checkpoint of a run in fp8; use --precision bf16")
         if source.config.lora:
-            found = source.origin["source"]
-            raise UsageError(f"{found} has adapters, which are merged here, beside weights in fp8; use --precision bf16")
+            name = source.origin["source"]
+            raise UsageError(f"{name} has adapters, which are merged here, beside weights in fp8; use --precision bf16")
         self.saved, self.model = manifest["fp8"], architecture(shape)
         config = replace(source.config, micro_batch=batch, sequence_length=shape.sequence_length, backend=backend)
         design = resolve(with_parts_left(config, manifest), shape.vocab_size, device=device)

@@ -15,8 +15,8 @@ def run(parsed: Namespace) -> int:
     dtype = parsed.dtype or ("f16" if parsed.to == "gguf" else "fp32")
     check_choice(f"--dtype of --to {parsed.to}", dtype, GGUF_TYPES if parsed.to == "gguf" else EXPORT_DTYPES)
     if bool(parsed.folder) == bool(parsed.out):
-        found = f"found both, {parsed.folder} and {parsed.out}" if parsed.out else "found neither"
-        raise UsageError(f"expected one of DIR and --out DIR, {found}; `handgrad export RUN --out DIR` writes to DIR")
+        actual = f"found both, {parsed.folder} and {parsed.out}" if parsed.out else "found neither"
+        raise UsageError(f"expected one of DIR and --out DIR, {actual}; `handgrad export RUN --out DIR` writes to DIR")
     source = checkpoint.find(parsed.checkpoint, strict=parsed.strict)
     path, read_back = Path(parsed.folder or parsed.out), "every number is the same bits"
     if parsed.to == "peft":

@@ -68,8 +68,8 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{missing} is missing; for example `{self.example}`; `{self.prog} --help` lists all")
         if message.endswith("expected one argument"):
             option = message.split()[1].rstrip(":").rpartition("/")[2]  # argument -a/--all: expected one argument
-            found = f"{option} needs a value, found none{self.meaning(option)}"
-            raise UsageError(f"{found}; one that begins with - stands behind an =, as {option}=VALUE")
+            complaint = f"{option} needs a value, found none{self.meaning(option)}"
+            raise UsageError(f"{complaint}; one that begins with - stands behind an =, as {option}=VALUE")
         raise UsageError(f"{message}; `{self.prog} --help` lists all")
 
     def meaning(self, option: str) -> str:

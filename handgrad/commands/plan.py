@@ -14,7 +14,7 @@ def run(parsed: Namespace) -> int:
     if parsed.fit == "" and parsed.gpu is None and not devices.gpu_count():
         raise UsageError("--fit alone plans for the GPU here, found none; give a size, as --fit 24GB, or name a --gpu")
     ranks, fit = parsed.gpus or parsed.ranks or 1, bytes_of(parsed.fit) if parsed.fit else 0
-    config, vocab_size, lines = as_it_runs(parsed.run_config, parsed.vocab_size or 0, given=parsed.data is not None)
+    config, vocab_size, lines = as_it_runs(parsed.run_config, parsed.vocab_size or 0, named=parsed.data is not None)
     if parsed.gpu not in (None, "all"):
         lines += describe_gpu(config, vocab_size, parsed.gpu, ranks, parsed.price, fit)
     else:

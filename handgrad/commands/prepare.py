@@ -26,8 +26,8 @@ OTHER_PICTURES = (".gif", ".bmp", ".tif", ".tiff", ".heic", ".avif", ".jp2")  # 
 def run(parsed: Namespace) -> int:
     check_reference(parsed)
     choose_source(parsed)
-    given = {field.name: getattr(parsed, field.name) for field in fields(PrepareOptions) if field.name in parsed}
-    options = PrepareOptions(**given | {"out": Path(parsed.out)})
+    values = {field.name: getattr(parsed, field.name) for field in fields(PrepareOptions) if field.name in parsed}
+    options = PrepareOptions(**values | {"out": Path(parsed.out)})
     if options.codes and Path(options.codes).exists():
         from handgrad.evaluation.codec import with_codec  # imports torch, which other shards do not need
         from handgrad.interop.sources import open_weights
@@ -68,8 +68,8 @@ def choose_source(parsed: Namespace) -> None:
 def check_reference(parsed: Namespace) -> None:
     """Raises `UsageError` for pairs without a model or a model without pairs. Their tokens are the model's."""
     if bool(parsed.reference) != parsed.preferences:
-        given, missing = ("--reference", "--preferences") if parsed.reference else ("--preferences", "--reference MODEL")
-        raise UsageError(f"{given} goes with {missing}, found it without")
+        present, missing = ("--reference", "--preferences") if parsed.reference else ("--preferences", "--reference MODEL")
+        raise UsageError(f"{present} goes with {missing}, found it without")
     if parsed.reference and parsed.tokenizer == "auto":
         parsed.tokenizer = parsed.reference
 

@@ -18,8 +18,8 @@ def run(args: argparse.Namespace) -> int:
         print("launch with one: handgrad recipes NAME > FILE; its first lines say how")
         return 0
     name = args.name.split("/")[-1]
-    found = shipped.get(name) or shipped.get(name.rpartition(".")[0])
-    if found is None:
+    recipe = shipped.get(name) or shipped.get(name.rpartition(".")[0])
+    if recipe is None:
         raise UsageError(f"no recipe {args.name!r}{nearest_name(name, shipped)}; `handgrad recipes` lists all")
-    print(found.read_text(encoding="utf-8"), end="")
+    print(recipe.read_text(encoding="utf-8"), end="")
     return 0

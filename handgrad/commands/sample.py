@@ -99,7 +99,7 @@ def check_flags(parsed: Namespace) -> None:
     check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
     if bool(parsed.input) != bool(parsed.out):
         raise UsageError("--in FILE.jsonl and --out FILE.jsonl go together")
-    if sum(given is not None for given in (parsed.prompt, parsed.prompt_file, parsed.input)) > 1:
+    if sum(source is not None for source in (parsed.prompt, parsed.prompt_file, parsed.input)) > 1:
         raise UsageError("expected one of --prompt, --prompt-file and --in, found several")
     if parsed.input and parsed.samples is not None:
         raise UsageError("--samples is not for --in: repeat the lines")

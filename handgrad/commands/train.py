@@ -63,8 +63,8 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
 def saved_step(run: Path) -> int:
     """The step of the newest checkpoint, -1 without one."""
-    found = checkpoint.peek(run)
-    return checkpoint.step_of(found[0]) if found else -1
+    newest = checkpoint.peek(run)
+    return checkpoint.step_of(newest[0]) if newest else -1
 
 
 def launch(parsed: Namespace, ranks: int, received: list[int]) -> int:
@@ -84,8 +84,8 @@ def checked_ranks(parsed: Namespace) -> int:
     if parsed.gpus and config.device not in ("auto", "cuda"):
         raise UsageError(f"--gpus is for GPUs, found --device {config.device}; use --ranks {ranks}")
     on_gpus = parsed.gpus or (ranks > 1 and config.device in ("auto", "cuda") and devices.gpu_count())
-    if on_gpus and ranks > (found := devices.gpu_count()):
+    if on_gpus and ranks > (gpu_count := devices.gpu_count()):
         flag = "--gpus" if parsed.gpus else "--ranks"
-        remedy = f"use {flag} {found}" if found else f"use --ranks {ranks} --device cpu"
-        raise UsageError(f"{flag} {ranks} needs {ranks} GPUs, torch finds {found} on this machine; {remedy}")
+        remedy = f"use {flag} {gpu_count}" if gpu_count else f"use --ranks {ranks} --device cpu"
+        raise UsageError(f"{flag} {ranks} needs {ranks} GPUs, torch finds {gpu_count} on this machine; {remedy}")
     return ranks

@@ -56,10 +56,10 @@ def run(parsed: Namespace) -> int:
             if (parsed.ranks or 1) > 1 and not launched:
                 if code := launch(parsed, span, scratch):
                     return code
-                found = record.compared(span.first, span.last)
+                counts = record.compared(span.first, span.last)
             else:
-                found = replay(record, span, elsewhere, scratch, writes=info.rank == 0)
-            links, checkpoints = links + found[0], checkpoints + found[1]
+                counts = replay(record, span, elsewhere, scratch, writes=info.rank == 0)
+            links, checkpoints = links + counts[0], checkpoints + counts[1]
     if tells:
         print(holds(record, spans, links, checkpoints, begun))
     return 0
@@ -77,13 +77,13 @@ def launch(parsed: Namespace, span: Span, scratch: Path) -> int:
 
 
 @contextmanager
-def scratch_folder(given: str, *, inside: bool) -> Iterator[Path]:
+def scratch_folder(parent: str, *, inside: bool) -> Iterator[Path]:
     """An empty folder for a replay, removed afterwards. `inside`: yields the folder `given`, which all ranks share."""
     if inside:
-        yield Path(given)
+        yield Path(parent)
         return
-    if given:
-        check_free(Path(given))
-        Path(given).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="verify-", dir=given or None, ignore_cleanup_errors=True) as folder:
+    if parent:
+        check_free(Path(parent))
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="verify-", dir=parent or None, ignore_cleanup_errors=True) as folder:
         yield Path(folder)

@@ -101,8 +101,8 @@ def messages_of(row: Any, where: str) -> Messages:
     if any(row.get(key) for key in TOOLS):
         raise DataError(f"expected conversations without tools, found some in {where}; take the conversation out")
     if row.get(SETTINGS):
-        found = f"found {SETTINGS} beside them in {where}"
-        raise DataError(f"expected messages alone, {found}; handgrad's templates have none: take it out")
+        actual = f"found {SETTINGS} beside them in {where}"
+        raise DataError(f"expected messages alone, {actual}; handgrad's templates have none: take it out")
     if not isinstance(turns, list) or not turns:
         raise DataError(f"expected a list of messages, found {turns!r:.60} in {where}; repair it")
     messages = tuple(message_of(turn, f"message {number} in {where}") for number, turn in enumerate(turns, start=1))
@@ -159,8 +159,8 @@ def message_of(turn: Any, where: str) -> tuple[str, str]:
     if isinstance(turn, dict) and (key := next((key for key in NOT_TEXT if turn.get(key)), None)):
         raise DataError(f"expected messages of text alone, found {key} as {where}; take the conversation out")
     if not isinstance(role, str) or not isinstance(content, str):
-        found = f"{turn!r:.80}" if isinstance(turn, dict) else f"a {type(turn).__name__}"
-        raise DataError(f"expected a role and a content of text, found {found} as {where}; repair it")
+        actual = f"{turn!r:.80}" if isinstance(turn, dict) else f"a {type(turn).__name__}"
+        raise DataError(f"expected a role and a content of text, found {actual} as {where}; repair it")
     if (role := SHAREGPT.get(role, role)) not in ROLES:
         raise DataError(f"expected a role {', '.join(ROLES)}, found {role!r:.40} as {where}; take the conversation out")
     check_text(content, where)
@@ -180,5 +180,5 @@ def text_of(content: Any) -> Any:
     if not isinstance(content, list) or not content:
         return content
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    found = [text for text in texts if isinstance(text, str)]
-    return "".join(found) if len(found) == len(content) else content
+    strings = [text for text in texts if isinstance(text, str)]
+    return "".join(strings) if len(strings) == len(content) else content

@@ -64,9 +64,9 @@ class ChatTemplate:
 
     def conversation(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """(uint32 tokens, (first, end) of each trained stretch in them). Raises DataError as `render` does."""
-        if isinstance(found := self.conversations([messages])[0], DataError):
-            raise found
-        return found
+        if isinstance(rendered := self.conversations([messages])[0], DataError):
+            raise rendered
+        return rendered
 
     def conversations(self, talks: Sequence[Sequence[Message]]) -> list[tuple[np.ndarray, np.ndarray] | DataError]:
         """`conversation` of each, or an error in its place. Faster: renders and encodes all of them in batches."""
@@ -116,11 +116,11 @@ def template_text(tokenizer: Tokenizer) -> str | None:
     if (text := tokenizer.others.get(CHAT_TEMPLATE_FILE)) is not None:
         return text
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = _object(tokenizer, name).get("chat_template")
-        if isinstance(found, list):  # several, each with a name
-            found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")
-        if isinstance(found, str):
-            return found
+        source = _object(tokenizer, name).get("chat_template")
+        if isinstance(source, list):  # several, each with a name
+            source = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}.get("default")
+        if isinstance(source, str):
+            return source
     return None
 
 
@@ -175,8 +175,8 @@ class _Jinja:
     def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
         """Renders a conversation, and cuts it at its special tokens and around the trained stretches."""
         for number, message in enumerate(messages, start=1):
-            if found := _OURS.search(message["content"]):
-                raise DataError(f"expected text, found noncharacter U+{ord(found[0]):04X} in message {number}; remove it")
+            if match := _OURS.search(message["content"]):
+                raise DataError(f"expected text, found noncharacter U+{ord(match[0]):04X} in message {number}; remove it")
         shielded = self.shielded(messages)
         mark = self.marked_by_generation if self.has_generation else self.marked_by_difference
         try:
@@ -278,8 +278,8 @@ class _Jinja:
         backwards = sorted(prompt[::-1] for prompt in prompts)
         pairs = zip(backwards[0], backwards[-1], strict=False)  # as they are sorted, all share what these two share
         shared = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))[::-1]
-        found = self.pattern.search(shared)
-        return shared[found.start() :] if found else shared
+        match = self.pattern.search(shared)
+        return shared[match.start() :] if match else shared
 
     def opening(self, text: str) -> str:
         """The prompt before any message, for a conversation that the assistant begins; `text`: that conversation."""
@@ -290,10 +290,10 @@ class _Jinja:
 
     def cut(self, text: str, trained: bool) -> Iterator[Segment]:
         position = 0
-        for found in self.pattern.finditer(text):
-            yield from self.plain(text[position : found.start()], trained)
-            yield Segment(self.special[found[found.lastindex or 0]][0], trained)
-            position = found.end()
+        for match in self.pattern.finditer(text):
+            yield from self.plain(text[position : match.start()], trained)
+            yield Segment(self.special[match[match.lastindex or 0]][0], trained)
+            position = match.end()
         yield from self.plain(text[position:], trained)
 
     def plain(self, text: str, trained: bool) -> Iterator[Segment]:
@@ -304,9 +304,9 @@ class _Jinja:
 def check_apart(tokenizer: Tokenizer) -> None:
     """Raises DataError for a tokenizer that changes a text's ends (a prefix space): conversations are encoded in pieces."""
     for text in ("a", " a\n"):
-        if (found := tokenizer.decode(tokenizer.encode(text))) != text:
+        if (decoded := tokenizer.decode(tokenizer.encode(text))) != text:
             raise DataError(
-                f"expected a tokenizer that gives a text back, found {found!r} for {text!r} (a prefix space?);"
+                f"expected a tokenizer that gives a text back, found {decoded!r} for {text!r} (a prefix space?);"
                 " handgrad has no such chat"
             )
 
@@ -353,9 +353,9 @@ def _mark(content: str) -> str:
 
 
 def _object(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
-    if (found := tokenizer.settings(name)) is None:
+    if (content := tokenizer.settings(name)) is None:
         raise DataError(f"expected a JSON object in the tokenizer's {name}, found none; fetch it again")
-    return found
+    return content
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[int, bool, bool]]:
@@ -376,8 +376,8 @@ def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     named = {"eos_token": tokenizer.token_bytes[tokenizer.end_of_text].decode(errors="replace")}
     config, legacy = (_object(tokenizer, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     # As transformers reads them: the map overrides the configuration, unless the latter lists all added tokens.
-    for found in (legacy, config) if "added_tokens_decoder" in config else (config, legacy):
-        for key, value in found.items():
+    for source in (legacy, config) if "added_tokens_decoder" in config else (config, legacy):
+        for key, value in source.items():
             content = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(content, str):
                 named[key] = content

@@ -67,8 +67,8 @@ class Program:
             self.pipe.send_bytes(json.dumps(seconds).encode())
             self.pipe.send_bytes(request)
             while sys.platform == "darwin" and not self.pipe.poll(WATCH_SECONDS):
-                found = subprocess.run(["ps", "-o", "rss=", "-p", str(process.pid)], capture_output=True, text=True)
-                if 1024 * int(found.stdout or 0) > MEMORY_BYTES:
+                listing = subprocess.run(["ps", "-o", "rss=", "-p", str(process.pid)], capture_output=True, text=True)
+                if 1024 * int(listing.stdout or 0) > MEMORY_BYTES:
                     process.kill()
             reply = self.pipe.recv_bytes()
         except (EOFError, ConnectionError):
@@ -133,9 +133,9 @@ def template(content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
     compiled = environment.from_string(text, {"raise_exception": raise_exception, "strftime_now": strftime_now})
 
     def render(messages: list[Any], asks: bool) -> tuple[bool, str]:
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": asks}
+        values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": asks}
         try:
-            return True, compiled.render(given | variables)
+            return True, compiled.render(values | variables)
         except Exception as error:  # an untrusted program may raise anything
             return False, reason(error)
 
@@ -158,8 +158,8 @@ def tokenizer(content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
     about = {"size": library.get_vocab_size(), "tokens": [*tokens.items()], "added": [*added.items()], "begins": begins}
 
     def encode(request: bytes) -> bytes:
-        found = [each.ids for each in library.encode_batch_fast(json.loads(request), add_special_tokens=False)]
-        return array.array("I", itertools.chain(map(len, found), *found)).tobytes()
+        ids = [each.ids for each in library.encode_batch_fast(json.loads(request), add_special_tokens=False)]
+        return array.array("I", itertools.chain(map(len, ids), *ids)).tobytes()
 
     return json.dumps(about).encode(), encode
 

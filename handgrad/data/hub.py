@@ -106,8 +106,8 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
         if split != "train":  # rows of another split are other questions
             chosen = [name for name in chosen if split in name.lower()]
         if not chosen:
-            found = ", ".join(known) or "none"
-            raise DataError(f"expected a configuration {config!r} of {dataset}, found {found:.300}; give {dataset}:CONFIG")
+            listed = ", ".join(known) or "none"
+            raise DataError(f"expected a configuration {config!r} of {dataset}, found {listed:.300}; give {dataset}:CONFIG")
     if not chosen:
         # The card names no splits: takes one format, and of it the files named after the split, if there are any.
         for endings in ((".parquet",), (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".txt", ".txt.gz")):
@@ -288,7 +288,7 @@ def _verify(source: Download, path: Path) -> str:
         # Git hashes "blob SIZE", NUL, then the content.
         prefix = b"blob %d\0" % size_bytes if algorithm == "sha1" else b""
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, functools.partial(hashlib.new, algorithm, prefix)).hexdigest()
-        if found != expected:
-            return f"{algorithm} {expected}, found {found}"
+            actual = hashlib.file_digest(file, functools.partial(hashlib.new, algorithm, prefix)).hexdigest()
+        if actual != expected:
+            return f"{algorithm} {expected}, found {actual}"
     return ""

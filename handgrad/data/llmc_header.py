@@ -59,10 +59,10 @@ def parse_header(first: bytes, path: Path, magic: int, versions: tuple[int, ...]
     return words
 
 
-def check_size(path: Path, expected: int, found: int, content: str) -> None:
+def check_size(path: Path, expected: int, actual: int, content: str) -> None:
     """Raises `DataError` if a file is not as long as its header says; `content` names the sizes in it."""
-    if found != expected:
-        raise DataError(f"expected {expected} bytes for {content} in {path}, found {found}; restore it or make it again")
+    if actual != expected:
+        raise DataError(f"expected {expected} bytes for {content} in {path}, found {actual}; restore it or make it again")
 
 
 class TokenForm(NamedTuple):

@@ -222,11 +222,11 @@ class MixedBatches:
     def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int, document_starts: "Tensor | None" = None) -> None:
         """As `Batches.fill`."""
         for row in range(len(inputs)):
-            (name, given), at = self.given(first_sample + row), slice(row, row + 1)
+            (name, samples), at = self.given(first_sample + row), slice(row, row + 1)
             starts = None if document_starts is None else document_starts[at]
-            self.sets[name].fill(inputs[at], targets[at], given[name], starts)
+            self.sets[name].fill(inputs[at], targets[at], samples[name], starts)
 
     def trained_tokens(self, first_sample: int, samples: int) -> int:
         """As `Batches.trained_tokens`."""
         places = map(self.given, range(first_sample, first_sample + samples))
-        return sum(self.sets[name].trained_tokens(given[name], 1) for name, given in places)
+        return sum(self.sets[name].trained_tokens(samples_drawn[name], 1) for name, samples_drawn in places)

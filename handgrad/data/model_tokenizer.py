@@ -88,8 +88,8 @@ def check_added(folder: Path, tokenizer: Tokenizer) -> None:
     """Raises `DataError` for a token that another file adds, as transformers would, but `tokenizer.json` does not."""
     listed: dict[Any, Any] = {}
     if "added_tokens.json" in tokenizer.others:
-        found = read_object(folder / "added_tokens.json")
-        listed |= {number if type(number) is int else repr(number): content for content, number in found.items()}
+        entries = read_object(folder / "added_tokens.json")
+        listed |= {number if type(number) is int else repr(number): content for content, number in entries.items()}
     if CONFIG_FILE in tokenizer.others:
         decoder = read_object(folder / CONFIG_FILE).get("added_tokens_decoder")
         for number, token in decoder.items() if isinstance(decoder, dict) else ():
@@ -136,9 +136,9 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
     steps = tables.get("decoder") or {}
     kinds = {step.get("type") for step in steps.get("decoders", [steps])}
     if not (pieces := has_pieces(tables)) and kinds != {"ByteLevel"}:
-        found = ", ".join(map(str, sorted(kinds, key=str)))
+        actual = ", ".join(map(str, sorted(kinds, key=str)))
         ours = "handgrad has tokenizers of bytes and Gemma's, no SentencePiece as of Llama 2, TinyLlama and Mistral"
-        raise DataError(f"expected a ByteLevel decoder in {where}, found {found}; {ours}")
+        raise DataError(f"expected a ByteLevel decoder in {where}, found {actual}; {ours}")
     about = json.loads(library.about)
     least = about["size"] - ([about["size"] - 1, IMAGE] in about["added"])
     if type(vocab_size) is not int or not least <= vocab_size <= MAX_TOKENS:
@@ -247,9 +247,9 @@ def _two_pieces(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes
 
 def tokenizer_json(vocab: dict[str, int], merges: Sequence[tuple[str, str]], *, splits: bool = True) -> bytes:
     """A `tokenizer.json` of a byte-level BPE; `splits`: GPT-2's splitter cuts a text first."""
-    made = byte_level(tokenizers.models.BPE(vocab=vocab, merges=list(merges)), splits=splits)
-    made.add_special_tokens([END_OF_TEXT])  # with its id in the vocabulary
-    return made.to_str().encode()
+    tokenizer = byte_level(tokenizers.models.BPE(vocab=vocab, merges=list(merges)), splits=splits)
+    tokenizer.add_special_tokens([END_OF_TEXT])  # with its id in the vocabulary
+    return tokenizer.to_str().encode()
 
 
 def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
@@ -310,9 +310,9 @@ def _joined(vocab_path: Path, merges_path: Path) -> bytes:
         raise DataError(f"expected tokens in {vocab_path}, each with its id, found something else; fetch it again")
     ids = sorted(vocab.values())
     if ids != list(range(len(ids))):  # the library has room for every id up to the largest
-        found = next((i for i, there in enumerate(ids) if i != there), 0)
+        missing = next((i for i, there in enumerate(ids) if i != there), 0)
         raise DataError(
-            f"expected tokens in {vocab_path} with the ids 0 to {len(ids) - 1}, found {ids[found]} instead of {found};"
+            f"expected tokens in {vocab_path} with the ids 0 to {len(ids) - 1}, found {ids[missing]} instead of {missing};"
             " fetch it again"
         )
     read_small(merges_path)  # refuses a huge file

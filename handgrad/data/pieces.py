@@ -260,7 +260,7 @@ def file_cut(file: BinaryIO, size_bytes: int, fraction: float) -> int:
     file.seek(start)
     window = file.read(CUT_WINDOW_BYTES)
     for pattern in _FILE_CUTS:
-        found = pattern.search(window, target - start)
-        if found is not None and start + found.start() < size_bytes:
-            return start + found.start()
+        match = pattern.search(window, target - start)
+        if match is not None and start + match.start() < size_bytes:
+            return start + match.start()
     return size_bytes

@@ -101,9 +101,9 @@ def read_references(dataset: Dataset, split: str) -> np.ndarray:
     path = references_path(shards[0])
     with storage_errors(f"reading {path}"):
         content = path.read_bytes() if path.is_file() else b""
-    found = hashlib.sha256(content).hexdigest()
-    if found != record.get(f"{split}_sha256"):
-        raise DataError(f"expected SHA-256 {record.get(f'{split}_sha256')}, found {found} in {path}; {again}")
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != record.get(f"{split}_sha256"):
+        raise DataError(f"expected SHA-256 {record.get(f'{split}_sha256')}, found {actual} in {path}; {again}")
     return np.frombuffer(content, "<f4")
 
 

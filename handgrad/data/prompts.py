@@ -72,15 +72,15 @@ def open_prompts(data: str, model: str) -> Dataset:
         raise UsageError(f"expected prompts in .jsonl files, found shards in {data}; write a row a line: {FORM}")
     tokenizer, name = load_tokenizer(model), data.partition(":")[0]
     if name == QUESTIONS and not Path(data).exists():
-        path, seconds, found = Path(data), 0.0, asked_questions(data)
+        path, seconds, sources = Path(data), 0.0, asked_questions(data)
     else:
         files = find_local(data)
         for file in files:
             if file.format != "jsonl":
                 raise UsageError(f"expected prompts in .jsonl files, found {file.path}; write a row a line: {FORM}")
-        path, seconds, found = Path(data), max(file.path.stat().st_mtime for file in files), rows_of(data)
+        path, seconds, sources = Path(data), max(file.path.stat().st_mtime for file in files), rows_of(data)
     splits: dict[str, dict[str, Row]] = {split: {} for split in SPLITS}
-    for split, where, row in found:
+    for split, where, row in sources:
         splits[split][json.dumps(row, sort_keys=True)] = {**row, "messages": asked(row, where)}
     template = ChatTemplate(tokenizer, datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None))
     shards: Any = {split: shard_of(path, split, tuple(rows.values()), template) for split, rows in splits.items()}
@@ -111,15 +111,15 @@ def asked_questions(data: str) -> tuple[tuple[str, str, Row], ...]:
     kinds = data.partition(":")[2].split("+") if ":" in data else questions.NAMES
     for kind in kinds:
         check_choice("kind of question", kind, questions.NAMES)
-    found = list[tuple[str, str, Row]]()
+    rows = list[tuple[str, str, Row]]()
     for split, count in BUILT_IN_ROWS.items():
-        number, enough = 0, len(found) + count
-        while len(found) < enough:
+        number, enough = 0, len(rows) + count
+        while len(rows) < enough:
             talk = questions.conversation(1, number, split == "validation")[:-1]
             messages, number = [{"role": role, "content": content} for role, content in talk], number + 1
             if questions.kind_of(messages) in kinds and sum(len(content) for _, content in talk) <= MOST_CHARACTERS:
-                found.append((split, "", {"messages": messages, "kind": questions.kind_of(messages)}))
-    return tuple(found)
+                rows.append((split, "", {"messages": messages, "kind": questions.kind_of(messages)}))
+    return tuple(rows)
 
 
 def asked(row: Row, where: str) -> list[dict[str, str]]:

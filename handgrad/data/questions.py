@@ -177,7 +177,7 @@ def _about(draw: Draw, things: Sequence[str]) -> str:
 def _facts(asked: Sequence[str]) -> str:
     """The facts in the last question that states any."""
     for question in reversed(asked):
-        if told := [found[0] for found in FACT.finditer(question)]:
+        if told := [match[0] for match in FACT.finditer(question)]:
             return "".join(told)
     return ""
 
@@ -186,15 +186,15 @@ def _follow(asked: Sequence[str]) -> tuple[str | None, str | None]:
     """(kind, right answer) of the last question of a conversation."""
     if not asked:
         return None, None
-    if found := AND_PLUS.fullmatch(asked[-1]):
+    if match := AND_PLUS.fullmatch(asked[-1]):
         before = _follow(asked[:-1])[1] or ""
-        return ("plus", str(int(before) + int(found[1]))) if before.isdigit() else (None, None)
+        return ("plus", str(int(before) + int(match[1]))) if before.isdigit() else (None, None)
     question = FACT.sub("", asked[-1])
     for pattern, place in ((OWNER, 0), (COLOUR, 1)):
-        if found := pattern.fullmatch(question):
-            fact = next((fact for fact in FACT.findall(_facts(asked)) if fact[2] == found[1]), None)
+        if match := pattern.fullmatch(question):
+            fact = next((fact for fact in FACT.findall(_facts(asked)) if fact[2] == match[1]), None)
             return ("world", fact[place]) if fact else (None, None)
     for name, kind in KINDS.items():
-        if found := kind.pattern.fullmatch(asked[-1]):
-            return name, kind.answer(found)
+        if match := kind.pattern.fullmatch(asked[-1]):
+            return name, kind.answer(match)
     return None, None

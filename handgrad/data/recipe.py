@@ -80,8 +80,8 @@ def check_options(options: PrepareOptions) -> None:
         if (value := getattr(options, name)) < 0:
             raise UsageError(f"expected --{name} of 0 or more, found {value}; leave it out for the default")
     if options.preferences and (options.chat or options.is_generated):
-        found = "--chat" if options.chat else options.source
-        raise UsageError(f"--preferences reads pairs of answers, found it with {found}; leave one out")
+        source = "--chat" if options.chat else options.source
+        raise UsageError(f"--preferences reads pairs of answers, found it with {source}; leave one out")
     check_pictures(options)
     if options.skip_bad_rows and not options.chat:
         raise UsageError("--skip-bad-rows goes with --chat, found it without; leave it out")
@@ -181,11 +181,11 @@ def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
     if options.overwrite:
         return False
     stored = read_manifest(out).get("recipe")
-    found = stored if isinstance(stored, dict) else {}
+    earlier = stored if isinstance(stored, dict) else {}
     # Compares a hub dataset only by name: once prepared, it needs no connection.
     recipe = dict.fromkeys(("chat", "skip_bad_rows", "preferences", "codes"), None) | recipe
-    different = (key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
+    different = (key for key in recipe if earlier.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
     if (key := next(different, None)) is None:
         return True
-    change = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
+    change = "other source files" if key == "files" else f"{key} {earlier.get(key)!r:.60} instead of {recipe[key]!r:.60}"
     raise UsageError(f"expected the dataset asked for at {out}, found one with {change}; use another --out, or --overwrite")

@@ -76,9 +76,9 @@ class Shard:
         DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read."""
         _ = self.written_ns  # read before hashing the content
         content, form = _memory_map(self.path), token_form(self.vocab_size)
-        found = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
-        if found != self.token_count:
-            raise DataError(f"expected {self.token_count} tokens in {self.path}, found {found}; prepare the data again")
+        actual = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
+        if actual != self.token_count:
+            raise DataError(f"expected {self.token_count} tokens in {self.path}, found {actual}; prepare the data again")
         _ = self.verified_sha256
         tokens = np.frombuffer(content, form.dtype, offset=HEADER_BYTES)
         step = 1 << 24  # bounds the temporary of the comparison
@@ -359,10 +359,10 @@ def _check_size(size_bytes: int, token_count: int, path: Path, form: TokenForm) 
 def _check_hash(expected: str | None, path: Path) -> str:
     """The SHA-256 of a file. Raises DataError if another one is `expected`."""
     with storage_errors(f"reading {path}"):  # an unreadable page of a map would raise SIGBUS
-        found = file_sha256(path)
-    if expected not in (None, found):
-        raise DataError(f"expected SHA-256 {expected}, found {found} in {path}; it changed, restore it or prepare again")
-    return found
+        actual = file_sha256(path)
+    if expected not in (None, actual):
+        raise DataError(f"expected SHA-256 {expected}, found {actual} in {path}; it changed, restore it or prepare again")
+    return actual
 
 
 def _memory_map(path: Path) -> Any:

@@ -83,18 +83,18 @@ def find_local(spec: str) -> list[SourceFile]:
     DataError: there is none, or a single file has an unknown type."""
     path = Path(spec).expanduser()
     if path.is_file():
-        found, root = [path], path.parent
+        texts, root = [path], path.parent
     elif path.is_dir():
-        found, root = sorted(filter(is_text, files_below(path))), path
-        if not found:
+        texts, root = sorted(filter(is_text, files_below(path))), path
+        if not texts:
             by_name = any(is_text(file, BY_NAME) for file in files_below(path))
             remedy = f"name its .json files: {str(path / '*.json')!r}" if by_name else "name another folder or add --images"
             raise DataError(f"expected {', '.join(FOLDER_SUFFIXES)} files in {path}, found none; {remedy}")
     else:
         suffixes = BY_NAME if spec.lower().endswith(BY_NAME) else FOLDER_SUFFIXES
         paths = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207
-        found, root = sorted(path for path in paths if is_text(path, suffixes)), Path()
-        if not found:
+        texts, root = sorted(path for path in paths if is_text(path, suffixes)), Path()
+        if not texts:
             hint = "the glob matches no text file"
             if not glob.has_magic(spec):
                 hint = f"there is no such file or folder{nearest_path(path) or nearest_name(spec, BUILT_IN)}"
@@ -105,7 +105,7 @@ def find_local(spec: str) -> list[SourceFile]:
                 f"{', '.join(BUILT_IN)}, or a hub dataset OWNER/NAME[:CONFIG]"
             )
     files = []
-    for path in found:
+    for path in texts:
         status = path.stat()
         name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
         files.append(SourceFile(name, path, status.st_size, f"modified {status.st_mtime_ns}"))

@@ -84,10 +84,10 @@ class Tokenizer:
     def settings(self, file: str) -> dict[str, Any] | None:
         """The JSON object in a model's `file`, empty without the file; None if it holds something else."""
         try:
-            found = parse_json(self.others.get(file, "{}"))
+            content = parse_json(self.others.get(file, "{}"))
         except ValueError:
             return None
-        return found if isinstance(found, dict) else None
+        return content if isinstance(content, dict) else None
 
     def encode(self, text: str) -> np.ndarray:
         """`text` as ids of `dtype`, (tokens,). A literal "<|endoftext|>" is ordinary text. DataError: a lone surrogate."""
@@ -131,8 +131,8 @@ def bytes_tokenizer() -> Tokenizer:
 def gpt2_tokenizer() -> Tokenizer:
     """GPT-2's 50,257 tokens, from the shipped file; nothing is downloaded."""
     content = GPT2_FILE.read_bytes()
-    if (found := hashlib.sha256(content).hexdigest()) != GPT2_SHA256:
-        raise DataError(f"expected SHA-256 {GPT2_SHA256}, found {found} in {GPT2_FILE}; install handgrad again")
+    if (actual := hashlib.sha256(content).hexdigest()) != GPT2_SHA256:
+        raise DataError(f"expected SHA-256 {GPT2_SHA256}, found {actual} in {GPT2_FILE}; install handgrad again")
     token_bytes = [base64.b64decode(line.split()[0]) for line in content.splitlines()]  # line number = rank = id
     encoding = tiktoken.Encoding(
         "gpt2",
@@ -179,10 +179,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def byte_level(model: tokenizers.models.BPE, *, splits: bool = True) -> tokenizers.Tokenizer:
     """The library's byte-level tokenizer around `model`; `splits`: GPT-2's splitter cuts a text first."""
-    made = tokenizers.Tokenizer(model)
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    return made
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def beginning(end_of_text: int) -> bytes:
 def with_beginning(content: bytes, end_of_text: int) -> bytes:
     """Adds that post-processor to a `tokenizer.json` that has none; leaves others unchanged. `parse_bpe` removes it again,
     because the file's hash identifies shards."""
-    return re.sub(rb'("post_processor":\s*)null', lambda found: found[1] + beginning(end_of_text), content, count=1)
+    return re.sub(rb'("post_processor":\s*)null', lambda match: match[1] + beginning(end_of_text), content, count=1)
 
 
 def parse_bpe(content: bytes, where: str) -> Tokenizer:
@@ -274,7 +274,7 @@ def parse_bpe(content: bytes, where: str) -> Tokenizer:
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
         each = (encoder.encode_batch_fast([text], add_special_tokens=False)[0] for text in texts)
-        return [np.array(found.ids, dtype=np.uint16) for found in each]
+        return [np.array(encoding.ids, dtype=np.uint16) for encoding in each]
 
     content = content.replace(beginning(end_of_text), b"null")
     sha256 = hashlib.sha256(content).hexdigest()

@@ -29,12 +29,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if not path.is_file():
-        found = answer(spec)
+        hint = answer(spec)
         if Path(spec).is_dir():
-            found = f", a folder without a tokenizer; {named_run(Path(spec))}"
+            hint = f", a folder without a tokenizer; {named_run(Path(spec))}"
         raise UsageError(
             f"expected the tokenizer gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json, found {spec!r}"
-            f"{found}"
+            f"{hint}"
         )
     content = read_small(path)
     if is_palette(content):
@@ -113,9 +113,9 @@ def answer(name: str) -> str:
 def meant(name: str) -> str:
     """The remedy for one of the names above; empty for any other name."""
     plain = name.lower().replace("_", "-")
-    for found, names in ANSWERS.items():
+    for preset, names in ANSWERS.items():
         if plain in names.split():
-            return found
+            return preset
     if re.fullmatch(WITH_PIECES, plain):
         return PIECES
     if re.fullmatch(r"gpt2|bytes|auto|bpe:\d+", plain):

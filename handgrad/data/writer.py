@@ -64,13 +64,13 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
     talks = iter(encode_conversations(tokenizer, [piece for piece in pieces if isinstance(piece, Conversation)]))
     for piece in pieces:
         if isinstance(piece, Conversation):
-            found = next(talks)
-            if isinstance(found, DataError):
+            encoded = next(talks)
+            if isinstance(encoded, DataError):
                 if not piece.skips:
-                    raise found
-                left_out.append(str(found))
+                    raise encoded
+                left_out.append(str(encoded))
                 continue
-            tokens, stretches = found
+            tokens, stretches = encoded
             stretches = stretches[-1:] if piece.answer_only else stretches
             starts.append(length)
             trained.append(stretches + length)
@@ -96,9 +96,9 @@ def encode_conversations(
     for seconds, group in itertools.groupby(conversations, lambda each: each.seconds):
         each = list(group)
         talks = [[{"role": r, "content": c} for r, c in one.messages] for one in each if not one.fault]
-        found = iter(_template(tokenizer, seconds).conversations(talks))
+        encoded = iter(_template(tokenizer, seconds).conversations(talks))
         for one in each:
-            result = DataError(one.fault) if one.fault else next(found)
+            result = DataError(one.fault) if one.fault else next(encoded)
             if isinstance(result, DataError) and not one.fault:
                 remedy = "" if one.skips else "; --skip-bad-rows leaves such rows out"
                 result = DataError(f"{one.where}: {result}{remedy}")

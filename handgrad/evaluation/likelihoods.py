@@ -65,8 +65,8 @@ def make_batches(requests: Sequence[Request], context: int, positions_per_batch:
     Keeps only the last context + 1 tokens of a request that is longer than the model's `context` allows; at most `context`
     of them may be scored."""
     for number, request in enumerate(requests):
-        scored, given = request.scored, len(request.tokens)
-        assert 1 <= scored < given and scored <= context, f"request {number} scores {scored} of {given} tokens"
+        scored, token_count = request.scored, len(request.tokens)
+        assert 1 <= scored < token_count and scored <= context, f"request {number} scores {scored} of {token_count} tokens"
     lengths = np.array([min(len(request.tokens) - 1, context) for request in requests], dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
     batches, start = [], 0
@@ -120,11 +120,11 @@ class Workload:
         self._pack(requests, pinned=device.type == "cuda")
 
     def _pack(self, requests: Sequence[Request], *, pinned: bool) -> None:
-        mine = self.batches[self.ranks.rank :: self.ranks.size]
+        batches = self.batches[self.ranks.rank :: self.ranks.size]
         contents: list[np.ndarray] = []
         self.results = 0  # one for every scored token of this rank's requests, and padding
         self.spans: list[int] = []  # per request: the index of its first result, then one past its last
-        for batch in mine:
+        for batch in batches:
             tokens = np.zeros((len(batch.requests), batch.length), np.int32)
             rows, targets = [], []
             for row, number in enumerate(batch.requests):
@@ -142,7 +142,7 @@ class Workload:
         if pinned:
             flat = flat.pin_memory()
         pieces = flat.split([len(content) for content in contents])
-        self.blocks = [Block(ids, len(b.requests), b.length) for ids, b in zip(pieces, mine, strict=True)]
+        self.blocks = [Block(ids, len(b.requests), b.length) for ids, b in zip(pieces, batches, strict=True)]
 
     # Memory.
 
@@ -186,14 +186,14 @@ class Workload:
             done += block.rows * block.length
             if progress is not None:
                 progress(done, total)
-        mine = np.zeros(0), np.zeros(0, bool)
+        scores = np.zeros(0), np.zeros(0, bool)
         if self.blocks:
             # Each sum runs from an index to the next, so every second one is a request's; the last may end past the data.
             nats = views[f"{KIND}.losses"].cpu().double().numpy()
             hits = views[f"{KIND}.hits"].cpu().numpy()
             sums = np.add.reduceat(np.append(nats, 0.0), self.spans)[::2]
-            mine = -sums, np.logical_and.reduceat(np.append(hits, True), self.spans)[::2]
-        return self._gather(mine)
+            scores = -sums, np.logical_and.reduceat(np.append(hits, True), self.spans)[::2]
+        return self._gather(scores)
 
     def _score_block(self, w: Any, views: dict[str, Tensor], act: Any, block: Block, first_result: int) -> None:
         inbox = views[f"{KIND}.block"][: block.ids.numel()]
@@ -216,10 +216,10 @@ class Workload:
             torch.argmax(logits[:, : self.shape.vocab_size], 1, out=likeliest)
             torch.eq(likeliest, wanted[start:stop], out=views[f"{KIND}.hits"][results])
 
-    def _gather(self, mine: tuple[np.ndarray, np.ndarray]) -> Likelihoods:
+    def _gather(self, results: tuple[np.ndarray, np.ndarray]) -> Likelihoods:
         """The results of all ranks, by request."""
         sums, greedy = np.full(self.count, np.nan), np.zeros(self.count, bool)
-        for rank, (their_sums, their_greedy) in enumerate(self.ranks.all_gather_objects(mine, "results of the tasks")):
+        for rank, (their_sums, their_greedy) in enumerate(self.ranks.all_gather_objects(results, "results of the tasks")):
             numbers = [number for batch in self.batches[rank :: self.ranks.size] for number in batch.requests]
             sums[numbers], greedy[numbers] = their_sums, their_greedy
         return Likelihoods(sums, greedy)

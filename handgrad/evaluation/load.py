@@ -54,16 +54,16 @@ def usual_window(weights: Weights) -> int:
     return weights.config.sequence_length
 
 
-def trained_on_chats(found: Checkpoint) -> bool:
+def trained_on_chats(saved: Checkpoint) -> bool:
     """True for a checkpoint of a run on conversations. Older ones do not record it: for them, packing of whole
     documents decides, the default for conversations."""
-    said = found.manifest.get(CHAT)
-    return said if isinstance(said, bool) else checkpoint_config(found).packing == WHOLE
+    said = saved.manifest.get(CHAT)
+    return said if isinstance(said, bool) else checkpoint_config(saved).packing == WHOLE
 
 
-def is_taught_to_talk(tokenizer: Tokenizer, found: Checkpoint | None) -> bool:
+def is_taught_to_talk(tokenizer: Tokenizer, saved: Checkpoint | None) -> bool:
     """True for a model with its own chat template, and for a checkpoint trained on conversations in the plain template."""
-    return template_text(tokenizer) is not None or (found is not None and trained_on_chats(found))
+    return template_text(tokenizer) is not None or (saved is not None and trained_on_chats(saved))
 
 
 def check_window(tokens: int, shape: ModelShape) -> None:
@@ -74,18 +74,18 @@ def check_window(tokens: int, shape: ModelShape) -> None:
         raise UsageError(f"--context must be at most {shape.sequence_length}, the model's own, found {tokens}")
 
 
-def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
+def checkpoint_weights(saved: Checkpoint, named: str = "") -> Weights:
     """The weights of a checkpoint of ours, by the user's name `named`. `DataError`: invalid configuration or tokenizer."""
-    tokenizer, config = read_tokenizer(found.folder, found.manifest.get("tokenizer")), checkpoint_config(found)
-    config = replace(config, data=data_of(found))
-    digests = {path.name: found.manifest["files"][path.name]["sha256"] for path in found.parts(WEIGHTS_FILE)}
-    origin = {"from": "checkpoint", "source": named or str(found.folder), "step": found.step, "sha256": digests}
+    tokenizer, config = read_tokenizer(saved.folder, saved.manifest.get("tokenizer")), checkpoint_config(saved)
+    config = replace(config, data=data_of(saved))
+    digests = {path.name: saved.manifest["files"][path.name]["sha256"] for path in saved.parts(WEIGHTS_FILE)}
+    origin = {"from": "checkpoint", "source": named or str(saved.folder), "step": saved.step, "sha256": digests}
 
     def weight(row: ParameterRow) -> Tensor:
-        return found.tensor(WEIGHTS_FILE, row.name, row.stored_shape).to(torch.float32)
+        return saved.tensor(WEIGHTS_FILE, row.name, row.stored_shape).to(torch.float32)
 
-    shape = with_context(config.shape(tokenizer.vocab_size), found.manifest.get("init"))
-    return Weights(shape, tokenizer, weight, origin, config, found)
+    shape = with_context(config.shape(tokenizer.vocab_size), saved.manifest.get("init"))
+    return Weights(shape, tokenizer, weight, origin, config, saved)
 
 
 def with_context(shape: ModelShape, init: Any) -> ModelShape:
@@ -106,9 +106,9 @@ def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
         raise DataError(f"{checkpoint.folder}: its configuration is invalid: {error}") from None
 
 
-def data_of(found: Checkpoint, *, needed: bool = False) -> str:
+def data_of(saved: Checkpoint, *, needed: bool = False) -> str:
     """The data of a checkpoint's run, as `place_of` finds them."""
-    return place_of("data", found.folder.absolute().parents[1], found.manifest["config"], found.manifest, needed=needed)
+    return place_of("data", saved.folder.absolute().parents[1], saved.manifest["config"], saved.manifest, needed=needed)
 
 
 def imported_config(shape: ModelShape, where: str = "") -> RunConfig:

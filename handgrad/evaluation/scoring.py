@@ -122,7 +122,7 @@ def pairs_of(encoder: Encoder, task: TaskData, example: Example) -> list[tuple[C
     return pairs
 
 
-def results_of(tasks: Sequence[TaskData], requests: Sequence[Request], found: Likelihoods) -> list[TaskResult]:
+def results_of(tasks: Sequence[TaskData], requests: Sequence[Request], likelihoods: Likelihoods) -> list[TaskResult]:
     """The figures of all tasks from the likelihoods of `make_requests`."""
     results, start = [], 0
     for task in tasks:
@@ -131,13 +131,13 @@ def results_of(tasks: Sequence[TaskData], requests: Sequence[Request], found: Li
             row: dict[str, Any] = {"task": task.name, "example": number, "where": example.where, "answer": example.answer}
             if task.metrics != (LLMC,):
                 stop = start + len(example.continuations)
-                sums = found.sums[start:stop]
-                row |= {"loglikelihoods": sums.tolist(), "greedy": found.greedy[start:stop].tolist()}
-                row |= hits_of(task, example, sums, bool(found.greedy[start]))
+                sums = likelihoods.sums[start:stop]
+                row |= {"loglikelihoods": sums.tolist(), "greedy": likelihoods.greedy[start:stop].tolist()}
+                row |= hits_of(task, example, sums, bool(likelihoods.greedy[start]))
                 start = stop
             if LLMC in task.metrics:
                 stop = start + len(example.apart[1])
-                losses = -found.sums[start:stop] / [request.scored for request in requests[start:stop]]
+                losses = -likelihoods.sums[start:stop] / [request.scored for request in requests[start:stop]]
                 hit = float(int(np.argmin(losses)) == example.answer) if np.isfinite(losses).all() else math.nan
                 row |= {"mean_losses": losses.tolist(), LLMC: hit}
                 start = stop

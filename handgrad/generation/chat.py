@@ -48,19 +48,19 @@ class Talk:
 
         # Bisect: a conversation of thousands of messages takes a dozen renderings.
         turns = 0 if fits(0) else bisect.bisect_left(range(len(asked) - 1), True, key=fits)
-        kept, left_out = without(turns), asked[turns] - asked[0]
-        tokens = self.template.render(kept, True)
+        recent, left_out = without(turns), asked[turns] - asked[0]
+        tokens = self.template.render(recent, True)
         note = f"the oldest {left_out} messages are left out: the context has {context} tokens" if left_out else ""
         if len(tokens) > most:
             note = f"the message has {len(tokens)} tokens, of which the last {most} are read: the context has {context}"
             tokens = tokens[-most:]
-        return Prompt(tokens, kept, min(max_tokens, context - len(tokens)) or 1, note)
+        return Prompt(tokens, recent, min(max_tokens, context - len(tokens)) or 1, note)
 
 
 def listed_ends(tokenizer: Tokenizer) -> set[int]:
     """The end tokens that the model's own file gives transformers' `generate`."""
-    found = (tokenizer.settings(GENERATION_FILE) or {}).get("eos_token_id")
-    ids = found if isinstance(found, list) else [found]
+    ends = (tokenizer.settings(GENERATION_FILE) or {}).get("eos_token_id")
+    ids = ends if isinstance(ends, list) else [ends]
     return {token for token in ids if type(token) is int and 0 <= token < tokenizer.vocab_size}
 
 

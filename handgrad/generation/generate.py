@@ -319,8 +319,8 @@ class TextStream:
             text.stopped = STOP
             show, self.held = self.held[: min(ends)[1]], ""
             return show
-        kept = 0 if text.stopped else max((beginning(stop, self.held) for stop in self.stops), default=0)
-        show, self.held = self.held[: len(self.held) - kept], self.held[len(self.held) - kept :]
+        withheld = 0 if text.stopped else max((beginning(stop, self.held) for stop in self.stops), default=0)
+        show, self.held = self.held[: len(self.held) - withheld], self.held[len(self.held) - withheld :]
         return show
 
 

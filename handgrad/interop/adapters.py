@@ -44,33 +44,33 @@ def located(weights: Weights) -> Weights:
     return replace(weights, origin=weights.origin | place)
 
 
-def base_of(found: Checkpoint, open_weights: Callable[[str], Weights], elsewhere: str = "") -> Weights:
+def base_of(saved: Checkpoint, open_weights: Callable[[str], Weights], elsewhere: str = "") -> Weights:
     """Opens the base weights of a checkpoint's adapters with `open_weights`; `elsewhere`: their path now, if they moved.
     Raises `DataError` if they are gone or have changed."""
-    origin = found.manifest.get("init") or {}
+    origin = saved.manifest.get("init") or {}
     source, place = str(origin.get("source", "")), str(origin.get(PLACE, ""))
     where = place if place and Path(place).exists() else source
     where = elsewhere if elsewhere not in ("", source) else where
     try:
         base = open_weights(where)
     except (DataError, UsageError) as error:
-        raise DataError(f"{found.folder} holds adapters of {source}, and {error}; put those weights back") from None
+        raise DataError(f"{saved.folder} holds adapters of {source}, and {error}; put those weights back") from None
     then, now = origin.get("sha256", {}), base.origin["sha256"]
     if then != now:
         name = next(name for name in (*then, *now) if then.get(name) != now.get(name))
         was, found_now = (str(digests.get(name, "none"))[:12] for digests in (then, now))
         raise DataError(
-            f"{found.folder} holds adapters of {where}, which has changed: expected {name} with SHA-256 {was}, found"
+            f"{saved.folder} holds adapters of {where}, which has changed: expected {name} with SHA-256 {was}, found"
             f" {found_now}; put those weights back"
         )
     return replace(base, origin=origin)
 
 
-def stored_adapters(found: Checkpoint, weights: Weights) -> tuple[tuple[Adapter, ...], Callable[[str], Tensor]]:
+def stored_adapters(saved: Checkpoint, weights: Weights) -> tuple[tuple[Adapter, ...], Callable[[str], Tensor]]:
     """(a checkpoint's adapters, the function that reads a row of them)."""
     adapters = tuple(adapters_of(weights.shape, parse_lora(weights.config.lora)))
     shapes = {row.name: row.stored_shape for adapter in adapters for row in adapter.rows()}
-    return adapters, lambda name: found.tensor(WEIGHTS_FILE, name, shapes[name])
+    return adapters, lambda name: saved.tensor(WEIGHTS_FILE, name, shapes[name])
 
 
 def merged_checkpoint(weights: Weights, base: Weights) -> Weights:
@@ -145,10 +145,10 @@ def their_tensors(
 
 def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ...], base: str) -> dict[str, Any]:
     """The content of adapter_config.json. `base`: the name or the path of the weights that are adapted."""
-    found = (modules(shape, adapter.weight)[part.name] for adapter in adapters for part in adapter.parts)
+    names = (modules(shape, adapter.weight)[part.name] for adapter in adapters for part in adapter.parts)
     every = [name.rpartition(".")[2] for modules in shape.network.modules.values() for name in modules]
     words = 1 if len({*every}) == len(every) else 2  # GPT-2 has two modules named c_proj in a block
-    targets = sorted({".".join(name.split(".")[-words:]) for name in found})
+    targets = sorted({".".join(name.split(".")[-words:]) for name in names})
     alpha = lora.alpha or 2.0 * lora.rank
     return {
         **{key: default for key, default, _ in KNOWN},
@@ -188,8 +188,8 @@ def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> in
 
 def base_name(origin: dict[str, Any]) -> str:
     """The name of the base weights: the user's, or the source if they are an imported run."""
-    found = peek(Path(origin[PLACE])) if origin["from"] == "checkpoint" and PLACE in origin else None
-    imported = found[1].get("imported", {}) if found else {}
+    peeked = peek(Path(origin[PLACE])) if origin["from"] == "checkpoint" and PLACE in origin else None
+    imported = peeked[1].get("imported", {}) if peeked else {}
     return str(imported["source"] if imported.get("from") == "hf" else origin["source"])
 
 
@@ -240,7 +240,7 @@ def read_adapters(folder: Path, shape: ModelShape) -> tuple[tuple[Adapter, ...],
             if not torch.isfinite(values).all():
                 raise DataError(f"expected finite numbers in {name} of {path}, found others; the adapters diverged")
             tensors[adapter.weight, part.name, kind] = values.to(torch.float32)
-    found, rows = list[Adapter](), dict[str, Tensor]()
+    adapters, rows = list[Adapter](), dict[str, Tensor]()
     for adapter in adapters_of(shape, lora):
         kinds = {
             part.name: [kind for kind in "AB" if (adapter.weight, part.name, kind) in tensors] for part in adapter.parts
@@ -248,12 +248,12 @@ def read_adapters(folder: Path, shape: ModelShape) -> tuple[tuple[Adapter, ...],
         if half := next((name for name, both in kinds.items() if len(both) == 1), None):
             raise DataError(f"expected A and B of {half} of {adapter.weight} in {path}, found {kinds[half][0]} alone")
         if parts := tuple(part for part in adapter.parts if kinds[part.name]):
-            found.append(replace(adapter, parts=parts))
+            adapters.append(replace(adapter, parts=parts))
             for name, kind in ((adapter.a, "A"), (adapter.b, "B")):
                 rows[name] = torch.cat([tensors[adapter.weight, part.name, kind] for part in parts])
-    if not found:
+    if not adapters:
         raise DataError(f"expected adapters in {path}, found none")
-    return tuple(found), rows.__getitem__
+    return tuple(adapters), rows.__getitem__
 
 
 def adapted(folder: Path, base: Weights) -> Weights:

@@ -129,10 +129,10 @@ def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
 
 def export_llmc(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> Exported:
     """`handgrad export --to llmc`. Raises the errors of `export`; `UsageError`: no GPT-2, or a token too long for llm.c."""
-    if (found := checkpoint_config(checkpoint).architecture) != "gpt2":
-        huggingface.format_of(found)  # refuses an autoencoder, which no other format takes either
+    if (network := checkpoint_config(checkpoint).architecture) != "gpt2":
+        huggingface.format_of(network)  # refuses an autoencoder, which no other format takes either
         raise UsageError(
-            f"llm.c has no network like {checkpoint.folder}'s ({found}), only GPT-2's; `export --to hf` writes it"
+            f"llm.c has no network like {checkpoint.folder}'s ({network}), only GPT-2's; `export --to hf` writes it"
         )
 
     def write(partial: Path, model: LoadedModel) -> None:
@@ -164,9 +164,9 @@ def export(
         partial.mkdir(parents=True)
         write(partial, model)
         try:
-            found = read(partial)
-            same = found.shape == model.shape and found.tokenizer.sha256 == model.tokenizer.sha256
-            same = same and all(torch.equal(found.weight(row), row.stored(flat)) for row in table)
+            reread = read(partial)
+            same = reread.shape == model.shape and reread.tokenizer.sha256 == model.tokenizer.sha256
+            same = same and all(torch.equal(reread.weight(row), row.stored(flat)) for row in table)
         except DataError as error:
             raise StorageError(f"the written files do not read back: {error}") from None
         if not same:

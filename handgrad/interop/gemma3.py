@@ -56,8 +56,8 @@ def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
     """The part of config.json that is Gemma 3's, in a form that old and new versions read."""
     family = family_of(shape)
     if shape.channels % shape.num_heads:  # Gemma3TextConfig.validate_architecture
-        found = f"found {shape.channels} and {shape.num_heads}"
-        raise UsageError(f"transformers has no Gemma 3 whose channels are no multiple of num_heads, {found}; train another")
+        sizes = f"found {shape.channels} and {shape.num_heads}"
+        raise UsageError(f"transformers has no Gemma 3 whose channels are no multiple of num_heads, {sizes}; train another")
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -92,8 +92,8 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
 def check_keys(table: dict[str, Any], known: Container[str], title: str, path: Path) -> None:
     """Raises `DataError` for a key of another meaning than null."""
     if other := next((key for key, value in table.items() if key not in known and value is not None), ""):
-        found = f"found also {other!r:.60}: {table[other]!r:.60}"
-        raise DataError(f"expected the keys of {title} in {path}, {found}; take it out if it changes no logits")
+        actual = f"found also {other!r:.60}: {table[other]!r:.60}"
+        raise DataError(f"expected the keys of {title} in {path}, {actual}; take it out if it changes no logits")
 
 
 def read_pattern(config: Config, layers: int, default: int) -> int:

@@ -66,9 +66,9 @@ class Part:
         values = interleaved(self.values, self.heads) if self.heads else self.values
         return (values + self.offset if self.offset else values).contiguous().numpy()
 
-    def read(self, found: np.ndarray) -> None:
+    def read(self, content: np.ndarray) -> None:
         """Sets our part to `found`, numbers of the file."""
-        values = torch.from_numpy(np.array(found)).view(self.values.shape) - self.offset
+        values = torch.from_numpy(np.array(content)).view(self.values.shape) - self.offset
         self.values.copy_(in_halves(values, self.heads) if self.heads else values)
 
 
@@ -118,11 +118,11 @@ def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
     names = gguf.get_tensor_name_map(architecture, shape.num_layers)
     for row in parameter_table(shape):
         for name, part in huggingface.parts(shape, row, row.stored(flat)):
-            found = names.get_name(shape.network.prefix + name, try_suffixes=(".weight", ".bias"))
-            assert found, name
+            title = names.get_name(shape.network.prefix + name, try_suffixes=(".weight", ".bias"))
+            assert title, name
             turned = network in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name)
             offset = float(network == "gemma3" and part.dim() == 1)  # a gain is w here, 1 + w there
-            yield Part(found, part, len(part) // shape.head_width if turned else 0, offset)
+            yield Part(title, part, len(part) // shape.head_width if turned else 0, offset)
     if network == "llama" and shape.family.rope == "llama3":
         family = shape.family
         plain = (family.rotary_base ** (-2 * pair / family.head_width) for pair in family.pairs)
@@ -147,18 +147,18 @@ def type_of(part: Part, kind: str) -> Any:
 
     if part.values.dim() == 1 or part.name in FLOAT32:
         return gguf.GGMLQuantizationType.F32
-    made = gguf.GGMLQuantizationType[kind.upper()]
-    return gguf.GGMLQuantizationType.F16 if part.values.shape[1] % gguf.GGML_QUANT_SIZES[made][0] else made
+    dtype = gguf.GGMLQuantizationType[kind.upper()]
+    return gguf.GGMLQuantizationType.F16 if part.values.shape[1] % gguf.GGML_QUANT_SIZES[dtype][0] else dtype
 
 
-def encoded(part: Part, made: Any) -> np.ndarray:
+def encoded(part: Part, dtype: Any) -> np.ndarray:
     """The bytes of a tensor, (rows, bytes) or (bytes). Raises `UsageError` for a number that the type cannot hold."""
     import gguf
 
     with np.errstate(over="ignore"):
-        content = gguf.quantize(part.theirs(), made)
-    if not np.isfinite(gguf.dequantize(content, made)).all():
-        raise UsageError(f"{part.name} has numbers above 65504, the largest of {made.name.lower()}; use --dtype bf16")
+        content = gguf.quantize(part.theirs(), dtype)
+    if not np.isfinite(gguf.dequantize(content, dtype)).all():
+        raise UsageError(f"{part.name} has numbers above 65504, the largest of {dtype.name.lower()}; use --dtype bf16")
     return content.view(np.uint8)
 
 
@@ -167,9 +167,9 @@ def write(writer: Any, path: Path, parts: list[Part], kind: str) -> None:
     import gguf
 
     for part in parts:
-        made = type_of(part, kind)
-        row_bytes = gguf.quant_shape_to_byte_shape(part.values.shape, made)
-        writer.add_tensor_info(part.name, row_bytes, np.dtype(np.uint8), math.prod(row_bytes), raw_dtype=made)
+        dtype = type_of(part, kind)
+        row_bytes = gguf.quant_shape_to_byte_shape(part.values.shape, dtype)
+        writer.add_tensor_info(part.name, row_bytes, np.dtype(np.uint8), math.prod(row_bytes), raw_dtype=dtype)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -184,16 +184,16 @@ def read_back(path: Path, parts: list[Part], kind: str, file: Path) -> None:
     """Sets the model's weights to those in the file. Raises `StorageError` if their bytes are not the encoded ones."""
     import gguf
 
-    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    tensors_by_name = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     for part in parts:
-        made, tensor = type_of(part, kind), found.get(part.name)
+        dtype, tensor = type_of(part, kind), tensors_by_name.get(part.name)
         if (
             tensor is None
-            or tensor.tensor_type != made
-            or not np.array_equal(tensor.data.view(np.uint8), encoded(part, made))
+            or tensor.tensor_type != dtype
+            or not np.array_equal(tensor.data.view(np.uint8), encoded(part, dtype))
         ):
             raise StorageError(f"reading back {file} gave another {part.name} than was written; check the disk, try again")
-        part.read(gguf.dequantize(tensor.data, made))
+        part.read(gguf.dequantize(tensor.data, dtype))
 
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

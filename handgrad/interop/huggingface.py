@@ -106,14 +106,14 @@ def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dr
 
 def begin_token(tokenizer: Tokenizer) -> int:
     """The token that begins a text: the one that a model from elsewhere names, or end-of-text."""
-    found = own_token(tokenizer, GENERATION_FILE, "bos_token_id")
-    return tokenizer.end_of_text if found is None else found
+    begin = own_token(tokenizer, GENERATION_FILE, "bos_token_id")
+    return tokenizer.end_of_text if begin is None else begin
 
 
 def own_token(tokenizer: Tokenizer, file: str, key: str) -> int | None:
     """The token that a file of a model from elsewhere names under `key`, or None."""
-    found = (tokenizer.settings(file) or {}).get(key)
-    return found if type(found) is int and 0 <= found < tokenizer.vocab_size else None
+    token = (tokenizer.settings(file) or {}).get(key)
+    return token if type(token) is int and 0 <= token < tokenizer.vocab_size else None
 
 
 @dataclass(frozen=True)
@@ -289,9 +289,9 @@ class Config:
     path: Path
     remedy: str = "handgrad has no such model"
 
-    def refused(self, key: str, wanted: str, found: Any) -> DataError:
+    def refused(self, key: str, wanted: str, actual: Any) -> DataError:
         remedy = QUANTISED if key == "quantization_config" else self.remedy
-        return DataError(f"expected {key} {wanted} in {self.path}, found {found!r:.80}; {remedy}")
+        return DataError(f"expected {key} {wanted} in {self.path}, found {actual!r:.80}; {remedy}")
 
     def expect(self, known: Iterable[Known]) -> None:
         """Raises `DataError` for a key with another value."""

@@ -58,10 +58,10 @@ def model_type(shape: ModelShape) -> str:
     family = shape.family
     kinds = {"qwen3": ("qk_norm", family.qk_norm), "qwen2": ("qkv_bias", family.qkv_bias)}
     kinds |= {"smollm3": ("nope_interval", family.nope_interval), "mistral": ("window", family.window)}
-    if len(found := {kind: name for kind, (name, has) in kinds.items() if has}) > 1:
-        both = " and ".join(found.values())
+    if len(kinds_held := {kind: name for kind, (name, has) in kinds.items() if has}) > 1:
+        both = " and ".join(kinds_held.values())
         raise UsageError(f"transformers has no model with {both}, found both; train one without either")
-    return next(iter(found), "llama")
+    return next(iter(kinds_held), "llama")
 
 
 def their_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
@@ -199,8 +199,8 @@ def yarn_scale(config: Config, rope: dict[str, Any], factor: float) -> float:
 def check_betas(family: Any) -> None:
     """Raises `UsageError` for a yarn of other bounds than llama.cpp's: it ignores the file's."""
     if family.rope == "yarn" and (family.rope_fast, family.rope_slow) != YARN_BETAS:
-        found = f"rope_fast {family.rope_fast} and rope_slow {family.rope_slow}"
-        raise UsageError(f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1, found {found}; use --to hf")
+        actual = f"rope_fast {family.rope_fast} and rope_slow {family.rope_slow}"
+        raise UsageError(f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1, found {actual}; use --to hf")
 
 
 def gguf_name(shape: ModelShape) -> str:

@@ -201,9 +201,9 @@ def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
     bytes, by the size of the vocabulary. A `*tokenizer.bin` next to the model must hold its tokens. Raises `DataError`
     if there is none, or if another model's is there."""
     if named:
-        found = load_tokenizer(named)
+        tokenizer = load_tokenizer(named)
     elif (path.parent / TOKENIZER_FILE).is_file():
-        found = load_tokenizer(str(path.parent / TOKENIZER_FILE))
+        tokenizer = load_tokenizer(str(path.parent / TOKENIZER_FILE))
     else:
         # A model saved with its padding has more rows than GPT-2 has tokens: another vocabulary.
         if vocab_size not in (sizes := {kind.vocab_size: kind for kind in map(load_tokenizer, ("gpt2", "bytes"))}):
@@ -212,16 +212,16 @@ def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
                 f"expected the {GPT2_VOCAB_SIZE} tokens of GPT-2 in {path}, found {vocab_size}{hint};"
                 " name the model's tokenizer with --tokenizer gpt2, bytes or FILE"
             )
-        found = sizes[vocab_size]
-    if found.vocab_size != vocab_size:
+        tokenizer = sizes[vocab_size]
+    if tokenizer.vocab_size != vocab_size:
         raise DataError(
-            f"expected a tokenizer of {vocab_size} tokens as {path} says, found one of {found.vocab_size} ({found.kind});"
-            " name the model's own with --tokenizer gpt2, bytes or FILE"
+            f"expected a tokenizer of {vocab_size} tokens as {path} says, found one of {tokenizer.vocab_size}"
+            f" ({tokenizer.kind}); name the model's own with --tokenizer gpt2, bytes or FILE"
         )
     beside = sorted(path.parent.glob("*tokenizer.bin"))
-    if not named and len(beside) == 1 and read_tokens(beside[0]) != (found.token_bytes, found.end_of_text):
+    if not named and len(beside) == 1 and read_tokens(beside[0]) != (tokenizer.token_bytes, tokenizer.end_of_text):
         raise DataError(
-            f"expected the tokens of {found.kind} in {beside[0]}, found others; it decodes but cannot encode, so name the"
-            " model's tokenizer with --tokenizer gpt2, bytes or FILE"
+            f"expected the tokens of {tokenizer.kind} in {beside[0]}, found others; it decodes but cannot encode, so name"
+            " the model's tokenizer with --tokenizer gpt2, bytes or FILE"
         )
-    return found
+    return tokenizer

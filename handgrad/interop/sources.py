@@ -64,25 +64,25 @@ def open_weights(
     if adapters.is_peft(path):
         named = base or adapters.base_source(path)
         try:
-            found = open_weights(named, tokenizer, above=above)
+            base_weights = open_weights(named, tokenizer, above=above)
         except DataError as error:
             other = (
                 "" if base or len(above) > 1 else f"; other weights than it names: `handgrad import {source} --base MODEL`"
             )
             raise DataError(f"{error}{other}") from None
-        return adapters.adapted(path, found)
+        return adapters.adapted(path, base_weights)
     if on_hub(source):  # another network or tokenizer is refused before its weights, often gigabytes, are downloaded
         read_shape_and_words(fetch(source, SMALL_FILES), tokenizer)
-    found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
-    return imported("hf", source, found, sorted({file for file, _ in found.tensors.values()}))
+    folder = read_folder(folder_of(source, MODEL_FILES), tokenizer)
+    return imported("hf", source, folder, sorted({file for file, _ in folder.tensors.values()}))
 
 
-def weights_of(found: Checkpoint, named: str = "", above: tuple[Path, ...] = ()) -> Weights:
+def weights_of(saved: Checkpoint, named: str = "", above: tuple[Path, ...] = ()) -> Weights:
     """The weights of a checkpoint of ours, adapters merged with the weights that they adapt; `named`: the user's name for
     it; `above` as in `open_weights`. Raises the errors of `checkpoint_weights` and `base_of`."""
-    weights = checkpoint_weights(found, named)
+    weights = checkpoint_weights(saved, named)
     opener = functools.partial(open_weights, above=above)
-    return merged_checkpoint(weights, base_of(found, opener)) if weights.config.lora else weights
+    return merged_checkpoint(weights, base_of(saved, opener)) if weights.config.lora else weights
 
 
 def with_base(above: tuple[Path, ...], base: Path) -> tuple[Path, ...]:
@@ -94,9 +94,9 @@ def with_base(above: tuple[Path, ...], base: Path) -> tuple[Path, ...]:
     return (*above, place)
 
 
-def imported(kind: str, source: str, found: HuggingFaceFolder | LlmcModel, files: Iterable[Path]) -> Weights:
+def imported(kind: str, source: str, model: HuggingFaceFolder | LlmcModel, files: Iterable[Path]) -> Weights:
     origin = {"from": kind, "source": source, "sha256": {file.name: file_sha256(file) for file in files}}
-    return Weights(found.shape, found.tokenizer, found.weight, origin, imported_config(found.shape))
+    return Weights(model.shape, model.tokenizer, model.weight, origin, imported_config(model.shape))
 
 
 def read_sizes(source: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -140,18 +140,18 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
         return fetch(source, files)
     path = Path(source)
     if not (path / CONFIG_FILE).is_file():
-        found = "a file" if path.is_file() else "a folder without them" if path.is_dir() else "nothing"
+        actual = "a file" if path.is_file() else "a folder without them" if path.is_dir() else "nothing"
         if runs := sorted(folder.parent for folder in path.glob(f"*/{CHECKPOINTS}")):
-            found = f"a folder of runs; name one of them, as {runs[0]}"
+            actual = f"a folder of runs; name one of them, as {runs[0]}"
         elif (path / "model.bin").is_file():
-            found = "a folder of llm.c; name its model.bin"
+            actual = "a folder of llm.c; name its model.bin"
         elif models := sorted(file.parent for file in path.glob(f"*/{CONFIG_FILE}")):
-            found = f"a folder of models; name one of them, as {models[-1]}"
+            actual = f"a folder of models; name one of them, as {models[-1]}"
         elif run := next((above for above in path.parents if (above / CHECKPOINTS).is_dir()), None):
-            found += f"; name the run, {run}"
+            actual += f"; name the run, {run}"
         raise DataError(
             f"expected weights at {path}: a run, a checkpoint, a transformers folder with {CONFIG_FILE}, a .bin of llm.c or"
-            f" a name on the Hub; found {found}"
+            f" a name on the Hub; found {actual}"
         )
     return path
 
@@ -161,26 +161,26 @@ def import_model(source: str, out: Path, tokenizer: str = "", base: str = "") ->
     as a run's: a checkpoint of step 0 without moments, in float32, which holds float16 and bf16 exactly. Raises the
     errors of `open_weights`; `UsageError`: `out` exists; `StorageError`: the disk refuses. Then `out` does not exist."""
     check_free(out)
-    found = open_weights(source, tokenizer, base=base)
+    weights = open_weights(source, tokenizer, base=base)
     manifest: dict[str, Any] = {
         "handgrad": handgrad.__version__,
         "versions": {"handgrad": handgrad.__version__, "torch": torch.__version__},
-        "config": to_dict(found.config),
-        "vocab_size": found.shape.vocab_size,
-        "tokenizer": tokenizer_record(found.tokenizer),
-        "identity": {"data": None, "tokenizer": found.tokenizer.sha256},
-        "imported": found.origin,
-        CHAT: found.checkpoint is not None and trained_on_chats(found.checkpoint),
+        "config": to_dict(weights.config),
+        "vocab_size": weights.shape.vocab_size,
+        "tokenizer": tokenizer_record(weights.tokenizer),
+        "identity": {"data": None, "tokenizer": weights.tokenizer.sha256},
+        "imported": weights.origin,
+        CHAT: weights.checkpoint is not None and trained_on_chats(weights.checkpoint),
     }
     tensors = [
-        Stored(row.name, torch.float32, row.stored_shape, functools.partial(found.weight, row))
-        for row in parameter_table(found.shape)
+        Stored(row.name, torch.float32, row.stored_shape, functools.partial(weights.weight, row))
+        for row in parameter_table(weights.shape)
     ]
     with whole(out) as partial:
         partial.mkdir(parents=True)
-        written = checkpoint.save(partial / CHECKPOINTS, 0, tensors, manifest, tokenizer_files(found.tokenizer))
+        written = checkpoint.save(partial / CHECKPOINTS, 0, tensors, manifest, tokenizer_files(weights.tokenizer))
         try:
             checkpoint.open_checkpoint(written)  # sizes and hashes, read back from the disk
         except DataError as error:
             raise StorageError(f"reading back {out} failed: {error}") from None
-    return found
+    return weights

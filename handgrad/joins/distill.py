@@ -55,12 +55,12 @@ def buffers(teacher: Teacher, rows: Iterable[ActivationRow], dtype: torch.dtype,
     own = {row.name: row for row in forward_rows(teacher.shape, batch, length, dtype, ops, chunk=chunk)}
     after = own["logits"].ticks[-1][-1] + 1  # the tick after the teacher's last: 0, the student's first
     head = {"lnf": ((-1, at_head[0][0]),), "logits": at_head, "scratch": ((ALWAYS[0][0], -1), *at_head)}
-    found = [Buffer(WEIGHTS, (flat_elements(teacher.parameters),), dtype, "teacher")]
+    planned = [Buffer(WEIGHTS, (flat_elements(teacher.parameters),), dtype, "teacher")]
     for row in own.values():
         if row.name not in SHARED:
             lives = tuple((first - after, min(last - after, -1)) for first, last in row.ticks)
-            found.append(Buffer(PREFIX + row.name, row.shape, row.dtype, KIND, head.get(row.name, lives)))
-    return found
+            planned.append(Buffer(PREFIX + row.name, row.shape, row.dtype, KIND, head.get(row.name, lives)))
+    return planned
 
 
 class WithTeacher(Overlay):

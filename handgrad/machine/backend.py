@@ -56,6 +56,6 @@ def why_no_kernels(device: torch.device) -> str:
         if importlib.util.find_spec(module) is None:
             return f"{package} is not installed (pip install 'handgrad[gpu]')"
     if (capability := torch.cuda.get_device_capability(device)) < OLDEST_CAPABILITY:
-        found, least = (".".join(map(str, c)) for c in (capability, OLDEST_CAPABILITY))
-        return f"{torch.cuda.get_device_name(device)} has compute capability {found}, Triton needs {least}"
+        actual, least = (".".join(map(str, c)) for c in (capability, OLDEST_CAPABILITY))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {actual}, Triton needs {least}"
     return ""

@@ -77,13 +77,13 @@ def ticks_of(buffers: list[Buffer]) -> list[int]:
     """Each buffer's lifetime as a bit mask: two buffers overlap if their masks share a bit. Only ticks that begin an
     interval need a bit, because two overlapping intervals are both alive when the later one begins."""
     begins = sorted({first for buffer in buffers for first, _ in buffer.lifetimes})
-    found = []
+    ticks = []
     for buffer in buffers:
         bits = 0
         for first, last in buffer.lifetimes:
             bits |= (1 << bisect.bisect_right(begins, last)) - (1 << bisect.bisect_left(begins, first))
-        found.append(bits)
-    return found
+        ticks.append(bits)
+    return ticks
 
 
 def make_plan(buffers: Iterable[Buffer]) -> Plan:
@@ -95,9 +95,9 @@ def make_plan(buffers: Iterable[Buffer]) -> Plan:
     offsets: dict[str, int] = {}
     size_bytes: dict[str, int] = {}
     for kind in dict.fromkeys(b.kind for b in buffers):
-        mine = [b for b in buffers if b.kind == kind]
-        lasting = [b for b in mine if b.lifetimes == ALWAYS]
-        passing = sorted((b for b in mine if b.lifetimes != ALWAYS), key=lambda b: -b.padded_bytes)
+        of_kind = [b for b in buffers if b.kind == kind]
+        lasting = [b for b in of_kind if b.lifetimes == ALWAYS]
+        passing = sorted((b for b in of_kind if b.lifetimes != ALWAYS), key=lambda b: -b.padded_bytes)
         base = 0
         for buffer in lasting:
             offsets[buffer.name] = base

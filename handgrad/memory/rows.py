@@ -226,16 +226,16 @@ def freeze(table: Table, patterns: str) -> Table:
     (`blocks.*.ln1_*`), or one of these for a range of layers (`blocks.0-5`, `blocks.0-5.fc_*`). Raises `UsageError` for a
     pattern that matches no row, a layer that does not exist, or if no parameter is left to train."""
     frozen: set[str] = set()
-    for given in filter(None, (part.strip() for part in patterns.split(","))):
-        for pattern in by_layer(given):
+    for listed in filter(None, (part.strip() for part in patterns.split(","))):
+        for pattern in by_layer(listed):
             below = pattern.rstrip(".") + ".*"
-            found = {row.name for row in table if fnmatchcase(row.name, pattern) or fnmatchcase(row.name, below)}
-            if not found:
-                where = "" if pattern == given else f" ({given!r})"
+            matches = {row.name for row in table if fnmatchcase(row.name, pattern) or fnmatchcase(row.name, below)}
+            if not matches:
+                where = "" if pattern == listed else f" ({listed!r})"
                 names = dict.fromkeys(name for row in table for name in (row.name, row.name.rpartition(".")[0]) if name)
                 near = nearest_name(pattern, names) + f"; name tensors, as --freeze {table[0].name}, or layers, as blocks.0"
                 raise UsageError(f"freeze names no parameter of this model: {pattern!r}{where}{near}")
-            frozen |= found
+            frozen |= matches
     if len(frozen) == len(table):
         raise UsageError(f"freeze {patterns!r} leaves no parameter to train; name fewer")
     return tuple(replace(row, frozen=True) if row.name in frozen else row for row in table)
@@ -262,8 +262,8 @@ def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str =
     def lookup(f: Field) -> Any:
         if "block" in (row := f.metadata):
             return [named(row["block"], views, layers, f"{f.name}.{layer}.") for layer in range(layers)]
-        found = next((name for name in (prefix + f.name, f.name, row.get("of") or f.name) if name in views), None)
-        assert found is not None or row.get("optional"), f"there is no {prefix}{f.name}"
-        return None if found is None else views[found]
+        key = next((name for name in (prefix + f.name, f.name, row.get("of") or f.name) if name in views), None)
+        assert key is not None or row.get("optional"), f"there is no {prefix}{f.name}"
+        return None if key is None else views[key]
 
     return tensors(**{f.name: lookup(f) for f in fields(tensors)})  # type: ignore[arg-type]

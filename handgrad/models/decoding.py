@@ -135,10 +135,10 @@ def step_memory(sequences: Sequences) -> dict[str, Tensor]:
 
 def prefill_block(buffers: Block, batch: int, length: int) -> Block:
     """The prefill block's buffers, sliced to (`batch`, `length`) tokens."""
-    N, found = batch * length, dict[str, Any]()
+    N, views = batch * length, dict[str, Any]()
     for f in fields(buffers):  # type: ignore[arg-type]
         whole = getattr(buffers, f.name)
-        found[f.name] = None if whole is None else whole[:N]
+        views[f.name] = None if whole is None else whole[:N]
     heads = buffers.lse.shape[1]  # type: ignore[attr-defined]
-    found["lse"] = buffers.lse.view(-1)[: N * heads].view(batch, heads, length)  # type: ignore[attr-defined]
-    return type(buffers)(**found)
+    views["lse"] = buffers.lse.view(-1)[: N * heads].view(batch, heads, length)  # type: ignore[attr-defined]
+    return type(buffers)(**views)

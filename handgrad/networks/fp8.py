@@ -34,8 +34,8 @@ def check_fp8(config: Any) -> None:
         raise UsageError(f"channels must be a multiple of {FP8_MULTIPLE} for precision fp8, found {config.channels}")
     for name, size in shape.network.sides(shape).items() if shape.fp8_parts else ():
         if size % FP8_MULTIPLE:
-            found = f"for precision fp8, found {size}"
-            raise UsageError(f"{config.architecture} must have {name} in multiples of {FP8_MULTIPLE} {found}")
+            actual = f"for precision fp8, found {size}"
+            raise UsageError(f"{config.architecture} must have {name} in multiples of {FP8_MULTIPLE} {actual}")
     samples, length = config.micro_batch, config.sequence_length
     if not takes_micro_batch(config, samples):
         least = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length)

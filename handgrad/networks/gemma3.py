@@ -50,16 +50,16 @@ class Gemma3Shape:
 
     def check(self, num_heads: int) -> None:
         """Raises `UsageError` for invalid sizes."""
-        made = self.resolved(num_heads, 1)
+        shape = self.resolved(num_heads, 1)
         rules: tuple[tuple[bool, str], ...] = (
-            (made.kv_heads > 0 and num_heads % made.kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
-            (0 < made.head_width <= WIDEST_HEAD and made.head_width % 2 == 0, "an even head_width"),
-            (0 < made.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
-            (min(made.window, made.full_every, made.score_width) > 0, "window, full_every and score_width of 1 or more"),
-            (0 < made.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
-            (1 < made.rotary_base < math.inf, "rotary_base above 1"),
-            (1 < made.window_rotary_base < math.inf, "window_rotary_base above 1"),
-            (1 <= made.rope_factor < math.inf, "rope_factor of 1 or more"),
+            (shape.kv_heads > 0 and num_heads % shape.kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
+            (0 < shape.head_width <= WIDEST_HEAD and shape.head_width % 2 == 0, "an even head_width"),
+            (0 < shape.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
+            (min(shape.window, shape.full_every, shape.score_width) > 0, "window, full_every and score_width of 1 or more"),
+            (0 < shape.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
+            (1 < shape.rotary_base < math.inf, "rotary_base above 1"),
+            (1 < shape.window_rotary_base < math.inf, "window_rotary_base above 1"),
+            (1 <= shape.rope_factor < math.inf, "rope_factor of 1 or more"),
         )
         for holds, wanted in rules:
             if not holds:

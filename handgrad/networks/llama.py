@@ -86,16 +86,16 @@ class LlamaShape:
         """The frequency of a pair: kept (1), divided by the factor (0), or in between."""
         if self.rope == "plain":
             return frequency
-        kept = 0.0
+        share = 0.0
         if self.rope == "llama3":
             turns = self.rope_length * frequency / (2 * math.pi)
-            kept = (turns - self.rope_slow) / (self.rope_fast - self.rope_slow)
+            share = (turns - self.rope_slow) / (self.rope_fast - self.rope_slow)
         elif self.rope == "yarn":
             first = max(math.floor(self.pair_of(self.rope_fast)), 0)
             last = min(math.ceil(self.pair_of(self.rope_slow)), self.head_width - 1)
-            kept = 1 - (pair - first) / (last - first or 0.001)
-        kept = min(1.0, max(0.0, kept))
-        return frequency * (kept + (1 - kept) / self.rope_factor)
+            share = 1 - (pair - first) / (last - first or 0.001)
+        share = min(1.0, max(0.0, share))
+        return frequency * (share + (1 - share) / self.rope_factor)
 
     def pair_of(self, turns: float) -> float:
         """The fractional pair index whose frequency makes this many turns within the pretraining context."""
@@ -109,14 +109,14 @@ class LlamaShape:
                 f" or give heads a width of their own, like --llama head_width=64"
             )
         check_choice("rope of llama", self.rope, ROPES)
-        made = self.resolved(num_heads, channels)
+        shape = self.resolved(num_heads, channels)
         rules: tuple[tuple[bool, str], ...] = (
-            (made.kv_heads > 0 and num_heads % made.kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
-            (0 < made.head_width <= WIDEST_HEAD and made.head_width % 2 == 0, "an even head_width"),
-            (0 < made.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
-            (0 < made.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
-            (made.window >= 0, "window of 0 or more"),
-            (made.nope_interval >= 0, "nope_interval of 0 or more"),
+            (shape.kv_heads > 0 and num_heads % shape.kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
+            (0 < shape.head_width <= WIDEST_HEAD and shape.head_width % 2 == 0, "an even head_width"),
+            (0 < shape.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
+            (0 < shape.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
+            (shape.window >= 0, "window of 0 or more"),
+            (shape.nope_interval >= 0, "nope_interval of 0 or more"),
             *rope_rules(self),
         )
         for holds, wanted in rules:

@@ -89,15 +89,15 @@ def changed(techniques: str, without: str = "", added: str = "") -> str:
 def of_stored(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Updates a stored configuration: replaces `without` by the list of techniques that it meant, and the old rule that
     moved GEMMs of a saturated tensor to bf16 by a warning."""
-    found = dict(settings)
-    if found.get("fp8_on_saturation") == "bf16":
-        found["fp8_on_saturation"] = "warn"
-    without = found.pop("without", None)
-    if isinstance(without, str) and "techniques" not in found and (without or found.get("architecture") == "modern"):
+    updated = dict(settings)
+    if updated.get("fp8_on_saturation") == "bf16":
+        updated["fp8_on_saturation"] = "warn"
+    without = updated.pop("without", None)
+    if isinstance(without, str) and "techniques" not in updated and (without or updated.get("architecture") == "modern"):
         for name in names_of(without):
             check_choice("without", name, EARLIER)
-        found["techniques"] = listed(name for name in EARLIER if name not in names_of(without))
-    return found
+        updated["techniques"] = listed(name for name in EARLIER if name not in names_of(without))
+    return updated
 
 
 def difference(techniques: str) -> tuple[str, str]:

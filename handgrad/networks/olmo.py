@@ -42,8 +42,8 @@ class OlmoShape:
 
     def resolved(self, num_heads: int, channels: int) -> "OlmoShape":
         """Replaces zeros by the sizes they stand for."""
-        made = LlamaShape(kv_heads=self.kv_heads, feed_forward=self.feed_forward).resolved(num_heads, channels)
-        return replace(self, kv_heads=made.kv_heads, feed_forward=made.feed_forward)
+        shape = LlamaShape(kv_heads=self.kv_heads, feed_forward=self.feed_forward).resolved(num_heads, channels)
+        return replace(self, kv_heads=shape.kv_heads, feed_forward=shape.feed_forward)
 
     def window_of(self, layer: int) -> int:
         """The tokens that a query of this layer sees; 0: all before it, and its own."""
@@ -61,8 +61,8 @@ class OlmoShape:
         check_choice("rope of olmo", self.rope, ROPES)
         kv_heads, head_width = self.kv_heads or num_heads, channels // num_heads
         if head_width % 2 or head_width > WIDEST_HEAD:
-            found = f"found {channels} channels in {num_heads} heads; choose another --num-heads"
-            raise UsageError(f"olmo must have heads of an even width up to {WIDEST_HEAD}, {found}")
+            actual = f"found {channels} channels in {num_heads} heads; choose another --num-heads"
+            raise UsageError(f"olmo must have heads of an even width up to {WIDEST_HEAD}, {actual}")
         rules: tuple[tuple[bool, str], ...] = (
             (kv_heads > 0 and num_heads % kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
             (0 <= self.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
@@ -79,8 +79,8 @@ class OlmoShape:
 def rotation(family: OlmoShape, head_width: int, layer: int) -> dict[str, Any]:
     """The arguments of a layer's rotation that do not depend on the position."""
     windowed = LlamaShape(head_width=head_width, rotary_base=family.rotary_base)
-    made = windowed if family.window_of(layer) else family.rotary(head_width)
-    return {"frequencies": made.frequencies, "scale": made.rope_scale}
+    rotary = windowed if family.window_of(layer) else family.rotary(head_width)
+    return {"frequencies": rotary.frequencies, "scale": rotary.rope_scale}
 
 
 @functools.lru_cache(maxsize=64)

@@ -38,8 +38,8 @@ class VqvaeShape:
     @property
     def sides(self) -> tuple[int, int]:
         """(Y, X); zeros for a `size` that is none."""
-        found = re.fullmatch(r"(\d{1,4})x(\d{1,4})", self.size)
-        return (int(found[1]), int(found[2])) if found else (0, 0)
+        match = re.fullmatch(r"(\d{1,4})x(\d{1,4})", self.size)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
 
     @property
     def fsq_levels(self) -> tuple[int, ...]:
@@ -99,8 +99,8 @@ def check(config: Any) -> None:
         "eval_stride": (0,),
     }
     for name, values in supported.items():
-        if (found := getattr(config, name)) not in values:
-            raise UsageError(f"vqvae supports {name} {' or '.join(map(repr, values))} so far, found {found!r}")
+        if (value := getattr(config, name)) not in values:
+            raise UsageError(f"vqvae supports {name} {' or '.join(map(repr, values))} so far, found {value!r}")
 
 
 def psnr(mean_squared_error: float) -> float:

@@ -94,12 +94,12 @@ def norm(tensor: Tensor) -> float:
     return tensor.double()[tensor.isfinite()].norm().item()
 
 
-def error(found: Tensor, exact: Tensor) -> float:
+def error(result: Tensor, exact: Tensor) -> float:
     """The norm of the difference; infinite if one tensor is finite at an element and the other is not."""
     exact, finite = exact.double(), exact.isfinite()
-    if not (torch.equal(found.isfinite(), finite) and torch.equal(found.double()[~finite], exact[~finite])):
+    if not (torch.equal(result.isfinite(), finite) and torch.equal(result.double()[~finite], exact[~finite])):
         return math.inf  # a NaN here would get lost in the largest of several errors
-    return norm((found.double() - exact)[finite])
+    return norm((result.double() - exact)[finite])
 
 
 def allowed(own: Tensor, exact: Tensor, floor: float) -> float:

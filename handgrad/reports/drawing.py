@@ -140,7 +140,7 @@ def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tu
     svg = re.sub(r"""\sxmlns(:xlink)?="[^"]*\"""", "", svg).replace("xlink:href", "href")
     # Groups are named figure_1, axes_1, ... in every figure and a page must not repeat an id. The script needs some.
     svg = re.sub(rf'<g id="{RUN_LINE}(\d+)"', r'<g class="run" data-run="\1"', svg)
-    svg = re.sub(rf'<g id="({NAME}|{LEADER})(\d*)"', lambda found: f'<g class="{found[1][:-1]}" data-run="{found[2]}"', svg)
+    svg = re.sub(rf'<g id="({NAME}|{LEADER})(\d*)"', lambda match: f'<g class="{match[1][:-1]}" data-run="{match[2]}"', svg)
     svg = re.sub(r'<g id="(xtick|xlabel)[_\d]*"', r'<g class="\1"', svg)
     svg = re.sub(r"""<g id="[^"]*\"""", "<g", svg)
     view_box = re.search(r'viewBox="[^"]*"', svg)
@@ -150,7 +150,7 @@ def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tu
     head = f'<svg class="{kind}" {marks} role="img" aria-label="{escape(plot.title)}">'
     svg = re.sub(r"<svg\b[^>]*>", head, svg, count=1)
     svg = re.sub(r"<style\b.*?</style>", "", svg, flags=re.DOTALL)  # it would apply to the whole page
-    svg = re.sub(r"<[^>]*>", lambda found: restyle(found.group()), svg)
+    svg = re.sub(r"<[^>]*>", lambda match: restyle(match.group()), svg)
     return re.sub(r"\n\s*", "\n", svg).strip(), series(drawn)
 
 
@@ -165,12 +165,12 @@ def frame(drawn: Figure) -> str:
 def series(drawn: Figure) -> str:
     """The named curves of a figure as JSON: run, name, colour, points."""
     names = {colors[0]: name for name, colors in PALETTE.items()}
-    found = []
+    curves = []
     for line in drawn.axes[0].lines:
         mark, label = str(line.get_gid()), str(line.get_label())
         if mark.startswith(RUN_LINE) and not label.startswith("_"):
             x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
-            found.append(
+            curves.append(
                 {
                     "run": int(mark[len(RUN_LINE) :]),
                     "name": label.strip().replace(r"\$", "$"),
@@ -179,7 +179,7 @@ def series(drawn: Figure) -> str:
                     "y": [brief(float(value)) for value in y],
                 }
             )
-    return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(curves, ensure_ascii=False, separators=(",", ":"))
 
 
 def brief(value: float) -> float | None:

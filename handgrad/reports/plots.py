@@ -334,11 +334,11 @@ def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu"
 
 def headline_figures(run: Run) -> dict[str, list[tuple[int, TaskFigure]]]:
     """One accuracy metric per task, with its figures by step."""
-    found = {}
+    figures = {}
     for task in dict.fromkeys(task for task, _ in run.tasks):
         if (metric := next((m for m in HEADLINES if (task, m) in run.tasks), None)) is not None:
-            found[task] = run.tasks[task, metric]
-    return found
+            figures[task] = run.tasks[task, metric]
+    return figures
 
 
 def draw_tasks(axes: Axes, runs: Sequence[Run]) -> None:
@@ -394,6 +394,6 @@ def percents(run: Run, quantity: str) -> dict[str, np.ndarray]:
     lines = {}
     for name in dict.fromkeys(name for _, classes in run.fp8 for name in classes):
         met = [classes.get(name) for _, classes in run.fp8]
-        found = [100 * getattr(statistics, f"{quantity}_fraction") if statistics else math.nan for statistics in met]
-        lines[name] = np.where(np.isfinite(found), found, math.nan)
+        values = [100 * getattr(statistics, f"{quantity}_fraction") if statistics else math.nan for statistics in met]
+        lines[name] = np.where(np.isfinite(values), values, math.nan)
     return dict(sorted(lines.items(), key=lambda line: -np.nanmax([*line[1], 0.0])))

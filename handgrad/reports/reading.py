@@ -35,13 +35,13 @@ def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], obje
 
 def runs_in(named: Sequence[Path]) -> list[Path]:
     """The run folders and main.logs in `named`; a folder of runs stands for the runs in it."""
-    found = []
+    runs = []
     for path in named:
         if path.is_dir() and not (path / CONFIG_FILE).exists():
-            found += sorted(file.parent for file in path.glob(f"*/{METRICS_FILE}")) or [path]
+            runs += sorted(file.parent for file in path.glob(f"*/{METRICS_FILE}")) or [path]
         else:
-            found.append(path)
-    return found
+            runs.append(path)
+    return runs
 
 
 def read_readable(folders: Sequence[Path]) -> tuple[list[Run], list[HandgradError]]:
@@ -177,7 +177,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
     """Makes a run from its lines, sorted by kind. Ignores unknown kinds, which a newer handgrad may write."""
     launches: list[Record] = []
     first_steps: list[int | None] = []
-    found: dict[str, dict[int, Any]] = {kind: {} for kind in OF_A_STEP}
+    of_step: dict[str, dict[int, Any]] = {kind: {} for kind in OF_A_STEP}
     skipped: dict[int, str] = {}
     sets: dict[int, dict[str, float]] = {}
     pairs: dict[int, tuple[float, float]] = {}
@@ -190,7 +190,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
             first_steps.append(None)
         elif kind in OF_A_STEP:
             step = line.count("step")
-            found[kind][step] = OF_A_STEP[kind](line)
+            of_step[kind][step] = OF_A_STEP[kind](line)
             if kind == "validation" and "sets" in line.fields:
                 sets[step] = {name: line.inner("sets").number(name) for name in line.inner("sets").fields}
             if kind == "validation" and "accuracy" in line.fields:
@@ -199,7 +199,7 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
                 kl = line.number("kl") if "kl" in line.fields else math.nan
                 rewards[step] = line.number("reward"), line.number("stderr"), kl
                 if "divergence" not in line.fields:
-                    del found[kind][step]  # its loss is the reward's negative
+                    del of_step[kind][step]  # its loss is the reward's negative
             if kind == "step":
                 if first_steps and first_steps[-1] is None:
                     first_steps[-1] = step
@@ -213,9 +213,9 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
             events.append((line.count("step"), line.text("text")))
     if not launches:
         raise DataError(f"{run['folder'] / METRICS_FILE} has no 'run' line; restore the file, or train the run again")
-    if not found["step"]:
+    if not of_step["step"]:
         raise DataError(f"{run['folder']} has no finished step yet; wait for the first, or resume it by `handgrad train`")
-    ordered = {kind: sorted(values.items()) for kind, values in found.items()}
+    ordered = {kind: sorted(values.items()) for kind, values in of_step.items()}
     return Run(
         starts=[read_start(line) for line in launches],
         first_steps=first_steps,
@@ -246,14 +246,14 @@ def read_main_log(path: Path, name: str) -> Run:
     accuracies: dict[int, TaskFigure] = {}
     cut = False
     for number, line in enumerate(lines, start=1):
-        if not (found := LOG_LINE.fullmatch(line)) and number == len(lines):
+        if not (match := LOG_LINE.fullmatch(line)) and number == len(lines):
             cut = bool(line.strip())
-        elif found:
-            step = int(found[1])
-            validation, accuracy, *training = (math.nan if text is None else float(text) for text in found.groups()[1:])
-            if found[2]:
+        elif match:
+            step = int(match[1])
+            validation, accuracy, *training = (math.nan if text is None else float(text) for text in match.groups()[1:])
+            if match[2]:
                 validations[step] = validation
-            elif found[3]:
+            elif match[3]:
                 accuracies[step] = TaskFigure(accuracy, math.nan, 0)
             else:
                 steps[step + 1] = [*training, math.nan, math.nan, math.nan]

@@ -29,7 +29,7 @@ SHAPE_WORDS = {"num_layers": "layers", "num_heads": "heads", "channels": "channe
 
 def text(value: object) -> str:
     """`value` as HTML text. Control characters, which a byte-level model may write, become visible symbols."""
-    visible = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda found: chr(0x2400 + min(ord(found.group()), 0x21)), str(value))
+    visible = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda match: chr(0x2400 + min(ord(match.group()), 0x21)), str(value))
     return html.escape(visible)
 
 
@@ -129,8 +129,8 @@ def fp8_sentence(run: Run) -> str:
         known = {name: convert(name, value) for name, value in run.config.items() if name in FIELDS}
         config = replace(RunConfig(**known), precision="fp8")
         layers, parts = config.num_layers, config.shape(1).fp8_parts
-        kept = config.fp8_keep_bf16.replace(TUNED, "")
-        products = fp8_gemms(kept, config.fp8_head_gemms, layers, parts).describe(layers, parts)
+        in_bf16 = config.fp8_keep_bf16.replace(TUNED, "")
+        products = fp8_gemms(in_bf16, config.fp8_head_gemms, layers, parts).describe(layers, parts)
     except UsageError as error:
         raise DataError(f"{run.folder / CONFIG_FILE}: {error}; repair that line or restore the file") from None
     gradients = f"gradients in {gradient_format(config)}, {config.fp8_scaling} scaling"
@@ -139,17 +139,17 @@ def fp8_sentence(run: Run) -> str:
 
 def warnings(run: Run) -> str:
     """Facts to know before trusting the numbers."""
-    found = []
+    sentences = []
     if len(broken := run.steps.step[~(abs(run.steps.loss) < math.inf)]):
-        found.append(f"The loss was not finite in {len(broken):,} steps, first in step {broken[0]:.0f}.")
+        sentences.append(f"The loss was not finite in {len(broken):,} steps, first in step {broken[0]:.0f}.")
     if run.skipped:
-        found.append(f"{len(run.skipped):,} updates were skipped; they are listed below.")
+        sentences.append(f"{len(run.skipped):,} updates were skipped; they are listed below.")
     if saturated := [step for step, event in run.events if SATURATION in event]:
         times = "once" if len(saturated) == 1 else f"{len(saturated):,} times, first"
-        found.append(f"Tensors in fp8 saturated {times} in step {saturated[0]:,}; they are listed below.")
+        sentences.append(f"Tensors in fp8 saturated {times} in step {saturated[0]:,}; they are listed below.")
     if run.last_line_cut:
-        found.append("The last line of metrics.jsonl was cut in half, as a kill does, and is left out.")
-    return warning(" ".join(found)) if found else ""
+        sentences.append("The last line of metrics.jsonl was cut in half, as a kill does, and is left out.")
+    return warning(" ".join(sentences)) if sentences else ""
 
 
 def tiles(run: Run) -> str:
@@ -282,11 +282,11 @@ def fp8(run: Run) -> str:
     """The last statistics of an fp8 run, by class of tensors."""
     step, classes = run.fp8[-1] if run.fp8 else (0, {})
     rows: list[list[Any]] = []
-    for name, found in classes.items():
-        scales = results.scales_text(found.smallest_scale, found.largest_scale)
-        largest = results.shown(found.largest_amax, "{:.3g}".format)
-        fractions = map(results.fraction_text, (found.clipped_fraction, found.vanished_fraction))
-        where = found.most_vanished.removesuffix(f".{name}") if found.vanished_fraction > 0 else results.DASH
+    for name, statistics in classes.items():
+        scales = results.scales_text(statistics.smallest_scale, statistics.largest_scale)
+        largest = results.shown(statistics.largest_amax, "{:.3g}".format)
+        fractions = map(results.fraction_text, (statistics.clipped_fraction, statistics.vanished_fraction))
+        where = statistics.most_vanished.removesuffix(f".{name}") if statistics.vanished_fraction > 0 else results.DASH
         rows.append([name, largest, scales, *fractions, where])
     head = ["", "largest magnitude", "scale", "clipped", "vanished", "most in"]
     return table(head, rows) + faint(f"In step {step:,}; of each class of tensors the worst layer.") if rows else ""
@@ -296,10 +296,10 @@ def ranks(run: Run) -> str:
     """Each rank that the others waited for, and for how long."""
     rows = []
     for rank in sorted({pace.slowest for pace in run.paces}):
-        mine = [pace for pace in run.paces if pace.slowest == rank]
-        ahead = [pace.slowest_ms / pace.median_ms - 1 for pace in mine if pace.median_ms]
-        share = f"{100 * len(mine) / len(run.paces):.0f} %"
-        longest = max(pace.slowest_ms for pace in mine)
+        slowest = [pace for pace in run.paces if pace.slowest == rank]
+        ahead = [pace.slowest_ms / pace.median_ms - 1 for pace in slowest if pace.median_ms]
+        share = f"{100 * len(slowest) / len(run.paces):.0f} %"
+        longest = max(pace.slowest_ms for pace in slowest)
         rows.append([f"rank {rank}", share, f"{100 * math.fsum(ahead) / max(1, len(ahead)):.1f} %", f"{longest:.1f} ms"])
     head = ["slowest", "of the reports", "behind the median, mean", "longest step of its own work"]
     note = "All ranks wait for the slowest. Its own work is its micro-batches, without waiting for others."

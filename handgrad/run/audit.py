@@ -58,9 +58,9 @@ class Audit:
         last = lines[-1] if lines else {}
         fault = next(faults(self.log.chain), "")
         if named is not None and last.get("link") != named["link"]:
-            found = f"{last['kind']} {last['step']} with {str(last.get('link'))[:12]}" if last else "no link"
+            actual = f"{last['kind']} {last['step']} with {str(last.get('link'))[:12]}" if last else "no link"
             fault = (
-                fault or f"the checkpoint names link {named['link'][:12]} of step {named['step']}, the chain has {found}"
+                fault or f"the checkpoint names link {named['link'][:12]} of step {named['step']}, the chain has {actual}"
             )
         elif resumed and named is None and last.get("step"):  # the run continued without an audit
             if not (fault := contradiction(lines, resumed.manifest, "")):

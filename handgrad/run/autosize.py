@@ -269,7 +269,7 @@ def fitted_to_weights(settings: Settings, sizes: Settings, dataset: Dataset | No
     lengths = [max(1, min(length, named) >> halvings) for halvings in range(4)] if named else [length]
     config = RunConfig(**{**sizes, **ENDING, **settings} | batch_of(settings, lengths, tokens, corpus, most))
     if dataset is not None and "micro_batch" not in settings:
-        smaller = [found for found in smaller_batches(config) if fits(found, dataset.tokenizer.vocab_size, device)]
+        smaller = [one for one in smaller_batches(config) if fits(one, dataset.tokenizer.vocab_size, device)]
         if not smaller and usual < length and "sequence_length" not in settings:
             return fitted_to_weights(settings | {"sequence_length": usual}, sizes, dataset, device)
         config = smaller[0] if smaller else config  # if none fits, the run refuses it with advice

@@ -174,10 +174,10 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
         made_by, now = source.manifest["config"].get(name, getattr(RunConfig, name)), getattr(config, name)
         if made_by != now:
             raise ConfigError(f"{source.folder} holds the state of {name} {made_by}, found {now}; {remedy}")
-    kept = with_parts_left(config, source.manifest)
-    if config.precision == "fp8" and kept != config:
-        head = "" if kept.fp8_head == config.fp8_head else " --fp8-head none"
-        remedy = f"resume with --allow-changes --fp8-keep-bf16 '{kept.fp8_keep_bf16}'{head}"
+    needed = with_parts_left(config, source.manifest)
+    if config.precision == "fp8" and needed != config:
+        head = "" if needed.fp8_head == config.fp8_head else " --fp8-head none"
+        remedy = f"resume with --allow-changes --fp8-keep-bf16 '{needed.fp8_keep_bf16}'{head}"
         parts = ", ".join(source.manifest["left_fp8"]["left"])
         raise ConfigError(f"{source.folder} has moved {parts} from fp8 to bf16, which runs no longer do; {remedy}")
     load_state(source, training.state)
@@ -198,8 +198,8 @@ def with_parts_left(config: RunConfig, manifest: dict[str, Any]) -> RunConfig:
     left = manifest.get("left_fp8", {}).get("left", [])
     if not left:
         return config
-    kept = dict.fromkeys([*names_in(config.fp8_keep_bf16), *(part for part in left if part != HEAD)])
-    return replace(config, fp8_keep_bf16=",".join(kept), fp8_head="" if HEAD in left else config.fp8_head)
+    in_bf16 = dict.fromkeys([*names_in(config.fp8_keep_bf16), *(part for part in left if part != HEAD)])
+    return replace(config, fp8_keep_bf16=",".join(in_bf16), fp8_head="" if HEAD in left else config.fp8_head)
 
 
 def load_state(source: Checkpoint, state: TrainingState) -> None:

@@ -96,15 +96,15 @@ def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool)
     `init_from`. Call it first: differing sizes and batches may only be consequences."""
     begun = checkpoint.peek(Path(config.out))
     source = config.init_from.removesuffix(f"/{BEST}")
-    found = begun or (checkpoint.peek(Path(source)) if source else None)
-    record = found[1].get("tokenizer") if found else None
-    if not found or not isinstance(record, dict) or record.get("sha256") == dataset.tokenizer.sha256:
+    peeked = begun or (checkpoint.peek(Path(source)) if source else None)
+    record = peeked[1].get("tokenizer") if peeked else None
+    if not peeked or not isinstance(record, dict) or record.get("sha256") == dataset.tokenizer.sha256:
         return
     spec = tokenizer_flag(record, config.out if begun else config.init_from)
     if begun is None:
         raise DataError(other_tokenizer(config.init_from, record, spec, dataset))
     if not allow_changes or record.get("vocab_size") != dataset.tokenizer.vocab_size:  # no weight would fit
-        trained_on = found[1]["config"].get("data")
+        trained_on = peeked[1]["config"].get("data")
         remedy = f"{spec}, or choose another --out"
         if trained_on and trained_on != config.data:
             remedy += f", or the run's --data {trained_on}"
@@ -159,12 +159,12 @@ def can_offload(config: RunConfig, device: torch.device, ranks: int) -> bool:
 def most_checkpoints(config: RunConfig) -> int:
     """The most checkpoints on disk at once. A run removes the oldest only after the newest is complete."""
     saves = -(-config.steps // (config.save_every or config.steps))
-    kept, oldest = config.keep_checkpoints, max(0, saves - config.keep_checkpoints) * config.save_every
+    count, oldest = config.keep_checkpoints, max(0, saves - config.keep_checkpoints) * config.save_every
     if config.keep_best:  # a new best is complete before the old best goes
-        saves, kept = saves + -(-config.steps // (config.eval_every or config.steps)), kept and kept + 1
+        saves, count = saves + -(-config.steps // (config.eval_every or config.steps)), count and count + 1
         oldest = config.steps  # the best, and all the newest, may come at steps other than `save_every`'s
     majors = max(0, oldest - 1) // config.keep_every if config.keep_every else 0  # older than the newest ones
-    return min(saves, kept + 1 + majors) if kept else saves
+    return min(saves, count + 1 + majors) if count else saves
 
 
 def checkpoint_bytes(design: Design) -> int:

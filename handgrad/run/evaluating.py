@@ -136,11 +136,11 @@ class Evaluations:
             self.log.validation_of_pairs(step, pairs, ", the best so far" if best else "")
             return best
         settings = {"eval_tokens": config.eval_tokens, "eval_stride": config.eval_stride, "packing": config.packing}
-        found = held_out_loss(*model, self.dataset, ranks=self.ranks, **settings)
-        self.loss, best = found.loss, is_best(found.loss)
-        sets = f" ({', '.join(f'{name} {one.loss:.4f}' for name, one in found.sets.items())})" if found.sets else ""
-        note = f"{sets}{floor_note(found.loss, self.dataset, config.packing)}{', the best so far' if best else ''}"
-        self.log.validation(step, found, f"step {step}: validation loss {found.loss:.4f}{note}")
+        result = held_out_loss(*model, self.dataset, ranks=self.ranks, **settings)
+        self.loss, best = result.loss, is_best(result.loss)
+        sets = f" ({', '.join(f'{name} {one.loss:.4f}' for name, one in result.sets.items())})" if result.sets else ""
+        note = f"{sets}{floor_note(result.loss, self.dataset, config.packing)}{', the best so far' if best else ''}"
+        self.log.validation(step, result, f"step {step}: validation loss {result.loss:.4f}{note}")
         return best
 
     def run_tasks(self, step: int) -> None:

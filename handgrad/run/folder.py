@@ -35,9 +35,9 @@ class RunFolder:
         self._lock: TextIO | None = None
         self._is_new = False
         self.resumed: Checkpoint | None = None
-        found = ranks.from_rank_0(lambda: self._open(allow_changes=allow_changes, strict=strict), "the run folder")
-        if not ranks.is_rank_0 and found is not None:
-            self.resumed = checkpoint.open_checkpoint(found)
+        folder = ranks.from_rank_0(lambda: self._open(allow_changes=allow_changes, strict=strict), "the run folder")
+        if not ranks.is_rank_0 and folder is not None:
+            self.resumed = checkpoint.open_checkpoint(folder)
 
     def _open(self, *, allow_changes: bool, strict: bool) -> Path | None:
         """Locks the folder; returns the folder of its newest valid checkpoint."""
@@ -80,8 +80,8 @@ class RunFolder:
                     " --allow-changes"
                 )
             if self.resumed is not None and self.resumed.step > self.config.steps:
-                made, asked = self.resumed.step, self.config.steps
-                raise ConfigError(f"expected --steps {made} or more, as {self.path} has made, found {asked}; raise it")
+                completed, asked = self.resumed.step, self.config.steps
+                raise ConfigError(f"expected --steps {completed} or more, as {self.path} has made, found {asked}; raise it")
         except BaseException:
             self.close()
             raise
@@ -188,8 +188,8 @@ def as_begun(config: RunConfig) -> tuple[RunConfig, list[str]]:
     in_fp8 = begun.get("precision", config.precision) == "fp8"
     told = {"fp8_head": in_fp8, "fp8_gradients": in_fp8, "teacher_divergence": config.teacher}
     named = {name: value for name, value in begun.items() if value not in (TOKENS, 0) and told.get(name, True)}
-    kept = ", ".join(f"{name} {value or 'none'}" for name, value in named.items())
-    line = f"begun      {config.out}, which keeps the settings of its start: {kept}"
+    listed = ", ".join(f"{name} {value or 'none'}" for name, value in named.items())
+    line = f"begun      {config.out}, which keeps the settings of its start: {listed}"
     return check(replace(config, **begun)), [line] if named else []
 
 

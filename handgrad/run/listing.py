@@ -115,31 +115,31 @@ def extent(folder: Path) -> tuple[int, float]:
 
 def figures(folder: Path) -> dict[str, Any]:
     """The fields of a summary, from a run's configuration and record; `DataError` or `StorageError`: unreadable."""
-    config, found = read_config(folder), last_records(folder)
-    if "run" not in found:
+    config, records = read_config(folder), last_records(folder)
+    if "run" not in records:
         raise DataError(f"{folder / METRICS_FILE} has no 'run' line; `handgrad train` did not get to its first step")
-    marker = found["marker"]
-    loss, sets, reward = (found.get("validation", {}).get(name) for name in ("loss", "sets", "reward"))
-    result = found.get("result", {})
+    marker = records["marker"]
+    loss, sets, reward = (records.get("validation", {}).get(name) for name in ("loss", "sets", "reward"))
+    result = records.get("result", {})
     state, code = RUNNING if is_held(folder) else state_of(marker), marker.get("code")
     return {
         "state": state,
         "reason": str({FAILED: marker.get("reason", ""), FINISHED: result.get("text", "")}.get(state, "")),
         "outcome": str(result.get("outcome", "")) if state == FINISHED else "",
         "exit_code": code if isinstance(code, int) and state not in (FINISHED, RUNNING) else None,
-        "parameters": found["run"].get("parameters"),
-        "step": found.get("step", {}).get("step", 0),
-        "steps": config.get("steps", found["run"].get("steps")),
+        "parameters": records["run"].get("parameters"),
+        "step": records.get("step", {}).get("step", 0),
+        "steps": config.get("steps", records["run"].get("steps")),
         "validation_loss": loss if isinstance(loss, float) and math.isfinite(loss) else None,
         "reward": reward if isinstance(reward, float) else None,
         "set_losses": {name: x for name, x in sets.items() if isinstance(x, float)} if isinstance(sets, dict) else {},
-        "seconds_left": seconds_left(config, found) if state == RUNNING else None,
+        "seconds_left": seconds_left(config, records) if state == RUNNING else None,
     }
 
 
-def seconds_left(config: dict[str, Any], found: dict[str, dict[str, Any]]) -> float | None:
+def seconds_left(config: dict[str, Any], records: dict[str, dict[str, Any]]) -> float | None:
     """Estimated seconds to the end of the run, at its pace since the last start, or None before that start's first step."""
-    numbers: list[Any] = [end.get(name) for end in (found["run"], found.get("step", {})) for name in ("time", "step")]
+    numbers: list[Any] = [end.get(name) for end in (records["run"], records.get("step", {})) for name in ("time", "step")]
     numbers += [config.get(name) for name in ("steps", "tokens_per_step")]
     if not all(isinstance(number, int | float) for number in numbers):
         return None
@@ -159,14 +159,14 @@ def last_records(folder: Path) -> Records:
     """The last record of each kind, and as "marker" the last one that determines the state. Parses only these."""
     if not (path := folder / METRICS_FILE).is_file():
         raise DataError(f"{folder} holds no {METRICS_FILE}; it is no run, or one that did not get to its first step")
-    found: dict[str, tuple[bytes, int]] = {}
+    newest: dict[str, tuple[bytes, int]] = {}
     with storage_errors(f"reading {path}"), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if (kind := KINDS.match(line)) and line.endswith(b"\n"):  # else a kill truncated it
-                found[kind[1].decode()] = line, number
-    records = {kind: parse_record(line, f"line {number} of {path}").fields for kind, (line, number) in found.items()}
-    if markers := [kind for kind in MARKERS if kind in found]:
-        records["marker"] = records[max(markers, key=lambda kind: found[kind][1])]
+                newest[kind[1].decode()] = line, number
+    records = {kind: parse_record(line, f"line {number} of {path}").fields for kind, (line, number) in newest.items()}
+    if markers := [kind for kind in MARKERS if kind in newest]:
+        records["marker"] = records[max(markers, key=lambda kind: newest[kind][1])]
     return records
 
 

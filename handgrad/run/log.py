@@ -66,14 +66,14 @@ class RunLog:
 
     def _open_all(self, completed: int) -> set[tuple[str, int]]:
         with storage_errors(f"opening the logs in {self.folder}"):
-            kept, note = keep_lines(self.folder / METRICS_FILE, completed, metrics_line)
+            lines, note = keep_lines(self.folder / METRICS_FILE, completed, metrics_line)
             _, other = keep_lines(self.folder / MAIN_LOG_FILE, completed, main_log_line)
             chain, links = keep_lines(self.folder / AUDIT_FILE, completed, metrics_line)
             self.chain = [line.record for line in chain]
             self.notes = [text for text in (note, other, links) if text]
             names = METRICS_FILE, MAIN_LOG_FILE, LOG_FILE, *([AUDIT_FILE] if self.audited else [])
             self.files = {name: self._open(name) for name in names}
-        return {(_kind_of(line.record), line.step) for line in kept}
+        return {(_kind_of(line.record), line.step) for line in lines}
 
     def _open(self, name: str) -> TextIO:
         return (self.folder / name).open("a", encoding="utf-8", buffering=1)  # line-buffered: a kill loses no written line
@@ -172,29 +172,29 @@ class RunLog:
         # llm.c counts steps from 0.
         self.main_log(f"s:{step - 1} trl:{result.loss:.4f} lr:{result.learning_rate:.6f} norm:{result.norm:.2f}")
 
-    def validation(self, step: int, found: HeldOut, line: str) -> None:
-        figures = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
-        sets = {name: one.loss for name, one in found.sets.items()}
+    def validation(self, step: int, result: HeldOut, line: str) -> None:
+        figures = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
+        sets = {name: one.loss for name, one in result.sets.items()}
         self.record("validation", step=step, **figures, **({"sets": sets} if sets else {}))
-        self.main_log(f"s:{step} tel:{found.loss:.4f}")
+        self.main_log(f"s:{step} tel:{result.loss:.4f}")
         self.line(line)
 
-    def validation_of_pairs(self, step: int, found: PairsHeldOut, note: str) -> None:
-        self.record("validation", step=step, loss=found.loss, accuracy=found.accuracy, margin=found.margin)
-        self.main_log(f"s:{step} tel:{found.loss:.4f}")
-        figures = f"loss {found.loss:.4f}, accuracy {found.accuracy:.1%}, margin {found.margin:+.4f} on {found.pairs} pairs"
-        self.line(f"step {step}: validation {figures}{note}")
+    def validation_of_pairs(self, step: int, result: PairsHeldOut, note: str) -> None:
+        self.record("validation", step=step, loss=result.loss, accuracy=result.accuracy, margin=result.margin)
+        self.main_log(f"s:{step} tel:{result.loss:.4f}")
+        figures = f"loss {result.loss:.4f}, accuracy {result.accuracy:.1%}, margin {result.margin:+.4f}"
+        self.line(f"step {step}: validation {figures} on {result.pairs} pairs{note}")
 
-    def validation_of_answers(self, step: int, found: Any, kl: float | None, note: str) -> None:
+    def validation_of_answers(self, step: int, result: Any, kl: float | None, note: str) -> None:
         """Records a validation (`Answered`). `kl`: the policy's divergence from the start's, nats a token, if known."""
-        figures = {"reward": found.reward, "stderr": found.stderr, "answer_tokens": found.answer_tokens}
+        figures = {"reward": result.reward, "stderr": result.stderr, "answer_tokens": result.answer_tokens}
         figures |= {} if kl is None else {"kl": kl}
-        figures |= {} if found.divergence is None else {"divergence": found.divergence}
-        self.record("validation", step=step, loss=found.loss, **figures, prompts=found.prompts)
-        taught = "" if found.divergence is None else f"divergence {found.divergence:.4f} from the teacher, "
+        figures |= {} if result.divergence is None else {"divergence": result.divergence}
+        self.record("validation", step=step, loss=result.loss, **figures, prompts=result.prompts)
+        taught = "" if result.divergence is None else f"divergence {result.divergence:.4f} from the teacher, "
         self.line(
-            f"step {step}: {taught}reward {found.reward:.4f} ± {found.stderr:.4f} on {found.prompts} held-out prompts,"
-            f" answers of {found.answer_tokens:.1f} tokens{'' if kl is None else f', KL {kl:.4f} from the start'}{note}"
+            f"step {step}: {taught}reward {result.reward:.4f} ± {result.stderr:.4f} on {result.prompts} held-out prompts,"
+            f" answers of {result.answer_tokens:.1f} tokens{'' if kl is None else f', KL {kl:.4f} from the start'}{note}"
         )
 
     def sample(self, step: int, text: str, pictures: Sequence[np.ndarray] = ()) -> None:
@@ -310,17 +310,17 @@ def keep_lines(path: Path, completed: int, read: Callable[[bytes], Line | None])
         return [], ""
     content = path.read_bytes()
     lines = content.split(b"\n")
-    found = [read(line) for line in lines]
-    stays = [line is not None and line.step <= completed for line in found]
-    in_order = [index for index, line in enumerate(found) if line is not None and line.is_step and stays[index]]
+    parsed = [read(line) for line in lines]
+    stays = [line is not None and line.step <= completed for line in parsed]
+    in_order = [index for index, line in enumerate(parsed) if line is not None and line.is_step and stays[index]]
     # A line that names a later step is damaged too, if it precedes the last step's own. The last element lacks a newline.
-    damaged = [i for i in range(len(lines) - 1) if found[i] is None or (not stays[i] and i < max(in_order, default=0))]
+    damaged = [i for i in range(len(lines) - 1) if parsed[i] is None or (not stays[i] and i < max(in_order, default=0))]
     message = ""
     if damaged:
         aside = set_aside(path, b"".join(lines[index] + b"\n" for index in damaged))
         numbers = ", ".join(str(index + 1) for index in damaged[:8]) + (", ..." if len(damaged) > 8 else "")
         which = "a damaged line" if len(damaged) == 1 else f"{len(damaged)} damaged lines"
         message = f"{path}: set aside {which}, {numbers}, in {aside}; the run continues without them"
-    if (kept := b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay)) != content:
-        write_bytes_durably(path, kept)
-    return [line for line, stay in zip(found, stays, strict=True) if line is not None and stay], message
+    if (remaining := b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay)) != content:
+        write_bytes_durably(path, remaining)
+    return [line for line, stay in zip(parsed, stays, strict=True) if line is not None and stay], message

@@ -127,9 +127,9 @@ def mixture_lines(config: RunConfig, dataset: Dataset) -> list[str]:
     batches, lines = training_batches(config, dataset), list[str]()
     if not isinstance(batches, MixedBatches):
         return lines
-    _, given = batches.given(config.batch.tokens_before(config.steps) // config.sequence_length)
+    _, samples = batches.given(config.batch.tokens_before(config.steps) // config.sequence_length)
     for name, weight, one in apart(dataset):
-        epochs, tokens = given[one.identity] / batches.sets[one.identity].samples_per_epoch, one.tokens("train")
+        epochs, tokens = samples[one.identity] / batches.sets[one.identity].samples_per_epoch, one.tokens("train")
         share = f"{name}: {human_count(tokens)} training tokens, {float(weight):.3g} of the samples"
         lines.append(f"           {share}, {epochs:{'.1f' if epochs >= 0.1 else '.1g'}} epochs of it in all")
     return lines

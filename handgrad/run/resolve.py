@@ -247,8 +247,8 @@ def schedule_of(config: RunConfig) -> Schedule:
 def resolve_fp8(
     config: RunConfig, shape: ModelShape, weights: Table, rows: tuple[ActivationRow, ...], ops: ModuleType
 ) -> Fp8Design:
-    kept = config.fp8_keep_bf16.replace(TUNED, "")
-    gemms = tables.fp8_gemms(kept, config.fp8_head_gemms, shape.num_layers, shape.fp8_parts)
+    in_bf16 = config.fp8_keep_bf16.replace(TUNED, "")
+    gemms = tables.fp8_gemms(in_bf16, config.fp8_head_gemms, shape.num_layers, shape.fp8_parts)
     forms = with_lora.with_16_bits(shape.forms) if config.lora else shape.forms
     gradients = GRADIENT_FORMATS[gradient_format(config)]
     return Fp8Design(

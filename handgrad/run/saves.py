@@ -77,7 +77,7 @@ class SaveCheck:
         for number, flat in enumerate(copies):
             checksum(sums[number : number + 1], flat, state.design.ops)
         everyone = self.ranks.all_gather_objects(sums.tolist(), "copies of a checkpoint's tensors")
-        if any(found != everyone[0] for found in everyone):
+        if any(checksums != everyone[0] for checksums in everyone):
             raise NumericsError(
                 f"step {step} is not saved: the ranks hold different weights or moments ({who_differs(everyone)}): a bit"
                 " was flipped in memory; start again from the last checkpoint, without that GPU if it recurs"

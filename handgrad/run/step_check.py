@@ -109,19 +109,19 @@ def crc_of(*tensors: Tensor) -> int:
 
 def checksums(training: Assembly) -> Tensor:
     """Checksums of all gradient bits in this process."""
-    state, found = training.state, list[int]()
+    state, sums = training.state, list[int]()
     views = state.views["gradients"].view(-1, state.views["gradients"].shape[-1])[0], state.views.get("gradient_shard")
     for view in (view for view in views if view is not None):
         out = torch.zeros(1, dtype=torch.int64, device=view.device)
         state.design.ops.checksum(out, view)
-        found.append(int(out.item()))
-    return torch.tensor(found)
+        sums.append(int(out.item()))
+    return torch.tensor(sums)
 
 
 def who_differs(attempts: Sequence[Attempt], ranks: Ranks) -> str:
     """The ranks whose own micro-batches gave different results in the attempts."""
     columns = zip(*(attempt.of_own for attempt in attempts), strict=True)
-    differing = [rank for rank, found in enumerate(columns) if len(set(found)) > 1]
+    differing = [rank for rank, column in enumerate(columns) if len(set(column)) > 1]
     if ranks.size == 1:
         differing = [0]
     return named_ranks(differing) if differing else "no rank alone, but in their sum or on its way"

@@ -64,7 +64,7 @@ def read_request(kind: str, content: bytes, default: Request, context: int, syst
     numbers: dict[str, Any] = {
         name: setting(body, name, kind, getattr(default.options, name)) for name, kind in NUMBERS.items()
     }
-    found = replace(
+    request = replace(
         default,
         prompt=conversation(body, system) if kind == CHAT else text_of(body.get("prompt", "")),
         max_tokens=setting(body, most, int, default.max_tokens),
@@ -74,10 +74,10 @@ def read_request(kind: str, content: bytes, default: Request, context: int, syst
         streams=setting(body, "stream", bool, False),
         counts=setting(setting(body, "stream_options", dict, {}), "include_usage", bool, False),
     )
-    if found.max_tokens > context:
-        raise UsageError(f"expected {most!r} of at most {context}, the model's context, found {found.max_tokens}")
-    check_writing(found.max_tokens, found.seed or 0, found.stops)
-    return found
+    if request.max_tokens > context:
+        raise UsageError(f"expected {most!r} of at most {context}, the model's context, found {request.max_tokens}")
+    check_writing(request.max_tokens, request.seed or 0, request.stops)
+    return request
 
 
 def setting(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -91,10 +91,10 @@ def setting(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any
 
 def conversation(body: Mapping[str, Any], system: str) -> list[Message]:
     """The messages, each with a single text as content."""
-    if not isinstance(given := body.get("messages"), list):
-        raise UsageError(f"expected 'messages' to be a list, found {given!r:.60}")
+    if not isinstance(listed := body.get("messages"), list):
+        raise UsageError(f"expected 'messages' to be a list, found {listed!r:.60}")
     messages = []
-    for message in given:
+    for message in listed:
         if isinstance(message, dict) and isinstance(message.get("content"), list):
             message = message | {"content": "".join(map(part_of, message["content"]))}
         messages.append(message)
@@ -114,9 +114,9 @@ def part_of(part: Any) -> str:
 
 
 def stops_of(stop: Any) -> tuple[str, ...]:
-    found = [stop] if isinstance(stop, str) else stop or []
-    if isinstance(found, list) and all(isinstance(text, str) for text in found):
-        return tuple(found)
+    texts = [stop] if isinstance(stop, str) else stop or []
+    if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+        return tuple(texts)
     raise UsageError(f"expected 'stop' to be a text or a list of texts, found {stop!r:.60}")
 
 

@@ -312,12 +312,12 @@ def check_batch(config: RunConfig) -> None:
     for stage in config.batch.stages:
         if (tokens := stage.tokens_per_step) % least:
             nearest = max(1, round(tokens / least)) * least
-            name, found, remedy = "tokens_per_step", f"{tokens}", f"--tokens-per-step {nearest}"
+            name, actual, remedy = "tokens_per_step", f"{tokens}", f"--tokens-per-step {nearest}"
             if stage.first_step:
-                name, found, remedy = "tokens in batch_schedule", f"{stage}", f"{stage.first_step}:{nearest}"
+                name, actual, remedy = "tokens in batch_schedule", f"{stage}", f"{stage.first_step}:{nearest}"
             raise UsageError(
                 f"{name} must be a multiple of {' * '.join(factors)} = {' * '.join(map(str, factors.values()))} ="
-                f" {least}, found {found}; try {remedy}"
+                f" {least}, found {actual}; try {remedy}"
             )
 
 
@@ -325,8 +325,8 @@ def check_stride(eval_stride: int, length: int, setting: str = "sequence_length"
     """Raises `UsageError` for windows that start further apart than their `length`: they would skip tokens. `setting`: the
     name of the setting that gives `length`."""
     if eval_stride > length:
-        found = f"eval_stride must be at most {setting} = {length}, found {eval_stride}"
-        raise UsageError(f"{found}; try --eval-stride {max(1, length // 2)}, half a window")
+        fault = f"eval_stride must be at most {setting} = {length}, found {eval_stride}"
+        raise UsageError(f"{fault}; try --eval-stride {max(1, length // 2)}, half a window")
 
 
 def convert(name: str, value: Any) -> Any:

@@ -72,11 +72,11 @@ class Checkpoint:
     @functools.cached_property
     def file_of_tensor(self) -> dict[str, Path]:
         """Name of a tensor -> the file that holds it."""
-        found = dict[str, Path]()
+        files = dict[str, Path]()
         for path in (*self.parts(WEIGHTS_FILE), *self.parts(OPTIMIZER_FILE)):
             with open_tensors(path) as stored:
-                found |= dict.fromkeys(stored.keys(), path)
-        return found
+                files |= dict.fromkeys(stored.keys(), path)
+        return files
 
     def load(self, file: str, receivers: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], object]]]) -> None:
         """Passes each of the file's tensors to its receiver, by name and shape; raises `DataError` if these differ."""
@@ -131,12 +131,12 @@ def split_among_writers(state: Sequence[Row], writers: int) -> list[dict[str, li
     names = {tensor.name for tensor in state}
     moments = [tensor for tensor in state if tensor.name.partition(".")[2] in names]
     weights = [tensor for tensor in state if tensor.name.partition(".")[2] not in names]
-    found: list[dict[str, list[Row]]] = [{} for _ in range(writers)]
+    parts_of_writer: list[dict[str, list[Row]]] = [{} for _ in range(writers)]
     for file, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, moments)):
         parts = split(tensors, writers)
         for number, part in enumerate(parts, start=1):
-            found[number - 1][part_of(file, number, len(parts))] = part
-    return found
+            parts_of_writer[number - 1][part_of(file, number, len(parts))] = part
+    return parts_of_writer
 
 
 def partial_folder(final: Path) -> Path:
@@ -165,8 +165,8 @@ def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, An
     """Completes a checkpoint of all writers' `files`: writes the manifest last, then renames the folder. Raises OSError."""
     partial = partial_folder(final)
     for name, entry in files.items():
-        if (found := (partial / name).stat().st_size) != entry["bytes"]:  # another machine may have written it
-            raise OSError(f"expected {entry['bytes']} bytes in {name}, found {found}")
+        if (size_bytes := (partial / name).stat().st_size) != entry["bytes"]:  # another machine may have written it
+            raise OSError(f"expected {entry['bytes']} bytes in {name}, found {size_bytes}")
     for name, content in extra_files.items():
         written = write_file(partial / name, [content])
         files[name] = {"bytes": written["bytes"], "sha256": written["sha256"]}
@@ -248,14 +248,14 @@ def is_major(step: int, keep_every: int) -> bool:
 
 def folders(checkpoints: Path) -> list[Path]:
     """The folders named like checkpoints, newest first."""
-    found = [path for path in checkpoints.glob("step_*") if path.is_dir() and is_named_by_step(path)]
-    return sorted(found, key=lambda folder: -step_of(folder))
+    named = [path for path in checkpoints.glob("step_*") if path.is_dir() and is_named_by_step(path)]
+    return sorted(named, key=lambda folder: -step_of(folder))
 
 
 def unused_checkpoints(checkpoints: Path) -> list[Path]:
     """The checkpoints in `damaged` and `failing`, which no run resumes from."""
-    found = (path for place in (DAMAGED, FAILING) for path in sorted((checkpoints / place).glob("step_*")))
-    return [path for path in found if path.is_dir()]
+    paths = (path for place in (DAMAGED, FAILING) for path in sorted((checkpoints / place).glob("step_*")))
+    return [path for path in paths if path.is_dir()]
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -278,7 +278,7 @@ def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None)
         if before is not None and step_of(folder) >= before:
             continue
         try:
-            found = open_checkpoint(folder)
+            intact = open_checkpoint(folder)
         except OtherSchema:
             raise
         except DataError as error:
@@ -287,17 +287,17 @@ def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None)
             continue
         with storage_errors(f"moving damaged checkpoints to {checkpoints / DAMAGED}"):
             passed_over += [f"moved {one.name} to {move_aside(one)}" for one in damaged if moves]
-        return found, passed_over
+        return intact, passed_over
     return None, passed_over
 
 
-def unknown_names(found: Checkpoint) -> list[str]:
+def unknown_names(saved: Checkpoint) -> list[str]:
     """The names of files and folders, in a checkpoint's folder and next to it, that belong to no checkpoint."""
-    steps = folders(found.folder.parent)
-    beside = [path for path in found.folder.parent.iterdir() if path.name not in (DAMAGED, FAILING) and path not in steps]
+    steps = folders(saved.folder.parent)
+    beside = [path for path in saved.folder.parent.iterdir() if path.name not in (DAMAGED, FAILING) and path not in steps]
     names = [f"{path.name}{' (an interrupted save)' if path.name.endswith(PARTIAL) else ''}" for path in sorted(beside)]
-    known = {MANIFEST, *found.manifest["files"]}
-    return names + [f"{found.folder.name}/{path.name}" for path in sorted(found.folder.iterdir()) if path.name not in known]
+    known = {MANIFEST, *saved.manifest["files"]}
+    return names + [f"{saved.folder.name}/{path.name}" for path in sorted(saved.folder.iterdir()) if path.name not in known]
 
 
 def find(path: str, *, strict: bool = False) -> Checkpoint:
@@ -321,9 +321,9 @@ def find(path: str, *, strict: bool = False) -> Checkpoint:
     return checkpoint
 
 
-def strict_message(found: Checkpoint, passed_over: list[str]) -> str:
+def strict_message(saved: Checkpoint, passed_over: list[str]) -> str:
     """The message about a checkpoint that is not the newest."""
-    return f"{passed_over[0]}; leave --strict out to take {found.folder.name} instead"
+    return f"{passed_over[0]}; leave --strict out to take {saved.folder.name} instead"
 
 
 def is_best_alias(path: Path) -> bool:
@@ -332,9 +332,9 @@ def is_best_alias(path: Path) -> bool:
 
 def best(run: Path) -> Checkpoint:
     """The run's checkpoint of the lowest validation loss. `DataError`: none, or damaged, as the user asked for this one."""
-    if (found := best_validated(run)) is None:
+    if (lowest := best_validated(run)) is None:
         raise DataError(f"{run} holds no checkpoint of a validated step; give {run} for its newest; train with --keep-best")
-    return open_checkpoint(folder_of(run / CHECKPOINTS, found[0]))
+    return open_checkpoint(folder_of(run / CHECKPOINTS, lowest[0]))
 
 
 def best_validated(run: Path) -> tuple[int, float] | None:
@@ -347,7 +347,7 @@ def best_validated(run: Path) -> tuple[int, float] | None:
 
 def validated(run: Path) -> dict[int, float]:
     """The validation losses of the steps that have a checkpoint, from the run's metrics, their only record."""
-    path, found = run / METRICS_FILE, dict[int, float]()
+    path, losses = run / METRICS_FILE, dict[int, float]()
     saved = {step_of(folder) for folder in folders(run / CHECKPOINTS)}
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -357,18 +357,18 @@ def validated(run: Path) -> dict[int, float]:
                 with contextlib.suppress(ValueError, TypeError, RecursionError):  # a line cut by a kill
                     record = json.loads(line)
                     if isinstance(record, dict) and record.get("kind") == "validation" and record.get("step") in saved:
-                        found[record["step"]] = float(record.get("loss", math.nan))
+                        losses[record["step"]] = float(record.get("loss", math.nan))
     except FileNotFoundError:
         pass
     except OSError as error:
         raise storage_error(error, f"reading {path}") from None
-    return found
+    return losses
 
 
 def peek_config(path: Path) -> dict[str, Any] | None:
     """The configuration in the manifest of `peek`, or None."""
-    found = peek(path)
-    return None if found is None else found[1]["config"]
+    peeked = peek(path)
+    return None if peeked is None else peeked[1]["config"]
 
 
 def peek(path: Path) -> tuple[Path, dict[str, Any]] | None:

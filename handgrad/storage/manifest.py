@@ -37,8 +37,8 @@ def parts_of(file: str, files: Iterable[str]) -> list[str]:
     if file in files:
         return [file]
     stem, _, suffix = file.partition(".")
-    found = sorted(name for name in files if re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.{suffix}", name))
-    return found if found == [part_of(file, number, len(found)) for number in range(1, len(found) + 1)] else []
+    parts = sorted(name for name in files if re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.{suffix}", name))
+    return parts if parts == [part_of(file, number, len(parts)) for number in range(1, len(parts) + 1)] else []
 
 
 def has_tensors(files: Any) -> bool:
@@ -177,10 +177,10 @@ def difference(begin: dict[str, Any], manifest: dict[str, Any]) -> str:
 
 
 def flat(facts: dict[str, Any]) -> dict[str, Any]:
-    found = dict[str, Any]()
+    flattened = dict[str, Any]()
     for name, value in facts.items():
-        found |= {f"{name}.{key}": inner for key, inner in value.items()} if is_object(value) else {name: value}
-    return found
+        flattened |= {f"{name}.{key}": inner for key, inner in value.items()} if is_object(value) else {name: value}
+    return flattened
 
 
 def check_against_chain(folder: Path, manifest: dict[str, Any]) -> None:

@@ -141,10 +141,10 @@ def facts_of(device: torch.device) -> Figures:
     facts["host"] = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
     if device.type == "cuda":
         facts |= {"capability": dotted(torch.cuda.get_device_capability(device)), "driver": driver_version()}
-    if (found := power.sensors(device)) is not None:
+    if (sensors := power.sensors(device)) is not None:
         clock = "nvmlDeviceGetMaxClockInfo"
-        facts["driver"] = str(found.nvml.nvmlSystemGetDriverVersion())
-        facts["power_limit_watts"] = found.ask("nvmlDeviceGetEnforcedPowerLimit", unit=1e3)
-        facts["most_sm_megahertz"] = found.ask(clock, found.nvml.NVML_CLOCK_SM)
-        facts["most_memory_megahertz"] = found.ask(clock, found.nvml.NVML_CLOCK_MEM)
+        facts["driver"] = str(sensors.nvml.nvmlSystemGetDriverVersion())
+        facts["power_limit_watts"] = sensors.ask("nvmlDeviceGetEnforcedPowerLimit", unit=1e3)
+        facts["most_sm_megahertz"] = sensors.ask(clock, sensors.nvml.NVML_CLOCK_SM)
+        facts["most_memory_megahertz"] = sensors.ask(clock, sensors.nvml.NVML_CLOCK_MEM)
     return facts

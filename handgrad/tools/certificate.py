@@ -18,8 +18,8 @@ def make_certificate(lines: list[Line], evaluation: list[Line]) -> Line:
     sealed = {line["link"] for line in lines if line["kind"] == CHECKPOINT}
     steps = [line for line in lines if line["kind"] == STEP]
     ends = {line["link"] for line in (*steps[:1], *steps[-1:])}
-    kept = [line for line in lines if line["kind"] in (BEGIN, CHECKPOINT) or line["link"] in sealed or line["link"] in ends]
-    return {"kind": KIND, "format": FORMAT, "evaluation": evaluation, "links": kept}
+    links = [line for line in lines if line["kind"] in (BEGIN, CHECKPOINT) or line["link"] in sealed | ends]
+    return {"kind": KIND, "format": FORMAT, "evaluation": evaluation, "links": links}
 
 
 def signed(content: Line, key_file: Path) -> Line:
@@ -52,21 +52,21 @@ def open_certificate(path: Path) -> Line:
     with storage_errors(f"reading {path}"):
         content = path.read_bytes()
     try:
-        found = parse_json(content, unique=True)
+        stored = parse_json(content, unique=True)
     except ValueError as error:
         raise DataError(f"{path} is neither a run folder nor a certificate: {error}") from None
-    if not isinstance(found, dict) or found.get("kind") != KIND or not isinstance(found.get("links"), list):
+    if not isinstance(stored, dict) or stored.get("kind") != KIND or not isinstance(stored.get("links"), list):
         raise DataError(f"{path} is neither a run folder nor a certificate; expected a file of `handgrad certificate`")
-    if found.get("format") != FORMAT:
-        raise DataError(f"{path}: expected format {FORMAT}, found {found.get('format')!r:.40}; a newer handgrad reads it")
-    if further := sorted(found.keys() - {"kind", "format", "evaluation", "links", "signature"}):
+    if stored.get("format") != FORMAT:
+        raise DataError(f"{path}: expected format {FORMAT}, found {stored.get('format')!r:.40}; a newer handgrad reads it")
+    if further := sorted(stored.keys() - {"kind", "format", "evaluation", "links", "signature"}):
         raise DataError(f"{path}: expected no field {further[0]!r:.40}; it was edited")
-    check_signature(found, path)
-    for number, line in enumerate(found["links"], start=1):
+    check_signature(stored, path)
+    for number, line in enumerate(stored["links"], start=1):
         checked_line(as_record(line, f"link {number} of {path}"))
-    for fault in faults(found["links"], whole=False):
+    for fault in faults(stored["links"], whole=False):
         raise DataError(f"{path}: {fault}")
-    return found
+    return stored
 
 
 def check_signature(certificate: Line, path: Path) -> None:
@@ -96,15 +96,15 @@ def certificate_text(certificate: Line) -> str:
 
 def evaluations(metrics: Path) -> list[Line]:
     """The last validation, and the last result on each task, in a run's metrics.jsonl."""
-    found: dict[str, Line] = {}
+    values: dict[str, Line] = {}
     for read in readable_records(metrics) if metrics.is_file() else ():
         if (entry := read.fields).get("kind") == "validation":
             step, _ = read.count("step"), read.number("loss")
-            found["validation loss"] = {"step": step, "name": "validation loss", "value": entry["loss"]}
+            values["validation loss"] = {"step": step, "name": "validation loss", "value": entry["loss"]}
         elif entry.get("kind") == "evaluation" and isinstance(entry.get("metrics"), dict):
             for metric, pair in entry["metrics"].items():
                 if not isinstance(pair, list) or not pair:
                     raise read.wrong(metric, "a value and its standard error", pair)
                 name = f"{read.text('task')} {metric}"
-                found[name] = {"step": entry.get("step", 0), "name": name, "value": pair[0]}
-    return list(found.values())
+                values[name] = {"step": entry.get("step", 0), "name": name, "value": pair[0]}
+    return list(values.values())

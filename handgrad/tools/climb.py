@@ -78,9 +78,9 @@ def grade(folder: Path, step: str) -> dict[str, str]:
     cases = list(table.cases(lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=draw)))
     right = [table.answers(case) for case in cases]
     try:
-        given = [checked(call(function, case), expected) for case, expected in zip(cases, right, strict=True)]
+        results = [checked(call(function, case), expected) for case, expected in zip(cases, right, strict=True)]
         for place, name in enumerate(right[0]):
-            pairs = [(mine[place], expected[name]) for mine, expected in zip(given, right, strict=True)]
+            pairs = [(yours[place], expected[name]) for yours, expected in zip(results, right, strict=True)]
             verdicts[name] = diagnosis(table, name, cases, pairs)
         if hasattr(table, "further") and {*verdicts.values()} == {RIGHT}:
             verdicts["it"] = table.further(function, cases) or RIGHT
@@ -108,9 +108,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [tensor for each in inner for tensor in tensors_in(each)]
 
 
-def checked(found: Any, expected: dict[str, Tensor]) -> list[Tensor]:
+def checked(result: Any, expected: dict[str, Tensor]) -> list[Tensor]:
     """The outputs as a list. Raises `UsageError` for a wrong number, kind, shape or dtype of outputs."""
-    outputs = list(found) if isinstance(found, tuple | list) else [found]
+    outputs = list(result) if isinstance(result, tuple | list) else [result]
     if len(outputs) != len(expected) or not all(isinstance(output, Tensor) for output in outputs):
         kinds = ", ".join(type(output).__name__ for output in outputs)
         raise UsageError(f"expected {len(expected)} tensors ({', '.join(expected)}), found {kinds}; is a return missing?")
@@ -122,19 +122,19 @@ def checked(found: Any, expected: dict[str, Tensor]) -> list[Tensor]:
     return [output.clone() for output in outputs]
 
 
-def close(found: Tensor, right: Tensor, tolerance: float) -> bool:
+def close(yours: Tensor, right: Tensor, tolerance: float) -> bool:
     """True if the tensors agree, NaN and infinities included, up to `tolerance` of the largest finite number."""
     largest = right.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item() or 1.0
-    return torch.allclose(found.double(), right.double(), rtol=0, atol=tolerance * largest, equal_nan=True)
+    return torch.allclose(yours.double(), right.double(), rtol=0, atol=tolerance * largest, equal_nan=True)
 
 
 def diagnosis(table: Any, name: str, cases: list[Case], pairs: Pairs) -> str:
     """ "right", or the known mistake, the terms and factors, or else the place that explains an output."""
     tolerance = getattr(table, "TOLERANCE", TOLERANCE)
-    if all(close(mine, right, tolerance) for mine, right in pairs):
+    if all(close(yours, right, tolerance) for yours, right in pairs):
         return RIGHT
     for output, words, formula in table.MISTAKES:
-        if output == name and all(close(mine, formula(c), tolerance) for c, (mine, _) in zip(cases, pairs, strict=True)):
+        if output == name and all(close(yours, formula(c), tolerance) for c, (yours, _) in zip(cases, pairs, strict=True)):
             return words
     terms = getattr(table, "TERMS", {}).get(name)
     parts = [terms(c) if terms else {"": right} for c, (_, right) in zip(cases, pairs, strict=True)]
@@ -143,21 +143,21 @@ def diagnosis(table: Any, name: str, cases: list[Case], pairs: Pairs) -> str:
 
 def wrong_terms(sizes: list[dict[str, int]], parts: list[dict[str, Tensor]], pairs: Pairs, tolerance: float) -> str:
     """Names the terms of an output that are missing or have a wrong factor, by least squares, or says ""."""
-    factors, found = [], []
-    for terms, (mine, right) in zip(parts, [(m.double(), r.double()) for m, r in pairs], strict=True):
+    factors, faults = [], []
+    for terms, (yours, right) in zip(parts, [(m.double(), r.double()) for m, r in pairs], strict=True):
         columns = torch.stack([term.double().expand(right.shape).reshape(-1) for term in terms.values()], 1)
-        if not (mine.isfinite().all() and columns.isfinite().all()):
+        if not (yours.isfinite().all() and columns.isfinite().all()):
             return ""
-        factors.append(torch.linalg.lstsq(columns, mine.reshape(-1, 1), driver="gelsd").solution)
-        if not close((columns @ factors[-1]).view(mine.shape), mine, 10 * tolerance):
+        factors.append(torch.linalg.lstsq(columns, yours.reshape(-1, 1), driver="gelsd").solution)
+        if not close((columns @ factors[-1]).view(yours.shape), yours, 10 * tolerance):
             return ""
     for place, part in enumerate(parts[0]):
         factor, whole = named_factor([factor[place].item() for factor in factors], sizes), part or "everything"
         if not factor:
             return ""
         words = {"0": f"lacks {part}" if part else "is zero everywhere", "-1": f"has {whole} with the wrong sign"}
-        found += [words.get(factor, f"has {whole} {factor} times")] * (factor != "1")
-    return " and ".join(found)
+        faults += [words.get(factor, f"has {whole} {factor} times")] * (factor != "1")
+    return " and ".join(faults)
 
 
 def named_factor(values: list[float], sizes: list[dict[str, int]]) -> str:
@@ -177,13 +177,14 @@ def named_factor(values: list[float], sizes: list[dict[str, int]]) -> str:
 
 def first_difference(name: str, pairs: Pairs, tolerance: float) -> str:
     """The first number that differs; the rows or columns, if only few differ; and the direction."""
-    mine, right = next((mine.double(), right.double()) for mine, right in pairs if not close(mine, right, tolerance))
-    bad = ~torch.isclose(mine, right, rtol=0, atol=tolerance * right.nan_to_num(0, 0, 0).abs().max().item(), equal_nan=True)
-    places, cosine = bad.nonzero(), torch.cosine_similarity(mine.flatten(), right.flatten(), dim=0).item()
+    yours, right = next((yours.double(), right.double()) for yours, right in pairs if not close(yours, right, tolerance))
+    most = tolerance * right.nan_to_num(0, 0, 0).abs().max().item()
+    bad = ~torch.isclose(yours, right, rtol=0, atol=most, equal_nan=True)
+    places, cosine = bad.nonzero(), torch.cosine_similarity(yours.flatten(), right.flatten(), dim=0).item()
     first = tuple(places[0].tolist())
-    words = f"differs in {len(places)} of {bad.numel()} numbers, first at {list(first)}: {mine[first].item():.9g}, where"
+    words = f"differs in {len(places)} of {bad.numel()} numbers, first at {list(first)}: {yours[first].item():.9g}, where"
     words += f" {right[first].item():.9g} is right"
     for axis, size in enumerate(bad.shape):
         some = places[:, axis].unique().tolist()
         words += f"; on axis {axis} only at {', '.join(map(str, some))}" * (len(some) <= size // 2)
-    return words + (f"; the cosine of both is {cosine:.3f}" if bad.numel() > 1 and mine.isfinite().all() else "")
+    return words + (f"; the cosine of both is {cosine:.3f}" if bad.numel() > 1 and yours.isfinite().all() else "")

@@ -26,13 +26,13 @@ def written(folder: Path) -> dict[str, Operations]:
     return {s: t.operations(read_function(folder, s)) for s, t in tables.items() if hasattr(t, "operations")}
 
 
-def train_both(folder: Path, mine: dict[str, Operations], number: int) -> list[Path]:
+def train_both(folder: Path, yours: dict[str, Operations], number: int) -> list[Path]:
     """Trains with the reference, once, and with the reader's operations for a number of steps; returns both run folders."""
     data, runs = folder / "shards", [folder / "runs" / name for name in (f"reference-{number}", "mine")]
     if not data.exists():
         prepare(PrepareOptions("stories", data, tokenizer="bpe:1024", documents=3000, validation_fraction=0.01))
     shutil.rmtree(runs[1], ignore_errors=True)
-    for out, replaced in zip(runs, ({}, {name: f for each in mine.values() for name, f in each.items()}), strict=True):
+    for out, replaced in zip(runs, ({}, {name: f for each in yours.values() for name, f in each.items()}), strict=True):
         with training_by(replaced):
             train(run_config("demo", "", "", SETTINGS | {"data": str(data), "out": str(out), "steps": number}))
     return runs

@@ -63,19 +63,19 @@ def link_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
     if begun[0] == begun[1] and first is not None and second is not None and (names := differing_states(first, second)):
         yield f"links          the initial states differ ({names})"
         return
-    mine, theirs, equal = one.steps, other.steps, max(begun)
-    for step in sorted(mine.keys() & theirs.keys()):
-        if fields := differing(mine[step], theirs[step]):
-            found = found_text(fields, mine[step], theirs[step])
-            yield f"links          step {step} is the first that differs: {meaning(fields, step, equal)} ({found})"
+    ours, theirs, equal = one.steps, other.steps, max(begun)
+    for step in sorted(ours.keys() & theirs.keys()):
+        if fields := differing(ours[step], theirs[step]):
+            values = found_text(fields, ours[step], theirs[step])
+            yield f"links          step {step} is the first that differs: {meaning(fields, step, equal)} ({values})"
             return
         equal = step
 
 
 def differing_states(one: Line, other: Line) -> str:
     """The buffers of two links whose digests differ: "m, weights"."""
-    mine, theirs = one["state"], other["state"]
-    return ", ".join(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
+    ours, theirs = one["state"], other["state"]
+    return ", ".join(name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name))
 
 
 def found_text(fields: list[str], one: Line, other: Line) -> str:
@@ -85,33 +85,33 @@ def found_text(fields: list[str], one: Line, other: Line) -> str:
 
 def metrics_lines(one: RunRecord, other: RunRecord) -> Iterator[str]:
     """The first step whose loss, norm or rate differs. The state before it is unknown, and therefore the cause."""
-    mine, theirs = one.steps, other.steps
-    for step in sorted(mine.keys() & theirs.keys()):
-        if fields := differing(mine[step], theirs[step]):
-            yield f"metrics        step {step} is the first that differs ({found_text(fields, mine[step], theirs[step])})"
+    ours, theirs = one.steps, other.steps
+    for step in sorted(ours.keys() & theirs.keys()):
+        if fields := differing(ours[step], theirs[step]):
+            yield f"metrics        step {step} is the first that differs ({found_text(fields, ours[step], theirs[step])})"
             return
 
 
 def checkpoint_lines(one: Path, other: Path, most: int) -> Iterator[str]:
     """The tensors that differ between the checkpoints of the newest step that both runs have saved."""
-    mine, theirs = (
+    ours, theirs = (
         {checkpoint.step_of(folder): folder for folder in checkpoint.folders(run / CHECKPOINTS)} for run in (one, other)
     )
-    if not (common := mine.keys() & theirs.keys()):
+    if not (common := ours.keys() & theirs.keys()):
         return
     step = max(common)
-    both = [checkpoint.open_checkpoint(run[step]) for run in (mine, theirs)]
+    both = [checkpoint.open_checkpoint(run[step]) for run in (ours, theirs)]
     try:
-        found = list(tensor_differences(*both))
+        differing_tensors = list(tensor_differences(*both))
     except DataError as error:
         yield f"checkpoints    {error}"
         return
-    if not found:
+    if not differing_tensors:
         return
-    yield f"checkpoints    of step {step}: {len(found)} tensors differ"
-    yield from (one.line() for one in found[: most or None])
-    if most and len(found) > most:
-        yield f"  and {len(found) - most} more; --tensors 0 lists all"
+    yield f"checkpoints    of step {step}: {len(differing_tensors)} tensors differ"
+    yield from (one.line() for one in differing_tensors[: most or None])
+    if most and len(differing_tensors) > most:
+        yield f"  and {len(differing_tensors) - most} more; --tensors 0 lists all"
 
 
 def tensor_differences(one: Checkpoint, other: Checkpoint) -> Iterator[TensorDifference]:
@@ -128,8 +128,8 @@ def tensor_differences(one: Checkpoint, other: Checkpoint) -> Iterator[TensorDif
                 raise DataError(
                     f"{name} is {tuple(a.shape)} of {a.dtype} in one and {tuple(b.shape)} of {b.dtype} in the other"
                 )
-            if (found := difference(name, a, b)).differing:
-                yield found
+            if (compared := difference(name, a, b)).differing:
+                yield compared
 
 
 def read(source: Checkpoint, name: str) -> Tensor:
@@ -172,7 +172,7 @@ def folder_records(runs: list[Path]) -> list[RunRecord]:
             raise UsageError(f"expected two run folders where one run was not audited, found the file {run}; name a run")
         if not (run / CONFIG_FILE).is_file() or not (run / METRICS_FILE).is_file():
             raise DataError(f"expected a run folder with {CONFIG_FILE} and {METRICS_FILE}, found {run}; check the name")
-    manifests = [found[1] for run in runs if (found := checkpoint.peek(run)) is not None]
+    manifests = [peeked[1] for run in runs if (peeked := checkpoint.peek(run)) is not None]
     if len(manifests) < len(runs):
         return [folder_record(run, None) for run in runs]
     return [folder_record(run, manifest) for run, manifest in zip(runs, manifests, strict=True)]

@@ -114,8 +114,8 @@ def dotted(capability: tuple[int, int]) -> str:
 
 def driver_version() -> str:
     """The driver's version, from the kernel module's file, like '570.86.15'."""
-    found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", DRIVER.read_text(encoding="utf-8")) if DRIVER.exists() else None
-    return found[1] if found else "of unknown version"
+    match = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", DRIVER.read_text(encoding="utf-8")) if DRIVER.exists() else None
+    return match[1] if match else "of unknown version"
 
 
 def check_operations() -> None:
@@ -133,5 +133,5 @@ def check_operations() -> None:
 
 def check_tokenizer() -> None:
     expected = [15496, 995, 11, 340, 338, 5433, 0]
-    found = load_tokenizer("gpt2").encode("Hello world, it's 42!").tolist()
-    assert found == expected, f"expected {expected}, found {found}"
+    tokens = load_tokenizer("gpt2").encode("Hello world, it's 42!").tolist()
+    assert tokens == expected, f"expected {expected}, found {tokens}"

@@ -93,7 +93,7 @@ def fitting_lines(choices: list[Candidate], available: int) -> Iterator[str]:
         yield f"or         --moments bf16 takes {human_bytes(half)} less, where the moments lie, with other bits"
 
 
-def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunConfig, int, list[str]]:
+def as_it_runs(config: RunConfig, vocab_size: int, *, named: bool) -> tuple[RunConfig, int, list[str]]:
     """(`config` as `train` would use it, vocabulary size, lines about both).
 
     A run that has begun in `config.out` keeps the settings of its start, and the data choose the packing. `vocab_size` 0
@@ -106,7 +106,7 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, given: bool) -> tuple[RunC
             config = replace(config, packing=resolve_packing(config.packing, dataset))
             config = check(with_answers(replace(config, objective=resolve_objective(config, dataset)), dataset))
         except DataError:
-            if given and not vocab_size:
+            if named and not vocab_size:
                 raise
     if not vocab_size:
         vocab_size = dataset.tokenizer.vocab_size if dataset else GPT2_VOCABULARY
@@ -224,23 +224,23 @@ def describe_gpu(
     asked = (c for c in fitted if (c.config.recompute, c.config.offload) == (config.recompute, config.offload))
     if chosen := first_fitting([*asked, *fitted], fit):
         config = chosen.config
-    found = forecast(config, vocab_size, gpu, ranks=ranks, price=price, fit=fit)
-    config = replace(resolved_on(config, spec, ranks), micro_batch=found.micro_batch)
+    expected = forecast(config, vocab_size, gpu, ranks=ranks, price=price, fit=fit)
+    config = replace(resolved_on(config, spec, ranks), micro_batch=expected.micro_batch)
     resolved = partial(resolve_for, spec)
     designs = [resolved(replace(config, recompute=level), vocab_size, ranks=ranks) for level in levels_of(config)]
     peak = f"{spec.flops(config.precision) / 1e12:g} TFLOP/s in {config.precision}"
-    source = f" (benchmarks/results/{found.source}.json)" if found.source else ""
+    source = f" (benchmarks/results/{expected.source}.json)" if expected.source else ""
     return [
         *run_lines(config, designs[0]),
         f"gpu        {f'{ranks} x ' if ranks > 1 else ''}{spec.title}: {spec.memory_gib:g} GiB,"
         f" {peak}, {spec.terabytes_per_second:g} TB/s, {spec.watts} W",
         *memory_lines(config, designs, ranks),
-        *fits_lines(config, vocab_size, ranks, found.available_bytes, "allowed" if fit else "usable", resolved),
+        *fits_lines(config, vocab_size, ranks, expected.available_bytes, "allowed" if fit else "usable", resolved),
         *(fitting_lines(fitted, fit) if fit else []),
         "",
         HEADING,
-        row(found),
-        f"{'measured' + source if found.measured else 'estimated, by the model of docs/planning.md'}; steps alone",
+        row(expected),
+        f"{'measured' + source if expected.measured else 'estimated, by the model of docs/planning.md'}; steps alone",
     ]
 
 

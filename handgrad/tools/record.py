@@ -53,16 +53,16 @@ class RunRecord:
 
     def begun(self, step: int) -> Line:
         """The `begin` in force for the step after `step`. Raises `DataError` for a step before the chain."""
-        found = [line for line in self.begins if line["step"] <= step]
-        if not found:
+        begins = [line for line in self.begins if line["step"] <= step]
+        if not begins:
             first = self.begins[0]["step"]
             raise DataError(f"{self.path}: the chain begins at step {first}; nothing before can be verified")
-        return found[-1]
+        return begins[-1]
 
     def state_at(self, step: int) -> Line | None:
         """The newest link with the digests of the state after `step`."""
-        found = [line for line in links(self.lines) if line["step"] == step]
-        return found[-1] if found else None
+        states = [line for line in links(self.lines) if line["step"] == step]
+        return states[-1] if states else None
 
     @property
     def checkpoints(self) -> dict[int, Path]:
@@ -71,7 +71,7 @@ class RunRecord:
 
     def compared(self, first: int, last: int) -> tuple[int, int]:
         """(links, checkpoints): how many a replay of the steps after `first`, up to `last`, compares."""
-        links, checkpoints = (sum(first < step <= last for step in found) for found in (self.steps, self.checkpoints))
+        links, checkpoints = (sum(first < step <= last for step in steps) for steps in (self.steps, self.checkpoints))
         return links, checkpoints
 
     def hold(self) -> None:
@@ -184,16 +184,16 @@ def machine_differences(begins: Iterable[Line], config: RunConfig) -> list[str]:
     """Lists how the device and the versions of this machine differ from the run's."""
     device = devices.resolve_device(config.device)
     now = versions_of(device, plain_backend(config.backend, device, config.precision))
-    found = list[str]()
+    lines = list[str]()
     for begin in begins:
         then: dict[str, Any] = begin["versions"]
         for key in {**then, **now}:
             if key == SOURCES and key not in then:
                 continue  # a chain of format 1
             line = f"{key}: {then.get(key)} -> {now.get(key)}"
-            if then.get(key) != now.get(key) and line not in found:
-                found.append(line)
-    return found
+            if then.get(key) != now.get(key) and line not in lines:
+                lines.append(line)
+    return lines
 
 
 def check_data(record: RunRecord, begins: Iterable[Line], config: RunConfig) -> None:
@@ -224,8 +224,8 @@ def check_initial(record: RunRecord, origin: dict[str, Any] | None, init_from: s
     )
     if then != now:
         name = next(name for name in (*then, *now) if then.get(name) != now.get(name))
-        was, found = (str(facts.get(name, "none"))[:12] for facts in (then, now))
+        was, actual = (str(facts.get(name, "none"))[:12] for facts in (then, now))
         raise DataError(
-            f"{record.path} started from weights whose {name} is {was}, {init_from or 'the seed'} has {found}; give"
+            f"{record.path} started from weights whose {name} is {was}, {init_from or 'the seed'} has {actual}; give"
             " --init-from with the run's"
         )

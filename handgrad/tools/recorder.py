@@ -277,15 +277,15 @@ def read_trace(path: Path) -> list[Event]:
 
 def ranges_of(events: Sequence[Event], category: str) -> list[Range]:
     """Our ranges of this category, and torch's copies outside them, sorted by start, an outer range before an inner one."""
-    found: list[Range] = []
+    ranges: list[Range] = []
     open_until = 0.0
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         end = event["ts"] + event["dur"]
         ours = event["cat"] == category and event["name"].startswith(PREFIX)
         if ours or (event["cat"] == "cpu_op" and event["name"] in COPYING and event["ts"] >= open_until):
-            found.append(Range(event["name"].removeprefix(PREFIX) if ours else COPIES, event["ts"], end))
+            ranges.append(Range(event["name"].removeprefix(PREFIX) if ours else COPIES, event["ts"], end))
             open_until = max(open_until, end)
-    return found
+    return ranges
 
 
 def innermost(ranges: Sequence[Range], moments: Sequence[float]) -> list[str | None]:
@@ -332,11 +332,11 @@ def spent_on_cpu(events: Sequence[Event]) -> dict[str, Spent]:
     """Ranges by type; the time of a range excludes the ranges inside it."""
     spent: dict[str, Spent] = defaultdict(Spent)
     around: list[Range] = []
-    for found in ranges_of(events, "user_annotation"):
-        around = [r for r in around if r.end > found.start]
+    for span in ranges_of(events, "user_annotation"):
+        around = [r for r in around if r.end > span.start]
         if around:
-            spent[around[-1].kind].microseconds -= found.end - found.start
-        spent[found.kind].launches += 1
-        spent[found.kind].microseconds += found.end - found.start
-        around.append(found)
+            spent[around[-1].kind].microseconds -= span.end - span.start
+        spent[span.kind].launches += 1
+        spent[span.kind].microseconds += span.end - span.start
+        around.append(span)
     return dict(spent)

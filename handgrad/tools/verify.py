@@ -79,17 +79,17 @@ def begins_of(record: RunRecord, span: Span) -> list[Line]:
 def check_machine(record: RunRecord, spans: Sequence[Span], elsewhere: dict[str, str], *, allow_changes: bool) -> list[str]:
     """Lists how this machine differs from the run's. Raises `DataError` for other data, and `ConfigError` for another
     device or other versions unless `allow_changes`."""
-    found = list[str]()
+    lines = list[str]()
     for span in spans:
         config = config_of(record, span.first, elsewhere)
         check_data(record, begins_of(record, span), config)
-        found += [line for line in machine_differences(begins_of(record, span), config) if line not in found]
-    if found and not allow_changes:
+        lines += [line for line in machine_differences(begins_of(record, span), config) if line not in lines]
+    if lines and not allow_changes:
         raise ConfigError(
-            f"{record.path} was made with another device or versions ({'; '.join(found)}), which may give other bits;"
+            f"{record.path} was made with another device or versions ({'; '.join(lines)}), which may give other bits;"
             " verify with those (threads: OMP_NUM_THREADS), or --allow-changes"
         )
-    return found
+    return lines
 
 
 def replay(record: RunRecord, span: Span, elsewhere: dict[str, str], scratch: Path, *, writes: bool) -> tuple[int, int]:
@@ -106,8 +106,8 @@ def replay(record: RunRecord, span: Span, elsewhere: dict[str, str], scratch: Pa
         comparing.begin()
         run.advance(span.last, comparing.step)
     for path in sorted((scratch / ROLLOUTS).glob("*")):
-        if (kept := record.folder / ROLLOUTS / path.name).exists() and kept.read_bytes() != path.read_bytes():
-            raise AuditError(f"{kept} was changed: the replay has other answers or rewards")
+        if (stored := record.folder / ROLLOUTS / path.name).exists() and stored.read_bytes() != path.read_bytes():
+            raise AuditError(f"{stored} was changed: the replay has other answers or rewards")
     return comparing.links, comparing.checkpoints
 
 
@@ -141,22 +141,22 @@ class Comparing:
 
     def begin(self) -> None:
         """Compares the state that the replay starts from. Raises `AuditError` if it differs."""
-        step, found = self.span.first, self.record.state_at(self.span.first)
-        if found is None:
+        step, link = self.span.first, self.record.state_at(self.span.first)
+        if link is None:
             return  # no link for this step: the next link must do
         digest = self.run.training.digest
         assert digest is not None
-        mine = digest.current(step)
-        if found["state"] != mine:
-            names = ", ".join(name for name in {**mine, **found["state"]} if mine.get(name) != found["state"].get(name))
+        state = digest.current(step)
+        if link["state"] != state:
+            names = ", ".join(name for name in {**state, **link["state"]} if state.get(name) != link["state"].get(name))
             source = f"{self.at_hand[step]}" if step else "the initial state"
             raise AuditError(f"{self.record.path}, step {step}: {source} is not the state of the link; {names} differ")
 
     def step(self, completed: int, result: StepResult) -> None:
         """Compares the link of the step just made, and its checkpoint if at hand. Raises `AuditError` for a difference."""
-        link, mine = self.recorded.get(completed), self.run.audit.last
-        fields = [] if link is None else differing(mine, link)
-        if (begin := self.begun_again.get(completed)) and begin["state"] != mine["state"] and not fields:
+        link, replayed = self.recorded.get(completed), self.run.audit.last
+        fields = [] if link is None else differing(replayed, link)
+        if (begin := self.begun_again.get(completed)) and begin["state"] != replayed["state"] and not fields:
             raise AuditError(f"{self.record.path}, step {completed}: the state that it begins anew with is another")
         tensors = self.differing_tensors(completed) if completed in self.at_hand else []
         if fields or tensors:
@@ -182,10 +182,10 @@ class Comparing:
     def differing_numbers(self, step: int) -> list[str]:
         """Names the fields of a checkpoint's manifest that differ from the replay's and that a resumed run or a reader of
         the model uses. Leaves out fp8's scales: on a GPU the next step may already be changing them."""
-        stored, mine = read_manifest(self.at_hand[step]), self.run.manifest()
-        further = sorted(stored.keys() - mine.keys() - {"schema", "step", "files"})
-        stored.setdefault(CHAT, mine[CHAT])  # older ones lack it
-        return [name for name in REPEATED if stored.get(name) != mine[name]] + further
+        stored, replayed = read_manifest(self.at_hand[step]), self.run.manifest()
+        further = sorted(stored.keys() - replayed.keys() - {"schema", "step", "files"})
+        stored.setdefault(CHAT, replayed[CHAT])  # older ones lack it
+        return [name for name in REPEATED if stored.get(name) != replayed[name]] + further
 
     def differing_tensors(self, step: int) -> list[tuple[str, int, int]]:
         """(name, differing elements, elements) of each tensor of a checkpoint that differs from the replay's."""
@@ -207,10 +207,10 @@ class Comparing:
         return [(n, int(t), e) for n, t, e in zip(names, totals, elements, strict=True) if t]
 
 
-def unequal(mine: Tensor, stored: Tensor) -> int:
+def unequal(replayed: Tensor, stored: Tensor) -> int:
     """The number of elements whose bits differ."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.itemsize]
-    return int((mine.cpu().contiguous().view(integer) != stored.contiguous().view(integer)).sum())
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[replayed.itemsize]
+    return int((replayed.cpu().contiguous().view(integer) != stored.contiguous().view(integer)).sum())
 
 
 def holds(record: RunRecord, spans: Sequence[Span], links: int, checkpoints: int, begun: float) -> str:

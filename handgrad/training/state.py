@@ -172,7 +172,7 @@ def make_state(
         (partials[part.partials], flat[part.flat] if reduced is None else reduced[part.local])
         for part in norm_parts(design.buckets, sharding.lanes, *shard)
     ]
-    made = TrainingState(
+    training = TrainingState(
         design=design,
         views=views,
         parameters=parameters,
@@ -197,6 +197,6 @@ def make_state(
         frozen=[gradient for part, gradient in zip(parts, local, strict=True) if part.frozen],
         norms=norms,
     )
-    made.set_loss_scale(INITIAL_LOSS_SCALE if design.dtype == torch.float16 else 1.0, 0.0)
-    initialize(table, design.seed, made.load_weight)
-    return made
+    training.set_loss_scale(INITIAL_LOSS_SCALE if design.dtype == torch.float16 else 1.0, 0.0)
+    initialize(table, design.seed, training.load_weight)
+    return training

@@ -123,8 +123,8 @@ class Block(nn.Module):
         if tokens is None:
             raise ValueError("expected input_ids, found inputs_embeds: the value embeddings of this model need the tokens")
         gate = 2 * torch.sigmoid(wide(norm[..., : self.value_gate.in_features]) @ wide(self.value_gate.weight).T)
-        found = wide(self.value_embedding(tokens)).unflatten(-1, (gate.shape[-1], -1))
-        return (gate.unsqueeze(-1) * found).transpose(1, 2)
+        embedded = wide(self.value_embedding(tokens)).unflatten(-1, (gate.shape[-1], -1))
+        return (gate.unsqueeze(-1) * embedded).transpose(1, 2)
 
     def attention(
         self, qkv: Tensor, values: Tensor | None, turn: Angles | None, mask: Tensor | None, recall: Recall
@@ -216,8 +216,8 @@ class HandgradModernForCausalLM(PreTrainedModel, GenerationMixin):
         first = x
         for block in self.blocks:
             x = block(x, first, input_ids, turn, mask, recall)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.head(rms(x[:, kept], config.norm_epsilon))
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.head(rms(x[:, positions], config.norm_epsilon))
         if config.has("softcap"):
             logits = (config.softcap * torch.tanh(wide(logits) / config.softcap)).to(logits.dtype)
         loss = None

@@ -70,7 +70,7 @@ def read_chain(path: Path) -> list[Line]:
         ) from None
     except OSError as error:
         raise storage_error(error, f"reading {path}") from None
-    found = []
+    lines = []
     for text, where in numbered_lines(content, path):
         try:
             line = parse_record(text, where, unique=True)
@@ -78,38 +78,38 @@ def read_chain(path: Path) -> list[Line]:
             if content.endswith(text):  # no newline: a kill truncated it, or a run is writing it now
                 break
             raise
-        found.append(checked_line(line))
-    return found
+        lines.append(checked_line(line))
+    return lines
 
 
-def checked_line(found: Record) -> Line:
+def checked_line(record: Record) -> Line:
     """Returns the line if it has the fields of its kind, else raises `DataError`."""
-    kind = found.text("kind")
-    found.count("step")
+    kind = record.text("kind")
+    record.count("step")
     if kind not in FIELDS:
-        raise DataError(f"expected begin, step or checkpoint as kind, found {kind!r:.40} in {found.where}")
+        raise DataError(f"expected begin, step or checkpoint as kind, found {kind!r:.40} in {record.where}")
     texts, objects, others = FIELDS[kind]
-    if further := sorted(found.fields.keys() - {"kind", "step", *texts, *objects, *others}):
-        raise DataError(f"expected no field {further[0]!r:.40} in a {kind}, found one in {found.where}; it was edited")
+    if further := sorted(record.fields.keys() - {"kind", "step", *texts, *objects, *others}):
+        raise DataError(f"expected no field {further[0]!r:.40} in a {kind}, found one in {record.where}; it was edited")
     for name in texts:
-        text = found.text(name)
+        text = record.text(name)
         if name in NUMBERS:
             try:
                 float.fromhex(text)
             except (ValueError, OverflowError):
-                raise found.wrong(name, "a number in hexadecimal", text) from None
+                raise record.wrong(name, "a number in hexadecimal", text) from None
     for name in objects:
-        found.inner(name)
+        record.inner(name)
     if kind == BEGIN:
         for name in ("data", "tokenizer"):
-            found.inner("identity").text(name)
-        if (format := found.count("format")) not in FORMATS:
-            raise DataError(f"expected format 1 or {FORMAT}, found {format} in {found.where}; a newer handgrad reads it")
+            record.inner("identity").text(name)
+        if (format := record.count("format")) not in FORMATS:
+            raise DataError(f"expected format 1 or {FORMAT}, found {format} in {record.where}; a newer handgrad reads it")
         if format == FORMAT:
-            found.inner("files")
-        if "init" in found.fields:
-            found.inner("init").inner("sha256")
-    return found.fields
+            record.inner("files")
+        if "init" in record.fields:
+            record.inner("init").inner("sha256")
+    return record.fields
 
 
 def check_chain(lines: Iterable[Line], path: Path) -> None:
@@ -160,14 +160,14 @@ def faults(lines: Iterable[Line], *, whole: bool = True) -> Iterator[str]:
 
 def differing(one: Line, other: Line) -> list[str]:
     """The fields in which two links differ, one level deep: ["loss", "state.weights"]."""
-    one, other, found = content_of(one), content_of(other), []
+    one, other, differing_keys = content_of(one), content_of(other), []
     for key in sorted({*one, *other}):
         a, b = one.get(key), other.get(key)
         if a != b and isinstance(a, dict) and isinstance(b, dict):
-            found += [f"{key}.{name}" for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
+            differing_keys += [f"{key}.{name}" for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
         elif a != b:
-            found.append(key)
-    return found
+            differing_keys.append(key)
+    return differing_keys
 
 
 CAUSES = {  # field of a step -> cause of a difference, in the order of computation

@@ -73,8 +73,8 @@ def calibration_stages(state: TrainingState, scaling: Scaling, ops: Any) -> list
     weights = state.named_weights | scaling.calibrating
     views = state.views | scaling.calibrating
     w, act, d = (
-        named(kind, found, layers)
-        for kind, found in ((model.Weights, weights), (model.Activations, views), (model.Gradients, views))
+        named(kind, held, layers)
+        for kind, held in ((model.Weights, weights), (model.Activations, views), (model.Gradients, views))
     )
     w = with_adapters(state, w)
     tensors = w, state.weight_gradients, act, d
@@ -84,6 +84,6 @@ def calibration_stages(state: TrainingState, scaling: Scaling, ops: Any) -> list
 
 def gather_statistics(scaling: Scaling, sync: GradientSync) -> None:
     """Gathers all ranks' totals and joins them on every rank."""
-    mine = scaling.totals[: scaling.fp8.first_weight]
-    sync.ranks.wait(sync.ranks.all_gather(scaling.everyone, mine, "fp8 statistics"), "fp8 statistics")
+    own = scaling.totals[: scaling.fp8.first_weight]
+    sync.ranks.wait(sync.ranks.all_gather(scaling.everyone, own, "fp8 statistics"), "fp8 statistics")
     scaling.join_ranks()

@@ -127,8 +127,8 @@ class Scaling:
 
     def conclude_calibration(self, step: int) -> None:
         """Records if every tensor had a nonzero number. Clears the statistics: a step may write other parts of them."""
-        found = self.statistics[: len(self.fp8.table), AMAX].amax(-1)
-        done = not self.fp8.delayed or step + 1 >= MOST_CALIBRATIONS or bool((found > 0).all())
+        amax = self.statistics[: len(self.fp8.table), AMAX].amax(-1)
+        done = not self.fp8.delayed or step + 1 >= MOST_CALIBRATIONS or bool((amax > 0).all())
         self.calibrated_from = step if done else None
         self.statistics[: self.fp8.first_weight].zero_()
 
@@ -196,8 +196,8 @@ class Scaling:
     def saved(self) -> dict[str, Any]:
         """The scales and their history, by tensor name. (JSON represents every float32 exactly.)"""
         rows = zip(self.scaling[:-1].tolist(), self.history.tolist(), self.totals.tolist(), strict=True)
-        found: dict[str, Any] = {row.name: list(parts) for row, parts in zip(self.fp8.table, rows, strict=True)}
-        return found if self.calibrated else {**found, UNCALIBRATED: True}
+        histories: dict[str, Any] = {row.name: list(parts) for row, parts in zip(self.fp8.table, rows, strict=True)}
+        return histories if self.calibrated else {**histories, UNCALIBRATED: True}
 
     def restore(self, saved: Mapping[str, Any]) -> bool:
         """Loads the result of `saved`. Returns False and changes nothing if a tensor or its complete window is missing."""
@@ -215,8 +215,8 @@ class Scaling:
 
 def weights_of(tensors: Mapping[str, Any]) -> list[Any]:
     """The quantised weights: the head's first, then block by block in parameter order."""
-    found = [tensor for name, tensor in tensors.items() if name.endswith("_weight")]
-    return [*([tensors["head"]] if "head" in tensors else []), *found]
+    blocks = [tensor for name, tensor in tensors.items() if name.endswith("_weight")]
+    return [*([tensors["head"]] if "head" in tensors else []), *blocks]
 
 
 # Forward without training: fixed weights and the final scales of their training.
@@ -243,10 +243,10 @@ class Fp8Forward:
             raise UsageError(f"the checkpoint has no fp8 scale of {missing[0]}; use --precision bf16")
         for place, row in enumerate(self.table):
             views["fp8.scaling"][place].copy_(torch.tensor(saved[row.name][0]))
-        found = quantized_tensors(self.table, views, weights, current=self.current)
-        for weight in weights_of(found):
+        tensors = quantized_tensors(self.table, views, weights, current=self.current)
+        for weight in weights_of(tensors):
             ops.quantize(weight, weight.plain)
-        return found
+        return tensors
 
 
 # Findings about a run's quantised tensors, for the record and for saturation messages.
@@ -270,7 +270,7 @@ def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: boo
     """Converts a report (n, REPORT_PLACES) on the host to findings. `micro_steps`: over all lanes.
 
     Recomputes a current scale from the step's amax, because the report has only the last micro-batch's, of one rank."""
-    found = []
+    lines = []
     for row, elements, numbers in zip(scaling.fp8.table, scaling.numbers, report.tolist(), strict=True):
         amax, scale = numbers[AMAX], numbers[USED_SCALE]
         if not scaling.fp8.delayed and 0 < amax < math.inf:
@@ -278,8 +278,8 @@ def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: boo
         limit = largest_number(row.format) / scale
         seen = elements * (1 if row.kind == WEIGHT else micro_steps)
         clipped, vanished = (numbers[place] / seen if counted else None for place in (CLIPPED, VANISHED))
-        found.append(Finding(row.name, row.part, amax, limit, scale, int(numbers[SATURATED]), clipped, vanished))
-    return tuple(found)
+        lines.append(Finding(row.name, row.part, amax, limit, scale, int(numbers[SATURATED]), clipped, vanished))
+    return tuple(lines)
 
 
 def summary(found_tensors: Iterable[Finding]) -> dict[str, dict[str, Any]]:
@@ -289,14 +289,14 @@ def summary(found_tensors: Iterable[Finding]) -> dict[str, dict[str, Any]]:
         classes.setdefault(finding.name.rpartition(".")[2], []).append(finding)
     return {
         name: {
-            "largest_amax": max(line.amax for line in found),
-            "smallest_scale": min(line.scale for line in found),
-            "largest_scale": max(line.scale for line in found),
-            "clipped_fraction": max(line.clipped or 0.0 for line in found),
-            "vanished_fraction": max(line.vanished or 0.0 for line in found),
-            "most_vanished": max(found, key=lambda line: line.vanished or 0.0).name,
+            "largest_amax": max(line.amax for line in tensors_of),
+            "smallest_scale": min(line.scale for line in tensors_of),
+            "largest_scale": max(line.scale for line in tensors_of),
+            "clipped_fraction": max(line.clipped or 0.0 for line in tensors_of),
+            "vanished_fraction": max(line.vanished or 0.0 for line in tensors_of),
+            "most_vanished": max(tensors_of, key=lambda line: line.vanished or 0.0).name,
         }
-        for name, found in classes.items()
+        for name, tensors_of in classes.items()
     }
 
 

@@ -47,7 +47,7 @@ class Fp8Gemms:
 
 def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> Fp8Gemms:
     """All GEMMs of the blocks except `keep_bf16`, and the head's in `head`; raises `UsageError` for an unknown name."""
-    kept = set()
+    in_bf16 = set()
     for name in names_in(keep_bf16):
         layer, _, part = name.rpartition(".")
         if part not in parts or (layer and not (layer.isdecimal() and int(layer) < layers)):
@@ -55,13 +55,13 @@ def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> F
                 f"{', '.join(parts)} or one of a layer like 3.mlp (layers 0 to {layers - 1})" if parts else "nothing here"
             )
             raise UsageError(f"fp8_keep_bf16 takes {known}, found {name!r}")
-        kept |= {(int(layer), part)} if layer else {(n, part) for n in range(layers)}
+        in_bf16 |= {(int(layer), part)} if layer else {(n, part) for n in range(layers)}
     chosen = names_in(head)
     if unknown := [name for name in chosen if name not in HEAD_GEMMS]:
         raise UsageError(f"fp8_head takes auto, none, {', '.join(HEAD_GEMMS)}, found {unknown[0]!r}")
     if "wgrad" in chosen and "dgrad" not in chosen:  # the logits' gradient exists in 16 bits or in fp8, not in both
         raise UsageError(f"fp8_head wgrad needs dgrad, found {head!r}; try --fp8-head {','.join(['dgrad', *chosen])}")
-    return Fp8Gemms(frozenset({(layer, part) for layer in range(layers) for part in parts} - kept), frozenset(chosen))
+    return Fp8Gemms(frozenset({(layer, part) for layer in range(layers) for part in parts} - in_bf16), frozenset(chosen))
 
 
 def names_in(text: str) -> list[str]:
@@ -91,7 +91,7 @@ def quantized_table(
 ) -> tuple[QuantizedRow, ...]:
     """All quantised tensors with scales from earlier steps, by layer and part, weights last."""
     layers = 1 + max((layer for layer, _ in gemms.blocks), default=-1)
-    made, weights = list[QuantizedRow](), list[QuantizedRow]()
+    others, weights = list[QuantizedRow](), list[QuantizedRow]()
     tagged = [(row, tag) for row in rows if (tag := tag_of(row, forms))]
     tagged_weights = [(row, tag) for row in parameters if (tag := tag_of(row, forms))]
     for layer, part in product(range(layers), dict.fromkeys(tag.part for tag in forms.values())):
@@ -102,20 +102,20 @@ def quantized_table(
         for row, tag in read:
             if row.name.startswith(prefix):
                 plain = row.name if tag.keeps_16bit else ""
-                made.append(QuantizedRow(row.name, ACTIVATION, E4M3, label, row.name, plain))
+                others.append(QuantizedRow(row.name, ACTIVATION, E4M3, label, row.name, plain))
         for row, tag in read:
             if tag.gradient:
                 stored = row.name, (row.of or row.name) if tag.keeps_16bit else "", tag.workspace
-                made.append(QuantizedRow(prefix + row.name, GRADIENT, gradients[0], label, *stored))
+                others.append(QuantizedRow(prefix + row.name, GRADIENT, gradients[0], label, *stored))
         for weight, tag in tagged_weights:
             if tag.part == part and weight.name.startswith(prefix):
                 weights.append(QuantizedRow(weight.name, WEIGHT, E4M3, label, weight.name, weight.name))
     if gemms.head:
         norm = next(row for row, tag in tagged if tag.part == HEAD and not tag.gradient)
-        made.append(QuantizedRow(norm.name, ACTIVATION, E4M3, HEAD, norm.name, norm.name))
+        others.append(QuantizedRow(norm.name, ACTIVATION, E4M3, HEAD, norm.name, norm.name))
         table = next(row for row, tag in tagged_weights if tag.part == HEAD)
         weights.append(QuantizedRow(table.name, WEIGHT, E4M3, HEAD, table.name, table.name))
-    return (*made, *weights)
+    return (*others, *weights)
 
 
 def longest_side(parameters: Table) -> int:
@@ -219,14 +219,14 @@ def quantized_tensors(
     parameters; `current`: use current scaling. A gradient that exists only in fp8 in all blocks is None outside
     them."""
     only_fp8 = (row.stored_as for row in table if row.kind == GRADIENT and not row.plain)
-    found: dict[str, Any] = {name: None for name in only_fp8 if name not in views}
+    tensors: dict[str, Any] = {name: None for name in only_fp8 if name not in views}
     for place, row in enumerate(table):
         plain = (weights if row.kind == WEIGHT else views).get(row.plain)
         name = HEAD if row.kind == WEIGHT and row.part == HEAD else row.name
-        found[name] = quantized(views, row.stored_as, place, plain, current, views.get(row.workspace))
+        tensors[name] = quantized(views, row.stored_as, place, plain, current, views.get(row.workspace))
     if "logits.rows" in views:  # its static scale is in the row after the table's
-        found["logits"] = quantized(views, "logits", len(table), views["logits"], False, None)
-    return found
+        tensors["logits"] = quantized(views, "logits", len(table), views["logits"], False, None)
+    return tensors
 
 
 def quantized(

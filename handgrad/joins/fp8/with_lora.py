@@ -49,12 +49,12 @@ def with_shared_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
 
 def shared_operand_views(fp8: Fp8Design, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Views of the shared buffer as the rows of each activation and gradient, by name."""
-    found = {}
+    operands = {}
     for row in fp8.table:
         if row.kind != WEIGHT:
             wide = views[row.plain]
-            found[f"{row.stored_as}.rows"] = views[OPERAND][: wide.numel()].view(row.format).view(wide.shape)
-    return found
+            operands[f"{row.stored_as}.rows"] = views[OPERAND][: wide.numel()].view(row.format).view(wide.shape)
+    return operands
 
 
 def fp8_only(fp8: Fp8Design) -> frozenset[str]:
@@ -64,8 +64,8 @@ def fp8_only(fp8: Fp8Design) -> frozenset[str]:
 
 def split_by_precision(frozen: Table, fp8_only: frozenset[str]) -> tuple[Table, Table]:
     """(all frozen rows in their order, the rows in the 16-bit flat buffer)."""
-    kept = {row.name: row for row in lay_out(row for row in frozen if row.name not in fp8_only)}
-    return tuple(kept.get(row.name, row) for row in frozen), tuple(kept.values())
+    stored = {row.name: row for row in lay_out(row for row in frozen if row.name not in fp8_only)}
+    return tuple(stored.get(row.name, row) for row in frozen), tuple(stored.values())
 
 
 def dequant_scratch(frozen: Table, fp8_only: frozenset[str], dtype: torch.dtype) -> Buffer:
@@ -95,8 +95,8 @@ class WithFp8FrozenProducts(Overlay):
         self.fp8, self.memory = fp8, memory
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.ops, name)
-        return on_plain(found) if callable(found) else found
+        attribute = getattr(self.ops, name)
+        return on_plain(attribute) if callable(attribute) else attribute
 
     def linear_forward(self, out: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor) -> None:
         if isinstance(weight, Tensor):
@@ -162,10 +162,10 @@ class WithDequantizedWeights(Overlay):
         self.memory = memory
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.ops, name)
+        attribute = getattr(self.ops, name)
         if name == "decode":
-            return WithDequantizedWeights(found, self.memory)
-        return on_plain(found, self.in_16_bits) if callable(found) else found
+            return WithDequantizedWeights(attribute, self.memory)
+        return on_plain(attribute, self.in_16_bits) if callable(attribute) else attribute
 
     def in_16_bits(self, weight: Form) -> Tensor:
         """Dequantises exactly, because the scale is a power of two."""

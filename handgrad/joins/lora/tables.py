@@ -139,18 +139,18 @@ def buffers(design: LoraDesign, frozen: Table, tokens: int, dtype: torch.dtype) 
 
 def merged(weight: Tensor, adapter: Adapter, tensor: Callable[[str], Tensor]) -> Tensor:
     """W (O, I) + s B A in float32, each part in its rows. `tensor`: row name -> A or B."""
-    found = weight.to(torch.float32, copy=True)
-    a, b = (tensor(name).to(found) for name in (adapter.a, adapter.b))
+    result = weight.to(torch.float32, copy=True)
+    a, b = (tensor(name).to(result) for name in (adapter.a, adapter.b))
     for part, ranks, rows in adapter.places():
-        found[part.outputs].addmm_(b[rows], a[ranks], alpha=adapter.scale)
-    return found
+        result[part.outputs].addmm_(b[rows], a[ranks], alpha=adapter.scale)
+    return result
 
 
 def saved(state: TrainingState) -> dict[str, Tensor]:
     """The weights of a single-rank run, by name, with adapters merged; other frozen ones as the run reads them."""
     trained = {row.name: row.view(state.master) for row in state.design.parameters}
-    found = {row.name: state.named_weights[row.name][: row.stored_rows] for row in state.design.frozen}
-    found |= {name: found[name].rows.float() * found[name].inverse_scale for name in state.design.fp8_only}
+    tensors = {row.name: state.named_weights[row.name][: row.stored_rows] for row in state.design.frozen}
+    tensors |= {name: tensors[name].rows.float() * tensors[name].inverse_scale for name in state.design.fp8_only}
     for adapter in state.design.lora.adapters:
-        found[adapter.weight] = merged(found[adapter.weight], adapter, trained.__getitem__)
-    return found
+        tensors[adapter.weight] = merged(tensors[adapter.weight], adapter, trained.__getitem__)
+    return tensors

@@ -230,9 +230,9 @@ class GradientSync:
         with self.on_side_stream():
             for bucket in self.buckets:
                 weights, operation = self.state.parameters, f"weights of {bucket.name}"
-                mine = weights[bucket.owned(self.ranks.rank, self.ranks.size)]
+                shard = weights[bucket.owned(self.ranks.rank, self.ranks.size)]
                 whole, shares = weights[bucket.flat], bucket.shares(self.ranks.size)
-                work = self.ranks.all_gather(whole, mine, operation, shares, overlapped=self.overlaps_kernels(bucket))
+                work = self.ranks.all_gather(whole, shard, operation, shares, overlapped=self.overlaps_kernels(bucket))
                 if self.stream is None:
                     self.weight_gathers[bucket.name] = work
                 else:

@@ -113,11 +113,11 @@ def rank_environment(size: int, environment: Mapping[str, str]) -> dict[str, str
     launcher = {LAUNCHER: str(os.getpid())}
     if size == 1:
         return {**environment, **launcher}
-    kept = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
-    kept.setdefault("OMP_NUM_THREADS", "1")
+    inherited = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
+    inherited.setdefault("OMP_NUM_THREADS", "1")
     place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
     place["MASTER_PORT"] = free_port()
-    return {**kept, **{name: str(value) for name, value in place.items()}, **launcher}
+    return {**inherited, **{name: str(value) for name, value in place.items()}, **launcher}
 
 
 def free_port() -> int:

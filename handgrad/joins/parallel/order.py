@@ -37,11 +37,11 @@ class Order:
 
     def enter(self, step: int, tag: str) -> bool:
         """Numbers the next collective. True if the pair is new, so that the ranks must agree before it begins."""
-        found = zlib.crc32(tag.encode())
+        checksum = zlib.crc32(tag.encode())
         self.recent.append((self.count, step, tag))
         self.count += 1
         self.digest = zlib.crc32(tag.encode(), self.digest)
-        succession, self.last = (self.last, found), found
+        succession, self.last = (self.last, checksum), checksum
         new = succession not in self.known
         self.known.add(succession)
         return new and self.store is not None

@@ -133,43 +133,43 @@ class Ranks:
         if self.size == 1:
             return [list(values)]
         self._enter(operation, f"{operation} ({len(values)} numbers)")
-        mine = torch.tensor(values, dtype=torch.float64)
+        own = torch.tensor(values, dtype=torch.float64)
         everyone = torch.empty(self.size * len(values), dtype=torch.float64)
         with self.waiting(operation):
-            all_gather_tensor(everyone, mine, group=self.host_group)
+            all_gather_tensor(everyone, own, group=self.host_group)
         return everyone.view(self.size, -1).tolist()
 
-    def all_gather_objects(self, mine: T, operation: str) -> list[T]:
+    def all_gather_objects(self, value: T, operation: str) -> list[T]:
         """Every rank's object, in rank order."""
         if self.size == 1:
-            return [mine]
+            return [value]
         self._enter(operation, operation)
-        return self._gather(mine, operation)
+        return self._gather(value, operation)
 
-    def _gather(self, mine: T, operation: str) -> list[T]:
+    def _gather(self, value: T, operation: str) -> list[T]:
         everyone: list[Any] = [None] * self.size
         with self.waiting(operation):
-            dist.all_gather_object(everyone, mine, group=self.host_group)
+            dist.all_gather_object(everyone, value, group=self.host_group)
         return everyone
 
     def from_rank_0(self, make: Callable[[], T], operation: str) -> T:
         """Calls `make` on rank 0; returns its result on all ranks. A `HandgradError` of it ends all; rank 0 prints it."""
         if self.size == 1:
             return make()
-        made: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]
         if self.is_rank_0:
             try:
-                made[0] = make()
+                outcome[0] = make()
             except HandgradError as error:
-                made[1] = error
+                outcome[1] = error
         self._enter(operation, operation)
-        sent: list[Any] = [(made[0], None if made[1] is None else made[1].exit_code)]
+        sent: list[Any] = [(outcome[0], None if outcome[1] is None else outcome[1].exit_code)]
         with self.waiting(operation):
             dist.broadcast_object_list(sent, src=0, group=self.host_group)
         value, exit_code = sent[0]
         if exit_code is None:
             return value
-        error: Any = made[1] or SystemExit(exit_code)
+        error: Any = outcome[1] or SystemExit(exit_code)
         error.shared = True
         raise error
 
@@ -264,8 +264,8 @@ def dtype_text(tensor: Tensor) -> str:
 
 def all_to_all(received: Tensor, sent: Tensor, pieces: list[int], group: dist.ProcessGroup | None) -> Any:
     """`pieces`: bytes for each rank, if they differ."""
-    mine = [received.nbytes // len(pieces)] * len(pieces) if pieces else None
-    return dist.all_to_all_single(received, sent, mine, pieces or None, group=group, async_op=True)
+    equal_shares = [received.nbytes // len(pieces)] * len(pieces) if pieces else None
+    return dist.all_to_all_single(received, sent, equal_shares, pieces or None, group=group, async_op=True)
 
 
 def all_gather(full: Tensor, part: Tensor, pieces: list[int], group: dist.ProcessGroup | None) -> Any:

@@ -136,18 +136,18 @@ def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True
     """Connects to the ranks' store; calls take at most `limit_seconds`. Rank 0 hosts it, unless torchrun's agent does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts, limit = hosts_store and info.rank == 0 and not agent, datetime.timedelta(seconds=limit_seconds)
-    made: list[dist.Store | Exception] = []
+    stores: list[dist.Store | Exception] = []
 
     def make() -> None:
         try:
-            made.append(dist.TCPStore(info.address, info.port, info.size, hosts, limit, wait_for_workers=False))
+            stores.append(dist.TCPStore(info.address, info.port, info.size, hosts, limit, wait_for_workers=False))
         except (dist.DistError, RuntimeError) as error:
-            made.append(error)
+            stores.append(error)
 
     connecting = threading.Thread(target=make, daemon=True)  # another program may accept the connection and never answer
     connecting.start()
     connecting.join(limit_seconds + 5)  # torch may exceed its limit a little
-    store = made[0] if made else None
+    store = stores[0] if stores else None
     if not isinstance(store, dist.Store):
         reason = " ".join(str(store).split())
         where = f"{info.address}:{info.port}"

@@ -84,7 +84,7 @@ def checksum(out: Tensor, flat: Tensor, ops: ModuleType) -> None:
 def who_differs(sums: Sequence[object]) -> str:
     """The ranks whose checksum differs from the majority's."""
     usual = max(sums, key=sums.count)
-    odd = [rank for rank, found in enumerate(sums) if found != usual]
+    odd = [rank for rank, sum_of_rank in enumerate(sums) if sum_of_rank != usual]
     if sums.count(usual) > len(odd):
         return f"{named_ranks(odd)} other than the rest"
     return f"{named_ranks(range(len(sums)))}, no majority is right"

@@ -141,11 +141,11 @@ def _attention(
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    mine = qkv + b * (H + 2 * kv_heads) * D + h * D + channel
-    q = tl.load(mine, mask=inside, other=0.0).to(tl.float32) * SCALE
-    mine += (H + kv_head - h) * D
-    k = tl.load(mine, mask=inside, other=0.0)
-    v = tl.load(mine + kv_heads * D, mask=inside, other=0.0)
+    at = qkv + b * (H + 2 * kv_heads) * D + h * D + channel
+    q = tl.load(at, mask=inside, other=0.0).to(tl.float32) * SCALE
+    at += (H + kv_head - h) * D
+    k = tl.load(at, mask=inside, other=0.0)
+    v = tl.load(at + kv_heads * D, mask=inside, other=0.0)
     is_first = part == 0
     tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside & is_first)
     tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside & is_first)
@@ -211,8 +211,8 @@ def _attention_in_tiles(
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    mine = (query < GROUP)[:, None] & inside[None, :]
-    q = tl.load(row + (first + query)[:, None] * D + channel[None, :], mask=mine, other=0.0)
+    shown = (query < GROUP)[:, None] & inside[None, :]
+    q = tl.load(row + (first + query)[:, None] * D + channel[None, :], mask=shown, other=0.0)
     new = row + (H + kv_head) * D + channel
     place = k_head + position.to(tl.int64) * D + channel
     tl.store(place, tl.load(new, mask=inside, other=0.0), mask=inside)
@@ -227,7 +227,7 @@ def _attention_in_tiles(
         y, m, l = forward_step(y, m, l, q, head, position, key, D, KEYS, False, False, None, None, None)
     y, m, l = forward_step(y, m, l, q, head, position, diagonal, D, KEYS, True, True, None, None, None, False)
     to = out + (b * H + first) * D + query[:, None] * D + channel[None, :]
-    tl.store(to, (y / l[:, None]).to(out.dtype.element_ty), mask=mine)
+    tl.store(to, (y / l[:, None]).to(out.dtype.element_ty), mask=shown)
 
 
 @triton.jit
@@ -241,8 +241,8 @@ def _attention_append(
     kv_heads, kv_head = H // GROUP, h // GROUP
     row = b * T + query
     position = tl.load(positions + row, mask=real, other=0)
-    mine = row[:, None] * ((H + 2 * kv_heads) * D) + h * D + channel[None, :]
-    q = tl.load(qkv + mine, mask=real[:, None] & inside[None, :], other=0.0)
+    own = row[:, None] * ((H + 2 * kv_heads) * D) + h * D + channel[None, :]
+    q = tl.load(qkv + own, mask=real[:, None] & inside[None, :], other=0.0)
     cache = (tl.load(slots + b) * kv_heads + kv_head) * maxT * D
     largest = tl.full([QUERIES], NOTHING, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -267,6 +267,6 @@ def _attention_append(
         total = total * before + tl.sum(weights, 1)
         y = y * before[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         largest = above
-    found = y / total[:, None]
-    mine = row[:, None] * (H * D) + h * D + channel[None, :]
-    tl.store(out + mine, found.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    mean = y / total[:, None]
+    own = row[:, None] * (H * D) + h * D + channel[None, :]
+    tl.store(out + own, mean.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])

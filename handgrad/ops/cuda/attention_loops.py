@@ -206,32 +206,32 @@ def grouped_dkdv_loop(
     diagonal = first // QUERIES * QUERIES
     CROSSED: tl.constexpr = (KEYS + QUERIES - 1) // QUERIES
     for h in range(GROUP):
-        mine = next_head(head, h, D)
+        own = next_head(head, h, D)
         for crossed in tl.static_range(CROSSED):
             query = diagonal + crossed * QUERIES
-            dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, True, TAIL, None, None, starts)
+            dk, dv = dkdv_step(dk, dv, k, v, own, query, first, D, QUERIES, True, TAIL, None, None, starts)
     after = diagonal + CROSSED * QUERIES
     blocks = tl.maximum(seen // QUERIES - after // QUERIES, 0)
     # The last keys have no full block. A division by 0 would let the compiler assume one, and it would start that block's
     # loads ahead of the loop, past the end of the last row.
     per_head = tl.maximum(blocks, 1)
     for step in range(GROUP * blocks):
-        mine, query = next_head(head, step // per_head, D), after + step % per_head * QUERIES
-        dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, False, False, None, None, None)
+        own, query = next_head(head, step // per_head, D), after + step % per_head * QUERIES
+        dk, dv = dkdv_step(dk, dv, k, v, own, query, first, D, QUERIES, False, False, None, None, None)
     if starts is not None:
         full = tl.maximum(seen // QUERIES * QUERIES, after)
         end = first_after(starts, first, tl.minimum(first + KEYS, T) - 1, T)
         rest = tl.cdiv(tl.maximum(end - full, 0), QUERIES)
         rest_per_head = tl.maximum(rest, 1)
         for step in range(GROUP * rest):
-            mine, query = next_head(head, step // rest_per_head, D), full + step % rest_per_head * QUERIES
-            dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, False, TAIL, None, None, starts)
+            own, query = next_head(head, step // rest_per_head, D), full + step % rest_per_head * QUERIES
+            dk, dv = dkdv_step(dk, dv, k, v, own, query, first, D, QUERIES, False, TAIL, None, None, starts)
     elif TAIL:
         full = tl.maximum(T // QUERIES * QUERIES, after)
         if full < T:
             for h in range(GROUP):
-                mine = next_head(head, h, D)
-                dk, dv = dkdv_step(dk, dv, k, v, mine, full, first, D, QUERIES, False, True, None, None, None)
+                own = next_head(head, h, D)
+                dk, dv = dkdv_step(dk, dv, k, v, own, full, first, D, QUERIES, False, True, None, None, None)
     return dk * (1.0 / D**0.5), dv
 
 

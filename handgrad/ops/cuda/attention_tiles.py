@@ -24,23 +24,23 @@ def capability_here() -> tuple[int, int] | None:
     return capability(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
 
 
-def is_data_centre(found: tuple[int, int] | None) -> bool:
+def is_data_centre(version: tuple[int, int] | None) -> bool:
     """True for data-centre GPUs, Hopper and Blackwell. sm_120 has Blackwell's name, but not its shared memory."""
-    return found is not None and found[0] in (9, 10)
+    return version is not None and version[0] in (9, 10)
 
 
-def is_before_ampere(found: tuple[int, int] | None) -> bool:
-    return found is not None and found < AMPERE
+def is_before_ampere(version: tuple[int, int] | None) -> bool:
+    return version is not None and version < AMPERE
 
 
-def widest_head(found: tuple[int, int] | None) -> int:
+def widest_head(version: tuple[int, int] | None) -> int:
     """Channels of the widest head that the kernels support on a GPU."""
-    return max(width for _, width in (TURING_TILES if is_before_ampere(found) else ATTENTION_TILES))
+    return max(width for _, width in (TURING_TILES if is_before_ampere(version) else ATTENTION_TILES))
 
 
 def choose_config(kernel: str, qkv: Tensor, D: int, grouped: bool = False, documents: bool = False) -> AttentionTile:
-    found = capability(qkv.device)
-    kind = {"narrow": qkv.element_size() == 2, "newer": is_data_centre(found), "turing": is_before_ampere(found)}
+    version = capability(qkv.device)
+    kind = {"narrow": qkv.element_size() == 2, "newer": is_data_centre(version), "turing": is_before_ampere(version)}
     return attention_tile(kernel, D, **kind, grouped=grouped, documents=documents)
 
 
@@ -180,10 +180,10 @@ def masked_block(place, diagonal, begin, starts):
 def first_after(starts, first, key, T, SPAN: tl.constexpr = 128):
     """The first position whose document starts after `key`, or T; the search begins at `first` <= key. It counts earlier
     positions among every 128th, then among the remaining 128: two loads in sequence for 16,384 positions."""
-    found = 0
+    before = 0
     for place in range(first, T, SPAN * SPAN):
         places = place + tl.arange(0, SPAN) * SPAN
-        found += tl.sum((tl.load(starts + places, mask=places < T, other=2147483647) <= key).to(tl.int32))
-    last = first + (found - 1) * SPAN
+        before += tl.sum((tl.load(starts + places, mask=places < T, other=2147483647) <= key).to(tl.int32))
+    last = first + (before - 1) * SPAN
     places = last + tl.arange(0, SPAN)
     return last + tl.sum((tl.load(starts + places, mask=places < T, other=2147483647) <= key).to(tl.int32))

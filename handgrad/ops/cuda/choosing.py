@@ -51,8 +51,8 @@ def choose_tokens(
     ids, broken = numbers.view(torch.int32).view(2, B, parts)
     seen = None if seen_inout is None else seen_inout.view(torch.uint8)
     sizes, padded, grid = (vocab_size, logits.shape[1]), triton.next_power_of_2(parts), (parts, B)
-    found = largest, ids, broken, logits, seen
-    launch(_greatest, grid, *found, *sizes, repetition_penalty, CHOICES, **overlapping(logits, 4))
+    outputs = largest, ids, broken, logits, seen
+    launch(_greatest, grid, *outputs, *sizes, repetition_penalty, CHOICES, **overlapping(logits, 4))
     if temperature:
         least = math.log(min_p) if min_p else -math.inf
         drawing = seeds, positions, *sizes, temperature, repetition_penalty, least

@@ -131,8 +131,8 @@ class Plan:
 
     def check(self, algorithm: np.ndarray) -> None:
         """Raises `cuBLASLtError` if the library refuses an algorithm."""
-        found, layouts = lt.MatmulHeuristicResult(1), (self.a, self.b, self.d, self.d)
-        lt.matmul_algo_check(library(), self.descriptor, *layouts, algorithm.ctypes.data, found.ptr)
+        result, layouts = lt.MatmulHeuristicResult(1), (self.a, self.b, self.d, self.d)
+        lt.matmul_algo_check(library(), self.descriptor, *layouts, algorithm.ctypes.data, result.ptr)
 
     def frozen(self) -> np.ndarray | None:
         """The table's algorithm or None: eight 64-bit words, valid only for this library version. Raises `DataError`."""
@@ -161,15 +161,15 @@ class Plan:
         prefer(attribute.MAX_WORKSPACE_BYTES, WORKSPACE_BYTES, np.uint64)
         for matrix in "ABCD":
             prefer(getattr(attribute, f"MIN_ALIGNMENT_{matrix}_BYTES"), self.product.alignment_bytes, np.uint32)
-        found, found_count = lt.MatmulHeuristicResult(count), np.zeros(1, np.int32)
-        words = found._data["algo"]["data_"].reshape(-1, 8)  # the opaque structs, which the library lets callers save
+        results, found_count = lt.MatmulHeuristicResult(count), np.zeros(1, np.int32)
+        words = results._data["algo"]["data_"].reshape(-1, 8)  # the opaque structs, which the library lets callers save
         if algorithm_id is not None:
             prefer(attribute.SEARCH_MODE, int(lt.MatmulSearch.LIMITED_BY_ALGO_ID), np.int32)
             words[0] = self.family(algorithm_id)
         layouts = self.a, self.b, self.d, self.d
         try:
             lt.matmul_algo_get_heuristic(
-                library(), self.descriptor, *layouts, preference, count, found.ptr, found_count.ctypes.data
+                library(), self.descriptor, *layouts, preference, count, results.ptr, found_count.ctypes.data
             )
         except lt.cuBLASLtError:  # NOT_SUPPORTED: no algorithm at all
             return []
@@ -309,9 +309,9 @@ def describe() -> str:
 def tuning() -> str:
     """Names the tables of algorithms for this GPU and library; without any, says that the heuristic decides."""
     tables = {"tuned here": user_table(), "shipped": shipped_table()}
-    found = [f"{path.name} ({whose})" for whose, path in tables.items() if path.exists()]
-    if found:
-        return f"GEMM algorithms from {' over '.join(found)}"
+    files = [f"{path.name} ({whose})" for whose, path in tables.items() if path.exists()]
+    if files:
+        return f"GEMM algorithms from {' over '.join(files)}"
     shipped = ", ".join(sorted(path.name for path in shipped_table().parent.glob("*.json")))
     return (
         f"GEMM algorithms from cuBLASLt's heuristic: no table {table_name()} (shipped: {shipped});"

@@ -155,13 +155,13 @@ def _join_runs(
     if (token == after) & begins_here:
         sums = tl.zeros((PARTS, COLUMNS), tl.float32)
         first = chunk + 1
-        found = PARTS
-        while found == PARTS:  # a tile with fewer parts of this run than PARTS ends it
+        matching = PARTS
+        while matching == PARTS:  # a tile with fewer parts of this run than PARTS ends it
             other = first + tl.arange(0, PARTS)[:, None]
             belongs = sorted_token(tokens, sorted_positions, other * CHUNK, N) == token
             place = parts + other.to(tl.int64) * 2 * C + column[None, :]
             sums += tl.load(place, mask=belongs & (column < C)[None, :], other=0.0)
-            found = tl.sum(belongs.to(tl.int32))
+            matching = tl.sum(belongs.to(tl.int32))
             first += PARTS
         begin = tl.load(parts + (chunk.to(tl.int64) * 2 + 1) * C + column, mask=column < C, other=0.0)
         add_row(dwte, begin + tl.sum(sums, 0), token, column, C)

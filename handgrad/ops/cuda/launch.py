@@ -116,9 +116,9 @@ def cache_error(error: Exception) -> Exception:
     return unusable(str(error), "remove it" if damaged else "name a folder that can be written with TRITON_CACHE_DIR")
 
 
-def unusable(found: str, remedy: str) -> StorageError:
+def unusable(fault: str, remedy: str) -> StorageError:
     folder = os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache"
-    return StorageError(f"the cache of compiled kernels in {folder} cannot be used ({found}); {remedy}")
+    return StorageError(f"the cache of compiled kernels in {folder} cannot be used ({fault}); {remedy}")
 
 
 def code_bytes(code: bytes) -> int:
@@ -129,16 +129,16 @@ def code_bytes(code: bytes) -> int:
     end = max(segments + segment_bytes * segment_count, sections + section_bytes * section_count)
     if end > len(code):
         return end
-    found = (SECTION.unpack_from(code, sections + section_bytes * number) for number in range(section_count))
-    return max([end, *(place + size for kind, place, size in found if kind != NO_BYTES)])
+    headers = (SECTION.unpack_from(code, sections + section_bytes * number) for number in range(section_count))
+    return max([end, *(place + size for kind, place, size in headers if kind != NO_BYTES)])
 
 
 def refuse_cut_code(_module: Any, _function: Any, name: str, files: dict[str, str], _hash: str) -> None:
     """Before Triton loads a kernel, raises `StorageError` if its code is shorter than its headers say."""
     for path in (Path(path) for file, path in files.items() if file.endswith(".cubin")):
-        expected, found = code_bytes(code := path.read_bytes()), len(code)
-        if expected > found:
-            raise unusable(f"the code of {name} has {found} of {expected} bytes", "remove it")
+        expected, actual = code_bytes(code := path.read_bytes()), len(code)
+        if expected > actual:
+            raise unusable(f"the code of {name} has {actual} of {expected} bytes", "remove it")
 
 
 triton.knobs.runtime.kernel_load_start_hook.add(refuse_cut_code)

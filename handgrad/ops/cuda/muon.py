@@ -66,21 +66,21 @@ def _momentum(
 
 
 def muon_polar(update_to_polar_inout: Tensor, *, scratch: Tensor) -> None:
-    given = update_to_polar_inout
-    matrices, rows, columns = given.shape
+    update = update_to_polar_inout
+    matrices, rows, columns = update.shape
     short, long = min(rows, columns), max(rows, columns)
     strides = (1, columns) if rows > columns else (columns, 1)  # of X: its shorter side comes first
-    pieces = polar_bytes(matrices, rows, columns, given.element_size())
+    pieces = polar_bytes(matrices, rows, columns, update.element_size())
     raw_sums, *raw = scratch[: sum(pieces)].split(pieces)
-    sums, (other, A, B) = raw_sums.view(torch.float32), (part.view(given.dtype) for part in raw)
+    sums, (other, A, B) = raw_sums.view(torch.float32), (part.view(update.dtype) for part in raw)
 
     size, parts = rows * columns, triton.cdiv(rows * columns, sizes.SUM_ELEMENTS)
     flat = triton.cdiv(size, FLAT_ELEMENTS), matrices
-    launch(_squares, (parts, matrices), sums, given, size, sizes.SUM_ELEMENTS, FLAT_ELEMENTS, num_warps=SUM_WARPS)
-    launch(_normalize, flat, other, given, sums, size, parts, FLAT_ELEMENTS, PARTIALS, num_warps=FLAT_WARPS)
-    tiles, options = triton.cdiv(short, SIDE), product_options(given.device)
+    launch(_squares, (parts, matrices), sums, update, size, sizes.SUM_ELEMENTS, FLAT_ELEMENTS, num_warps=SUM_WARPS)
+    launch(_normalize, flat, other, update, sums, size, parts, FLAT_ELEMENTS, PARTIALS, num_warps=FLAT_WARPS)
+    tiles, options = triton.cdiv(short, SIDE), product_options(update.device)
     square, whole = (tiles, tiles, matrices), (tiles, triton.cdiv(long, SIDE), matrices)
-    X, following = other, given
+    X, following = other, update
     for a, b, c in formula.POLAR_EXPRESS:
         of_x, of_a = (short, long, *strides), (short, short, short, 1)
         launch(_symmetric, square, A, X, *of_x, 1.0, 0.0, False, long % DEPTH == 0, SIDE, DEPTH, **options)

@@ -369,11 +369,11 @@ def _gained_backward(
         sums2 += dg2
         store_pairs(dqkv + place, dx1, dx2, inside, D)
     is_query = head < QUERIES
-    mine, in_row = partials + tl.program_id(0) * 2 * D + pair, pair < D // 2
-    tl.store(mine, tl.sum(tl.where(is_query, sums1, 0.0), 0, keep_dims=True), mask=in_row)
-    tl.store(mine + D // 2, tl.sum(tl.where(is_query, sums2, 0.0), 0, keep_dims=True), mask=in_row)
-    tl.store(mine + D, tl.sum(tl.where(is_query, 0.0, sums1), 0, keep_dims=True), mask=in_row)
-    tl.store(mine + D + D // 2, tl.sum(tl.where(is_query, 0.0, sums2), 0, keep_dims=True), mask=in_row)
+    partial, in_row = partials + tl.program_id(0) * 2 * D + pair, pair < D // 2
+    tl.store(partial, tl.sum(tl.where(is_query, sums1, 0.0), 0, keep_dims=True), mask=in_row)
+    tl.store(partial + D // 2, tl.sum(tl.where(is_query, sums2, 0.0), 0, keep_dims=True), mask=in_row)
+    tl.store(partial + D, tl.sum(tl.where(is_query, 0.0, sums1), 0, keep_dims=True), mask=in_row)
+    tl.store(partial + D + D // 2, tl.sum(tl.where(is_query, 0.0, sums2), 0, keep_dims=True), mask=in_row)
 
 
 @triton.jit

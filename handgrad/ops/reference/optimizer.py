@@ -141,9 +141,9 @@ def exact(tensor: Tensor) -> Tensor:
 
 def keep_moments(m_inout: Tensor, v_inout: Tensor, m: Tensor, v: Tensor, step: int, seed: int, first_element: int) -> None:
     """Rounds the updated m and v into bf16 moments."""
-    for kept, moment, salt in ((m_inout, m, FIRST_MOMENT), (v_inout, v, SECOND_MOMENT)):
-        if kept is not moment:
-            round_stochastically(kept, moment, step, seed ^ salt, first_element)
+    for stored, moment, salt in ((m_inout, m, FIRST_MOMENT), (v_inout, v, SECOND_MOMENT)):
+        if stored is not moment:
+            round_stochastically(stored, moment, step, seed ^ salt, first_element)
 
 
 def publish(published: Tensor, weight_inout: Tensor, weight: Tensor, step: int, seed: int, first_element: int) -> None:

@@ -21,8 +21,8 @@ def attempt(line: str, compared: Callable[[], Compared]) -> tuple[bool, str]:
     """(it works, line). The tensor whose error exceeds the allowed one by the largest factor counts."""
     worst = (0.0, 0.0)
     try:
-        for found, exact, allowed in compared():
-            error = relative_error(found, exact)
+        for result, exact, allowed in compared():
+            error = relative_error(result, exact)
             if beyond(error, allowed) > beyond(*worst):
                 worst = error, allowed
     # The compiler, cuBLASLt, cuDNN and the driver have no exception in common. Nothing is hidden: each failure is a
@@ -54,17 +54,17 @@ def compare(kernel: Callable[..., None], specified: Callable[..., None], make: C
     """Compares the kernel with the reference in float64, as the tests do (`ops.rounding`), but for a floor of at least two
     units of the precision: the tests have not seen every GPU. Integers must be equal."""
     arguments = make()
-    found, own, exact = (copies(arguments, dtype) for dtype in (None, None, torch.float64))
-    for operation, values in ((kernel, found), (specified, own), (specified, exact)):
+    results, own, exact = (copies(arguments, dtype) for dtype in (None, None, torch.float64))
+    for operation, values in ((kernel, results), (specified, own), (specified, exact)):
         launch(operation, values)
     for name, tensor in exact.items():
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            dtype, size = found[name].dtype, max(rounding.norm(tensor), SMALLEST)
+            dtype, size = results[name].dtype, max(rounding.norm(tensor), SMALLEST)
             floor = max(rounding.floor(name, arguments, exact, dtype), LEAST_ROUNDINGS * rounding.ROUNDING[dtype] * size)
-            yield found[name], tensor, rounding.allowed(own[name], tensor, floor) / size
+            yield results[name], tensor, rounding.allowed(own[name], tensor, floor) / size
         elif isinstance(tensor, Tensor):
-            yield found[name], own[name], 0.0
+            yield results[name], own[name], 0.0
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return rounding.error(found, exact) / max(rounding.norm(exact), SMALLEST)
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    return rounding.error(result, exact) / max(rounding.norm(exact), SMALLEST)

@@ -61,9 +61,9 @@ class Fp8Draw(Draw):
 
     def operand(self, x: Tensor, form: torch.dtype = E4M3) -> Quantized:
         """x in fp8, at the scale that suits it."""
-        made = self.output(x.shape, form, 0, current=True)
-        reference.quantize(made, x)
-        return made
+        quantized = self.output(x.shape, form, 0, current=True)
+        reference.quantize(quantized, x)
+        return quantized
 
 
 Fp8Case = Callable[[ModuleType, Fp8Draw], Compared]
@@ -77,22 +77,22 @@ def numbers(tensor: Quantized) -> Tensor:
     return tensor.columns.t().double() * tensor.inverse_scale
 
 
-def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bool = True) -> Compared:
+def requantized(result: Quantized, scaling: Tensor, plain: Tensor, *, counted: bool = True) -> Compared:
     """Compares a quantised tensor with the reference's, made from the 16-bit `plain` at the `scaling` from before."""
-    rows, columns = (None if form is None else torch.empty_like(form) for form in (found.rows, found.columns))
-    right = Quantized(rows, columns, scaling, torch.zeros_like(found.statistics), current=found.current)
+    rows, columns = (None if form is None else torch.empty_like(form) for form in (result.rows, result.columns))
+    right = Quantized(rows, columns, scaling, torch.zeros_like(result.statistics), current=result.current)
     reference.quantize(right, plain)
-    for made, wanted in ((found.rows, right.rows), (found.columns, right.columns)):
-        if made is not None and wanted is not None:
-            yield made.float(), wanted.float(), 0
+    for own, wanted in ((result.rows, right.rows), (result.columns, right.columns)):
+        if own is not None and wanted is not None:
+            yield own.float(), wanted.float(), 0
     if counted:
-        yield found.scaling, right.scaling, 0
-        yield found.statistics[AMAX].amax(), right.statistics[AMAX].amax(), 0
-        yield found.statistics[CLIPPED:].sum(1), right.statistics[CLIPPED:].sum(1), 0
+        yield result.scaling, right.scaling, 0
+        yield result.statistics[AMAX].amax(), right.statistics[AMAX].amax(), 0
+        yield result.statistics[CLIPPED:].sum(1), right.statistics[CLIPPED:].sum(1), 0
 
 
-def product(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, float]:
-    return found, exact, torch.finfo(found.dtype).eps / 2 + FP8_SUMS
+def product(result: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, float]:
+    return result, exact, torch.finfo(result.dtype).eps / 2 + FP8_SUMS
 
 
 # Operations that write the 16-bit form as well: it changes in place, the backward reads it, or the order of sums is free.
@@ -112,22 +112,22 @@ def to_fp8(operation: str, arguments: str, place: str, exponent: int, form: torc
 
     def beside_16_bits(ops: ModuleType, d: Fp8Draw, current: bool) -> Compared:
         plain = CASES[arguments](d)
-        given, turns = copies(plain), place == "dqkv_inout"
-        kept = torch.full_like(plain[place], math.nan) if turns else given[place] if operation in WITH_PLAIN else None
-        workspace = given[place] if turns else None
-        out = d.output(plain[place].shape, form, exponent, plain=kept, workspace=workspace, current=current)
+        values, turns = copies(plain), place == "dqkv_inout"
+        plain_out = torch.full_like(plain[place], math.nan) if turns else values[place] if operation in WITH_PLAIN else None
+        workspace = values[place] if turns else None
+        out = d.output(plain[place].shape, form, exponent, plain=plain_out, workspace=workspace, current=current)
         assert out.columns is not None
         out = replace(out, columns=out.columns.view(columns))
         scaling = out.scaling.clone()
-        launch(getattr(ops, operation), {**given, place: out})
+        launch(getattr(ops, operation), {**values, place: out})
         launch(getattr(ops, operation), plain)
-        yield from requantized(out, scaling, plain[place] if kept is None else kept)
-        if kept is not None:
-            given[place] = kept
+        yield from requantized(out, scaling, plain[place] if plain_out is None else plain_out)
+        if plain_out is not None:
+            values[place] = plain_out
         for name, tensor in plain.items():
-            if isinstance(tensor, Tensor) and (name != place or kept is not None):
+            if isinstance(tensor, Tensor) and (name != place or plain_out is not None):
                 exact = turns and name.endswith("_acc")
-                yield given[name], tensor, 2.0**-20 if exact else 2 * torch.finfo(d.dtype).eps
+                yield values[name], tensor, 2.0**-20 if exact else 2 * torch.finfo(d.dtype).eps
 
     return case
 
@@ -144,12 +144,12 @@ def quantize(ops: ModuleType, d: Fp8Draw) -> Compared:
 
 def transpose(ops: ModuleType, d: Fp8Draw) -> Compared:
     """Columns made from rows, as for a frozen weight."""
-    made = d.operand(d(N, C))
-    assert made.rows is not None and made.columns is not None
-    columns = made.columns.clone()
-    made.columns.fill_(0)
-    ops.transpose(made.columns, made.rows)
-    yield made.columns.float(), columns.float(), 0
+    operand = d.operand(d(N, C))
+    assert operand.rows is not None and operand.columns is not None
+    columns = operand.columns.clone()
+    operand.columns.fill_(0)
+    ops.transpose(operand.columns, operand.rows)
+    yield operand.columns.float(), columns.float(), 0
 
 
 OPERANDS = {"inp": E4M3, "weight": E4M3, "dout": E5M2}
@@ -161,15 +161,15 @@ def gemms(*operations: str, rows: slice = slice(None)) -> Fp8Case:
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for operation in operations:
-            given = CASES[operation](d)
-            given |= {name: d.operand(given[name], form) for name, form in OPERANDS.items() if name in given}
+            arguments = CASES[operation](d)
+            arguments |= {name: d.operand(arguments[name], form) for name, form in OPERANDS.items() if name in arguments}
             if rows != slice(None):
-                given |= {name: given[name][rows] for name in ("dout", "inp", "dinp")} | {"dbias_acc": None}
-            exact = {name: numbers(value) if isinstance(value, Quantized) else value for name, value in given.items()}
+                arguments |= {name: arguments[name][rows] for name in ("dout", "inp", "dinp")} | {"dbias_acc": None}
+            exact = {name: numbers(value) if isinstance(value, Quantized) else value for name, value in arguments.items()}
             exact = copies(exact, dtype=torch.float64)
             launch(getattr(reference, operation), exact)
-            launch(getattr(ops, operation), given)
-            yield from (product(found, exact[name]) for name, found in given.items() if isinstance(found, Tensor))
+            launch(getattr(ops, operation), arguments)
+            yield from (product(result, exact[name]) for name, result in arguments.items() if isinstance(result, Tensor))
 
     return case
 
@@ -180,20 +180,20 @@ def into_nonlinearity(name: str, exponent: int, currents: tuple[bool, ...]) -> F
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for current in currents:
-            given = CASES[f"linear_{name}_forward"](d)
-            inp, weight = d.operand(given["inp"]), d.operand(given["weight"])
-            plain, in_place = given["out"], name == "relu2"
-            kept = d.empty(N, F) if in_place else None
-            out = d.output((N, F), E4M3, exponent, columns=None, plain=kept, current=current)
+            arguments = CASES[f"linear_{name}_forward"](d)
+            inp, weight = d.operand(arguments["inp"]), d.operand(arguments["weight"])
+            plain, in_place = arguments["out"], name == "relu2"
+            plain_out = d.empty(N, F) if in_place else None
+            out = d.output((N, F), E4M3, exponent, columns=None, plain=plain_out, current=current)
             scaling = out.scaling.clone()
-            launch(getattr(ops, f"linear_{name}_forward"), {**given, "out": out, "inp": inp, "weight": weight})
-            hidden = plain if in_place else given["hidden"]
+            launch(getattr(ops, f"linear_{name}_forward"), {**arguments, "out": out, "inp": inp, "weight": weight})
+            hidden = plain if in_place else arguments["hidden"]
             if in_place:
                 launch(ops.linear_forward, {"out": hidden, "inp": inp, "weight": weight, "bias": None})
-            yield product(hidden, numbers(inp) @ numbers(weight).t() + given.get("bias", 0))
+            yield product(hidden, numbers(inp) @ numbers(weight).t() + arguments.get("bias", 0))
             getattr(ops, f"{name}_forward")(*([hidden] if in_place else [plain, hidden]))
-            if kept is not None:
-                yield kept, hidden, 0
+            if plain_out is not None:
+                yield plain_out, hidden, 0
             yield from requantized(out, scaling, plain)
 
     return case
@@ -205,22 +205,22 @@ def out_of_nonlinearity(name: str, exponents: tuple[int, int], currents: tuple[b
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for current in currents:
-            given = CASES[f"{name}_linear_backward"](d)
-            before, gated = given["dweight_acc"].double(), name == "swiglu"
-            plain = d.empty(N, F) if gated else given["inp"]
-            hidden = given.get("hidden", plain)  # a squared ReLU's backward reads its output
+            arguments = CASES[f"{name}_linear_backward"](d)
+            before, gated = arguments["dweight_acc"].double(), name == "swiglu"
+            plain = d.empty(N, F) if gated else arguments["inp"]
+            hidden = arguments.get("hidden", plain)  # a squared ReLU's backward reads its output
             if name != "relu2":
                 getattr(ops, f"{name}_forward")(plain, hidden)
-            dout, weight = d.operand(given["dout"], E5M2), d.operand(given["weight"])
+            dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
             workspace = None if gated else d.empty(N, F)
-            dhidden = d.output(given["dhidden"].shape, E5M2, exponents[0], workspace=workspace, current=current)
+            dhidden = d.output(arguments["dhidden"].shape, E5M2, exponents[0], workspace=workspace, current=current)
             inp = d.output((N, F), E4M3, exponents[1], rows=None, plain=plain if name == "relu2" else None)
             scaling = dhidden.scaling.clone()
             tensors = {"dhidden": dhidden, "dout": dout, "inp": inp, "weight": weight}
-            launch(getattr(ops, f"{name}_linear_backward"), given | tensors)
-            yield product(given["dweight_acc"], before + numbers(dout).t() @ numbers(inp))
+            launch(getattr(ops, f"{name}_linear_backward"), arguments | tensors)
+            yield product(arguments["dweight_acc"], before + numbers(dout).t() @ numbers(inp))
 
-            dplain, dinp = torch.empty_like(given["dhidden"]), given.get("dinp", d.empty(N, F))
+            dplain, dinp = torch.empty_like(arguments["dhidden"]), arguments.get("dinp", d.empty(N, F))
             if gated:
                 yield product(dinp, numbers(dout) @ numbers(weight))
                 ops.swiglu_backward(dplain, dinp, hidden)
@@ -238,19 +238,19 @@ def classifier(ops: ModuleType, d: Fp8Draw) -> Compared:
     """The gradient of the logits, at a scale that admits every number of it."""
     for more in ("", ", with a cap", ", some untrained"):
         plain = CASES["classifier_forward_backward" + more](d)
-        given, logits = copies(plain), "logits_to_dlogits_inout"
-        out = d.output((N, Vp), E5M2, 16, columns=None, plain=given[logits])
-        launch(ops.classifier_forward_backward, {**given, logits: out})
+        arguments, logits = copies(plain), "logits_to_dlogits_inout"
+        out = d.output((N, Vp), E5M2, 16, columns=None, plain=arguments[logits])
+        launch(ops.classifier_forward_backward, {**arguments, logits: out})
         launch(ops.classifier_forward_backward, plain)
         yield from requantized(out, out.scaling.clone(), plain[logits], counted=False)
         for name in ("losses", logits):
-            yield given[name], plain[name], 0
+            yield arguments[name], plain[name], 0
 
 
 def fold_statistics(d: Draw) -> Arguments:
-    found = d.float32(4, STATISTICS_PLACES, 300).square()
-    found[:, CLIPPED:].round_()  # counts
-    return {"totals_inout": d.float64(*range(12)).view(4, STATISTICS_PLACES), "statistics": found}
+    statistics = d.float32(4, STATISTICS_PLACES, 300).square()
+    statistics[:, CLIPPED:].round_()  # counts
+    return {"totals_inout": d.float64(*range(12)).view(4, STATISTICS_PLACES), "statistics": statistics}
 
 
 def update_scaling(d: Draw) -> Arguments:

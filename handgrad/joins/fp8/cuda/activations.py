@@ -42,10 +42,10 @@ def store_scaled(rows, y, scale, inside, counting, TYPE: tl.constexpr, LARGEST: 
     """Stores y, rounded to the 16-bit TYPE and scaled; returns both counts packed in one number."""
     scaled = rounded_and_scaled(y, scale, TYPE)
     tl.store(rows, rounded(scaled, 1.0, rows.dtype.element_ty), mask=inside)
-    found = 0
+    counts = 0
     if counting:
-        found += tl.sum(counted(scaled, LARGEST, VANISHES_AT), 0)
-    return found
+        counts += tl.sum(counted(scaled, LARGEST, VANISHES_AT), 0)
+    return counts
 
 
 # GELU.
@@ -73,9 +73,9 @@ def _gelu_forward(
     inside = (place < elements - start) | EVEN
     y, _ = gelu_and_derivative(widened(tl.load(hidden + start + place, mask=inside, other=0.0)))
     TYPE: tl.constexpr = hidden.dtype.element_ty
-    found = store_scaled(rows + start + place, y, scale, inside, counting, TYPE, LARGEST, VANISHES_AT)
+    counts = store_scaled(rows + start + place, y, scale, inside, counting, TYPE, LARGEST, VANISHES_AT)
     amax = tl.max(tl.abs(y), 0).to(TYPE)  # rounding is monotonic: round after taking the maximum
-    store_part(statistics, PARTS, tl.program_id(0), amax.to(tl.float32), found & 65535, found >> 16)
+    store_part(statistics, PARTS, tl.program_id(0), amax.to(tl.float32), counts & 65535, counts >> 16)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scaling", "inp_scaling", "statistics"])
@@ -165,9 +165,9 @@ def _relu2_forward(
     TYPE: tl.constexpr = hidden.dtype.element_ty
     y = relu2(widened(tl.load(hidden + start + place, mask=inside, other=0.0)))
     tl.store(hidden + start + place, y.to(TYPE), mask=inside)
-    found = store_scaled(rows + start + place, y, scale, inside, counting, TYPE, LARGEST, VANISHES_AT)
+    counts = store_scaled(rows + start + place, y, scale, inside, counting, TYPE, LARGEST, VANISHES_AT)
     amax = tl.max(y, 0).to(TYPE)
-    store_part(statistics, PARTS, tl.program_id(0), amax.to(tl.float32), found & 65535, found >> 16)
+    store_part(statistics, PARTS, tl.program_id(0), amax.to(tl.float32), counts & 65535, counts >> 16)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scaling", "inp_scaling", "statistics"])
@@ -223,12 +223,12 @@ def _swiglu_forward(
     y, _, _ = gated(g, u, 0.0)
     scaled = rounded_and_scaled(y, scale, hidden.dtype.element_ty)
     tl.store(rows + place, rounded(scaled, 1.0, rows.dtype.element_ty), mask=inside)
-    found = 0
+    counts = 0
     if counting:
-        found += tl.sum(tl.sum(counted(scaled, LARGEST, VANISHES_AT), 1), 0)
+        counts += tl.sum(tl.sum(counted(scaled, LARGEST, VANISHES_AT), 1), 0)
     amax = tl.max(tl.max(tl.abs(y), 1), 0).to(hidden.dtype.element_ty)  # rounding is monotonic: round after the maximum
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    store_part(statistics, PARTS, part, amax.to(tl.float32), found & 65535, found >> 16)
+    store_part(statistics, PARTS, part, amax.to(tl.float32), counts & 65535, counts >> 16)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scaling", "inp_scaling", "statistics"])
@@ -251,15 +251,15 @@ def _swiglu_backward(
     a3, dg3, du3, y3 = through_swiglu(tensors, row0 + 3, column[None, :], inside, scales, F)
     largest = tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3))
     amax = tl.max(tl.max(largest, 1), 0).to(hidden.dtype.element_ty)
-    found = 0
+    counts = 0
     if counting:
         first = counted(dg0, LARGEST, VANISHES_AT) + counted(dg1, LARGEST, VANISHES_AT)
         first += counted(dg2, LARGEST, VANISHES_AT) + counted(dg3, LARGEST, VANISHES_AT)
         second = counted(du0, LARGEST, VANISHES_AT) + counted(du1, LARGEST, VANISHES_AT)
         second += counted(du2, LARGEST, VANISHES_AT) + counted(du3, LARGEST, VANISHES_AT)
-        found += tl.sum(tl.sum(first + second, 1), 0)
+        counts += tl.sum(tl.sum(first + second, 1), 0)
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    store_part(statistics, PARTS, part, amax.to(tl.float32), found & 65535, found >> 16)
+    store_part(statistics, PARTS, part, amax.to(tl.float32), counts & 65535, counts >> 16)
     dwords, words = dcolumns.to(tl.pointer_type(tl.int32)), columns.to(tl.pointer_type(tl.int32))
     place, inside = column.to(tl.int64)[:, None] * N4 + quad[None, :], tl.trans(inside)
     tl.store(dwords + place, tl.trans(word(dg0, dg1, dg2, dg3, DTYPE)), mask=inside)

@@ -61,13 +61,13 @@ def backward_tile(
     a3, dx3, y3 = through(x3, dy3, dscale, scale)
     largest = tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3))
     amax = tl.max(tl.max(largest, 1), 0).to(hidden.dtype.element_ty)
-    found = 0
+    counts = 0
     if counting:
         first = counted(dx0, LARGEST, VANISHES_AT) + counted(dx1, LARGEST, VANISHES_AT)
         second = counted(dx2, LARGEST, VANISHES_AT) + counted(dx3, LARGEST, VANISHES_AT)
-        found += tl.sum(tl.sum(first + second, 1), 0)
+        counts += tl.sum(tl.sum(first + second, 1), 0)
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    store_part(statistics, PARTS, part, amax.to(tl.float32), found & 65535, found >> 16)
+    store_part(statistics, PARTS, part, amax.to(tl.float32), counts & 65535, counts >> 16)
     tl.store(drows + place0, rounded(dx0, 1.0, DTYPE), mask=inside)
     tl.store(drows + place1, rounded(dx1, 1.0, DTYPE), mask=inside)
     tl.store(drows + place2, rounded(dx2, 1.0, DTYPE), mask=inside)

@@ -205,5 +205,5 @@ def keep_bf16_key(tokens: int, channels: int) -> str:
 
 def tuned_keep_bf16(*, tokens: int, channels: int) -> str:
     """GEMMs that measured faster in bf16, for micro-batches and models of this size: "qkv,proj" or ""."""
-    found = read_table(shipped_table(), "keep_bf16") | read_table(user_table(), "keep_bf16")
-    return found.get(keep_bf16_key(tokens, channels), "")
+    tuned = read_table(shipped_table(), "keep_bf16") | read_table(user_table(), "keep_bf16")
+    return tuned.get(keep_bf16_key(tokens, channels), "")

@@ -294,8 +294,8 @@ def store_statistics(statistics, PARTS, part, x, scaling, LARGEST: tl.constexpr,
         scaled = magnitude * tl.load(scaling + SCALE)
         # Both counts in one sum: two of them cost a kernel 50 registers, counting or not.
         both = tl.where(scaled > LARGEST, 1, tl.where((scaled <= VANISHES_AT) & (magnitude > 0), 65536, 0))
-        found = tl.sum(tl.sum(both, 1), 0)
-        clipped, vanished = found & 65535, found >> 16
+        counts = tl.sum(tl.sum(both, 1), 0)
+        clipped, vanished = counts & 65535, counts >> 16
     store_part(statistics, PARTS, part, amax, clipped, vanished)
 
 

@@ -149,23 +149,23 @@ def _backward(
         turn3 = scaled_turn(frequency, (row0 + 3) % length, TURN_SCALE)
         turns = turn0, turn1, turn2, turn3
     tensors = plain, rows, columns, dturned, scale, counting
-    places, found = (quad, pair, in_quad, in_row, N4), (tl.zeros((QUADS, BLOCK_P), tl.float32), 0, 0)
+    places, totals = (quad, pair, in_quad, in_row, N4), (tl.zeros((QUADS, BLOCK_P), tl.float32), 0, 0)
     sizes = COLUMNS, TURNED, D, LARGEST, VANISHES_AT
-    found = through_heads(0, QUERIES, tensors, (qkv, rstd, q_gain, partials), turns, places, found, sizes)
-    found = through_heads(QUERIES, TURNED, tensors, (qkv, rstd, k_gain, partials), turns, places, found, sizes)
-    largest, clipped, vanished = through_heads(TURNED, HEADS, tensors, nothing, nothing, places, found, sizes)
+    totals = through_heads(0, QUERIES, tensors, (qkv, rstd, q_gain, partials), turns, places, totals, sizes)
+    totals = through_heads(QUERIES, TURNED, tensors, (qkv, rstd, k_gain, partials), turns, places, totals, sizes)
+    largest, clipped, vanished = through_heads(TURNED, HEADS, tensors, nothing, nothing, places, totals, sizes)
     amax = tl.max(tl.max(largest, 1), 0).to(dturned.dtype.element_ty).to(tl.float32)
     store_part(statistics, PARTS, tl.program_id(0), amax, clipped, vanished)
 
 
 @triton.jit
-def through_heads(FIRST: tl.constexpr, END: tl.constexpr, tensors, norm, turns, places, found, sizes):
+def through_heads(FIRST: tl.constexpr, END: tl.constexpr, tensors, norm, turns, places, totals, sizes):
     """Writes the heads from FIRST to before END: the queries, the keys or the values. Returns (largest magnitudes, numbers
     clipped and vanished) so far."""
     plain, rows, columns, dturned, scale, counting = tensors
     qkv, rstd, gain, partials = norm
     quad, pair, in_quad, in_row, N4 = places
-    largest, clipped, vanished = found
+    largest, clipped, vanished = totals
     COLUMNS, TURNED, D, LARGEST, VANISHES_AT = sizes
     forms, inputs = (plain, rows, scale, rstd), (dturned, qkv, rstd)
     inside, row0 = in_quad & in_row, quad.to(tl.int64) * QUAD
@@ -192,9 +192,9 @@ def through_heads(FIRST: tl.constexpr, END: tl.constexpr, tensors, norm, turns, 
         if columns is not None:
             store_quads(columns, (x0, x1, x2, x3), (z0, z1, z2, z3), column, quad, inside, N4, D)
     if gain is not None:
-        mine = partials + (tl.program_id(0) * 2 + (1 if FIRST else 0)) * D + pair
-        tl.store(mine, tl.sum(sums[0], 0, keep_dims=True), mask=in_row)
-        tl.store(mine + D // 2, tl.sum(sums[1], 0, keep_dims=True), mask=in_row)
+        partial = partials + (tl.program_id(0) * 2 + (1 if FIRST else 0)) * D + pair
+        tl.store(partial, tl.sum(sums[0], 0, keep_dims=True), mask=in_row)
+        tl.store(partial + D // 2, tl.sum(sums[1], 0, keep_dims=True), mask=in_row)
     return largest, clipped, vanished
 
 

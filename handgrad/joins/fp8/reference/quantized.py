@@ -20,14 +20,14 @@ def quantizing(operation: Callable[..., None], result: str) -> Callable[..., Non
     plain_one = signature(operation)
 
     def call(*tensors: Any, **named: Any) -> None:
-        given = plain_one.bind(*tensors, **named).arguments
-        out = given[result]
+        arguments = plain_one.bind(*tensors, **named).arguments
+        out = arguments[result]
         if isinstance(out, Quantized):
-            alike = (t for t in given.values() if isinstance(t, Tensor) and t.shape == out.shape)
-            given[result] = torch.empty_like(next(alike)) if out.plain is None else out.plain
-        operation(**given)
+            alike = (t for t in arguments.values() if isinstance(t, Tensor) and t.shape == out.shape)
+            arguments[result] = torch.empty_like(next(alike)) if out.plain is None else out.plain
+        operation(**arguments)
         if isinstance(out, Quantized):
-            quantize(out, given[result])
+            quantize(out, arguments[result])
 
     call.__signature__ = taking_forms(operation, result)  # type: ignore[attr-defined]
     return call
