@@ -131,9 +131,9 @@ def nearest_name(name: str, known: Any) -> str:
     known = list(known)
     names = {plain_name(option): option for option in known}
     meant = next((names[word] for word in meanings(name) if word in names), None)
-    place = next((place for place, words in ELSEWHERE.items() if plain_name(name) in words.split()), "")
-    if meant is None and place and "learning_rate" in names:
-        return f" (that is done {place})"
+    elsewhere = next((elsewhere for elsewhere, words in ELSEWHERE.items() if plain_name(name) in words.split()), "")
+    if meant is None and elsewhere and "learning_rate" in names:
+        return f" (that is done {elsewhere})"
     if meant is None:
         written = {option.lstrip("-").lower().replace("-", "_"): option for option in known}  # else all flags are near
         close = difflib.get_close_matches(name.lstrip("-").lower().replace("-", "_"), written, n=1, cutoff=NEAR)

@@ -40,10 +40,10 @@ def parse_json(content: bytes | str, *, unique: bool = False) -> Any:
     return value
 
 
-def parse_value(text: str, place: int) -> tuple[Any, int]:
-    """(JSON value that begins at `place` in a text, the place after it). Raises ValueError as `parse_json` does."""
+def parse_value(text: str, position: int) -> tuple[Any, int]:
+    """(JSON value that begins at `position` in a text, the position after it). Raises ValueError as `parse_json` does."""
     try:
-        value, end = DECODER.raw_decode(text, place)
+        value, end = DECODER.raw_decode(text, position)
     except RecursionError:
         raise too_deep() from None
     check_bounds([value])
@@ -53,28 +53,28 @@ def parse_value(text: str, place: int) -> tuple[Any, int]:
 def parse_array(blocks: Iterator[str], most: int) -> Iterator[Any]:
     """Yields the entries of a JSON array, whose text comes in `blocks`; never holds all of a file of gigabytes. Raises
     ValueError, with the text that it found, where it expected an entry of at most `most` characters."""
-    text, place = next(blocks, "").lstrip()[1:], 0
-    while not text.startswith("]", place := blanks_end(text, place)):
+    text, position = next(blocks, "").lstrip()[1:], 0
+    while not text.startswith("]", position := blanks_end(text, position)):
         value, after = None, len(text)
         with contextlib.suppress(ValueError):  # not JSON, or an entry that continues in the next block
-            value, end = parse_value(text, place)
+            value, end = parse_value(text, position)
             after = blanks_end(text, end)
         if after < len(text) and text[after] in ",]":
             yield value
-            place = after + (text[after] == ",")
+            position = after + (text[after] == ",")
             continue
-        goes_on = after >= len(text) and len(text) - place <= most
-        text, place, length = text[place:], 0, len(text) - place
+        goes_on = after >= len(text) and len(text) - position <= most
+        text, position, length = text[position:], 0, len(text) - position
         while goes_on and len(text) <= 2 * length and (block := next(blocks, "")):
             text += block
         if len(text) == length:
             raise ValueError(repr(text[:60]) if text else "its end")
 
 
-def blanks_end(text: str, place: int) -> int:
-    """The first non-blank place at or after `place`."""
-    blanks = BLANKS.match(text, place)
-    return blanks.end() if blanks else place
+def blanks_end(text: str, position: int) -> int:
+    """The first non-blank position at or after `position`."""
+    blanks = BLANKS.match(text, position)
+    return blanks.end() if blanks else position
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:

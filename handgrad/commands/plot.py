@@ -40,10 +40,10 @@ def curves(runs: Sequence[Run], columns: int) -> list[str]:
         series.append((VALIDATION, *np.array(runs[0].validations, dtype=float).T))
         legend.append((VALIDATION, f"validation {loss_text(final_validation(runs[0]))}"))
     points = [
-        (mark, column, loss[(place == column) & np.isfinite(loss)].mean())
+        (mark, column, loss[(bins == column) & np.isfinite(loss)].mean())
         for mark, step, loss in series
-        for place in [np.minimum(step / last * columns, columns - 1).astype(int)]
-        for column in np.unique(place[np.isfinite(loss)])
+        for bins in [np.minimum(step / last * columns, columns - 1).astype(int)]
+        for column in np.unique(bins[np.isfinite(loss)])
     ]
     high, low = (pick([loss for *_, loss in points], default=0.0) for pick in (max, min))
     cells = np.full((ROWS, columns), " ")

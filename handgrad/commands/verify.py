@@ -36,7 +36,7 @@ def run(parsed: Namespace) -> int:
     spans = spans_of(record, vars(parsed)["from"], parsed.to, parsed.segments or 0, parsed.seed)
     if launched:
         end_with_launcher()
-    elsewhere = {name: place for name in ("data", "init_from", "teacher", "reward") if (place := getattr(parsed, name))}
+    elsewhere = {name: path for name in ("data", "init_from", "teacher", "reward") if (path := getattr(parsed, name))}
     if (parsed.ranks or 1) > 1 and not launched and "OMP_NUM_THREADS" not in threads.environment_before():
         torch.set_num_threads(1)  # as each of the ranks has
     changed = check_machine(record, spans, elsewhere, allow_changes=parsed.allow_changes)

@@ -226,7 +226,7 @@ class Batches:
 
     def trained_tokens(self, first_sample: int, samples: int) -> int:
         """The number of targets of samples `first_sample`, ... that are not -1."""
-        return sum(self._trained_of(*place) for place in self.locate_all(first_sample, samples).tolist())
+        return sum(self._trained_of(*row) for row in self.locate_all(first_sample, samples).tolist())
 
     def _trained_of(self, shard: int, start: int, length: int) -> int:
         trained = self._targets(shard)
@@ -253,7 +253,7 @@ class Batches:
 
     def locate_all(self, first_sample: int, samples: int) -> np.ndarray:
         """`locate` of samples `first_sample`, ..., (samples, 3) int64: a shard's at once."""
-        places, begin = np.full((samples, 3), self.sequence_length + 1), 0
+        located, begin = np.full((samples, 3), self.sequence_length + 1), 0
         while begin < samples:
             epoch, position = divmod(first_sample + begin, self.samples_per_epoch)
             if epoch != self._epoch:
@@ -261,7 +261,7 @@ class Batches:
             visit, offset = int(np.searchsorted(self._first, position, side="right")) - 1, 0
             shard, window = self._order[visit], position - int(self._first[visit])
             windows = np.arange(window, min(window + samples - begin, self._windows[shard]))
-            rows = places[begin : begin + len(windows)]
+            rows = located[begin : begin + len(windows)]
             if self.shuffle:
                 windows = permute_all(windows, self._windows[shard], mix(self.seed, WINDOW_ORDER, epoch, shard))
                 slack = self.shards[shard].token_count - 1 - self._windows[shard] * self.sequence_length
@@ -270,7 +270,7 @@ class Batches:
             if self.packing == WHOLE:
                 rows[:, 1], rows[:, 2] = (column[windows] for column in self._rows[shard])
             begin += len(windows)
-        return places
+        return located
 
     def context(self, sample: int) -> int:
         """The number of leading targets of a sample that it does not score, because the previous sample does."""
@@ -323,7 +323,7 @@ class Batches:
         used = [shard for shard, windows in enumerate(self._windows) if windows]
         if self.shuffle:
             key = mix(self.seed, SHARD_ORDER, epoch)
-            used = [used[place] for place in permute_all(np.arange(len(used)), len(used), key).tolist()]
+            used = [used[index] for index in permute_all(np.arange(len(used)), len(used), key).tolist()]
         self._order = used
         self._first = np.cumsum([0] + [self._windows[shard] for shard in used[:-1]])
         self._epoch = epoch

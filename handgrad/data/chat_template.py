@@ -199,7 +199,7 @@ class _Jinja:
             if not self.has_generation:
                 marked, said = _marked(messages), _answers(messages)
                 needed.append(json.dumps([marked, False]))
-                asked = (n for place, n in enumerate(said) if n and not _is_inner(place, said))
+                asked = (n for index, n in enumerate(said) if n and not _is_inner(index, said))
                 needed += [json.dumps([marked[:number], True]) for number in asked]
         self.ahead = dict(zip(needed, self.request(needed), strict=True))
 
@@ -250,9 +250,9 @@ class _Jinja:
             raise DataError("expected a template that writes every message of the assistant, found one that does not")
         prompts: list[str] = []
         ending = ""
-        for place, number in enumerate(said):
+        for index, number in enumerate(said):
             before, begin = spans[-1][1] if spans else 0, 0
-            if _is_inner(place, said):
+            if _is_inner(index, said):
                 ending = ending or self.ending(prompts)
                 begin = begin_of_answer(text, before, ending, marked[number]["content"])
             if not begin:
@@ -328,18 +328,18 @@ def begin_of_answer(text: str, first: int, ending: str, marked: str) -> int:
     """The index in `text`, from `first` on, where the next answer begins: right after a prompt's `ending`, with nothing but
     the answer up to its mark; 0 if there is none. `marked`: the answer with its mark."""
     end = text.find(CONTENT_END, first)
-    place = text.rfind(ending, first, end) if ending else -1
-    begin = place + len(ending)
-    return begin if place >= 0 and text[begin:end].strip() == marked[: marked.index(CONTENT_END)].strip() else 0
+    position = text.rfind(ending, first, end) if ending else -1
+    begin = position + len(ending)
+    return begin if position >= 0 and text[begin:end].strip() == marked[: marked.index(CONTENT_END)].strip() else 0
 
 
 def _answers(messages: list[dict[str, str]]) -> list[int]:
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _is_inner(place: int, said: list[int]) -> bool:
+def _is_inner(index: int, said: list[int]) -> bool:
     """True for an answer whose prompt is rendered only if `begin_of_answer` fails."""
-    return RENDERED_PROMPTS <= place < len(said) - RENDERED_PROMPTS
+    return RENDERED_PROMPTS <= index < len(said) - RENDERED_PROMPTS
 
 
 def _marked(messages: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -193,7 +193,7 @@ def order_of(weights: tuple[Fraction, ...], block: int, key: int) -> list[int]:
     """The set of each sample in a block, as an index into `weights`."""
     before, after = (shares(weights, blocks * BLOCK) for blocks in (block, block + 1))
     sets = [index for index, (a, b) in enumerate(zip(before, after, strict=True)) for _ in range(b - a)]
-    return [sets[place] for place in permute_all(np.arange(BLOCK), BLOCK, key).tolist()]
+    return [sets[slot] for slot in permute_all(np.arange(BLOCK), BLOCK, key).tolist()]
 
 
 class MixedBatches:
@@ -228,5 +228,5 @@ class MixedBatches:
 
     def trained_tokens(self, first_sample: int, samples: int) -> int:
         """As `Batches.trained_tokens`."""
-        places = map(self.given, range(first_sample, first_sample + samples))
-        return sum(self.sets[name].trained_tokens(samples_drawn[name], 1) for name, samples_drawn in places)
+        draws = map(self.given, range(first_sample, first_sample + samples))
+        return sum(self.sets[name].trained_tokens(samples_drawn[name], 1) for name, samples_drawn in draws)

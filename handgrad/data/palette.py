@@ -47,13 +47,13 @@ def train_palette(pictures: Iterable[np.ndarray], colours: int) -> np.ndarray:
 def nearest(pixels: np.ndarray, palette: np.ndarray) -> np.ndarray:
     """The index (...), uint16, in a palette (colours, 3) of the colour nearest to each pixel (..., 3); of equally near ones
     the lowest. It minimises |c|^2 - 2 p.c: |p - c|^2 less |p|^2, whole numbers below 2^24, which float32 holds exactly."""
-    packed, places = np.unique(_packed(pixels), return_inverse=True)
+    packed, indices = np.unique(_packed(pixels), return_inverse=True)
     points = np.concatenate([_unpacked(packed), np.ones((len(packed), 1))], 1, dtype=np.float32)
     terms = np.concatenate([-2.0 * palette, (palette.astype(np.float32) ** 2).sum(1, keepdims=True)], 1, dtype=np.float32)
     chosen, step = np.empty(len(points), np.uint16), max(1, CHUNK // len(palette))
     for first in range(0, len(points), step):
         chosen[first : first + step] = (points[first : first + step] @ terms.T).argmin(1)
-    return chosen[places].reshape(pixels.shape[:-1])
+    return chosen[indices].reshape(pixels.shape[:-1])
 
 
 def plain_view(codes: Codes) -> View:

@@ -127,8 +127,8 @@ class PairBatches:
 
     def locate_all(self, first_sample: int, samples: int) -> np.ndarray:
         """The documents of samples `first_sample`, ..., int64."""
-        epochs, places = divmod(np.arange(first_sample, first_sample + samples), self.samples_per_epoch)
-        pairs, sides = divmod(places, 2)
+        epochs, indices = divmod(np.arange(first_sample, first_sample + samples), self.samples_per_epoch)
+        pairs, sides = divmod(indices, 2)
         for epoch in np.unique(epochs).tolist() if self.shuffle else ():
             key, at = mix(self.seed, WINDOW_ORDER, epoch), epochs == epoch
             pairs[at] = permute_all(pairs[at], self.samples_per_epoch // 2, key)

@@ -58,8 +58,8 @@ class PromptShard:
 
     def of_group(self, group: int, seed: int) -> int:
         """The prompt of a 0-based group of rollouts: epoch after epoch, each in an order of its own from the seed."""
-        epoch, place = divmod(group, len(self.prompts))
-        return permute(place, len(self.prompts), mix(seed, WINDOW_ORDER, epoch))
+        epoch, index = divmod(group, len(self.prompts))
+        return permute(index, len(self.prompts), mix(seed, WINDOW_ORDER, epoch))
 
 
 def open_prompts(data: str, model: str) -> Dataset:

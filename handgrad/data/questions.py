@@ -190,10 +190,10 @@ def _follow(asked: Sequence[str]) -> tuple[str | None, str | None]:
         before = _follow(asked[:-1])[1] or ""
         return ("plus", str(int(before) + int(match[1]))) if before.isdigit() else (None, None)
     question = FACT.sub("", asked[-1])
-    for pattern, place in ((OWNER, 0), (COLOUR, 1)):
+    for pattern, group in ((OWNER, 0), (COLOUR, 1)):
         if match := pattern.fullmatch(question):
             fact = next((fact for fact in FACT.findall(_facts(asked)) if fact[2] == match[1]), None)
-            return ("world", fact[place]) if fact else (None, None)
+            return ("world", fact[group]) if fact else (None, None)
     for name, kind in KINDS.items():
         if match := kind.pattern.fullmatch(asked[-1]):
             return name, kind.answer(match)

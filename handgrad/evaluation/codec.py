@@ -55,8 +55,8 @@ class Codec:
         """The picture of codes (*grid), of which the places that miss theirs are grey."""
         missing = codes == MISSING
         (picture,) = self.decode(np.where(missing, 0, codes)[None])
-        places = [side // codes for side, codes in zip(self.size, self.grid, strict=True)]
-        picture[np.kron(missing, np.ones(places, bool))] = GREY
+        sizes = [side // codes for side, codes in zip(self.size, self.grid, strict=True)]
+        picture[np.kron(missing, np.ones(sizes, bool))] = GREY
         return picture
 
 

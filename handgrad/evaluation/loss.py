@@ -86,8 +86,8 @@ def in_order(own: list[float], width: int, micro_batches: int, ranks: Ranks) -> 
     """The numbers of all ranks, `width` for each micro-batch, in the order of the samples. `own`: this rank's."""
     rounds = -(-micro_batches // ranks.size)
     everyone = ranks.all_gather_numbers([*own, *[0.0] * (rounds * width - len(own))], "losses of the evaluation")
-    places = ((rank, turn * width) for turn in range(rounds) for rank in range(ranks.size))
-    return [number for rank, first in places for number in everyone[rank][first : first + width]][: micro_batches * width]
+    starts = ((rank, turn * width) for turn in range(rounds) for rank in range(ranks.size))
+    return [number for rank, first in starts for number in everyone[rank][first : first + width]][: micro_batches * width]
 
 
 def perplexity(loss: float) -> float:

@@ -40,16 +40,16 @@ PLACE = "path"  # of the weights, in a manifest's entry on their origin
 def located(weights: Weights) -> Weights:
     """The weights, with their path added to their origin: a run of adapters finds them there again."""
     folder = Path(weights.origin["source"]) if weights.checkpoint is None else weights.checkpoint.folder
-    place = {PLACE: str(folder.absolute())} if folder.exists() else {}  # else a name on the Hub
-    return replace(weights, origin=weights.origin | place)
+    location = {PLACE: str(folder.absolute())} if folder.exists() else {}  # else a name on the Hub
+    return replace(weights, origin=weights.origin | location)
 
 
 def base_of(saved: Checkpoint, open_weights: Callable[[str], Weights], elsewhere: str = "") -> Weights:
     """Opens the base weights of a checkpoint's adapters with `open_weights`; `elsewhere`: their path now, if they moved.
     Raises `DataError` if they are gone or have changed."""
     origin = saved.manifest.get("init") or {}
-    source, place = str(origin.get("source", "")), str(origin.get(PLACE, ""))
-    where = place if place and Path(place).exists() else source
+    source, folder = str(origin.get("source", "")), str(origin.get(PLACE, ""))
+    where = folder if folder and Path(folder).exists() else source
     where = elsewhere if elsewhere not in ("", source) else where
     try:
         base = open_weights(where)
@@ -222,17 +222,17 @@ def read_adapters(folder: Path, shape: ModelShape) -> tuple[tuple[Adapter, ...],
     `DataError` for an adapter that is foreign or of another size."""
     lora, _ = read_config(folder)
     path = folder / PEFT_WEIGHTS
-    places: dict[str, tuple[Adapter, Part, str]] = {}  # PEFT's name -> adapter, product, A or B
+    by_name: dict[str, tuple[Adapter, Part, str]] = {}  # PEFT's name -> adapter, product, A or B
     for adapter in adapters_of(shape, lora):
         for product, module in modules(shape, adapter.weight).items():
             part = next(part for part in adapter.parts if part.name == product)
-            places |= {f"{PREFIX}{module}.lora_{kind}.weight": (adapter, part, kind) for kind in "AB"}
+            by_name |= {f"{PREFIX}{module}.lora_{kind}.weight": (adapter, part, kind) for kind in "AB"}
     tensors: dict[tuple[str, str, str], Tensor] = {}
     with huggingface.opened(path) as stored:
         for name in stored.keys():  # noqa: SIM118
-            if name not in places:
+            if name not in by_name:
                 raise DataError(f"expected adapters of this model's blocks in {path}, found also {name!r:.120}")
-            adapter, part, kind = places[name]
+            adapter, part, kind = by_name[name]
             outputs = part.outputs.stop - part.outputs.start
             wanted, values = ((lora.rank, adapter.inputs) if kind == "A" else (outputs, lora.rank)), stored.get_tensor(name)
             if tuple(values.shape) != wanted:

@@ -87,11 +87,11 @@ def weights_of(saved: Checkpoint, named: str = "", above: tuple[Path, ...] = ())
 
 def with_base(above: tuple[Path, ...], base: Path) -> tuple[Path, ...]:
     """`above`, extended by the path of the weights under them. Raises DataError if they form a cycle."""
-    place = base.resolve()
-    if place in above:
-        circle = " on ".join(map(str, (*above[above.index(place) :], place)))
+    resolved = base.resolve()
+    if resolved in above:
+        circle = " on ".join(map(str, (*above[above.index(resolved) :], resolved)))
         raise DataError(f"expected adapters on weights, found adapters on each other: {circle}; name their weights anew")
-    return (*above, place)
+    return (*above, resolved)
 
 
 def imported(kind: str, source: str, model: HuggingFaceFolder | LlmcModel, files: Iterable[Path]) -> Weights:

@@ -172,8 +172,8 @@ class NormPart(Part):
 def norm_parts(buckets: Buckets, lanes: int, rank: int, ranks: int) -> list[NormPart]:
     """The rank's parts, with blocks of their own, by lane, then bucket: all ranks' sums in turn are a single rank's."""
     parts, most = [], norm_blocks_per_lane(buckets, lanes)
-    for place, part in enumerate(range(rank * lanes // ranks, (rank + 1) * lanes // ranks)):
-        partial = place * most
+    for index, part in enumerate(range(rank * lanes // ranks, (rank + 1) * lanes // ranks)):
+        partial = index * most
         for bucket in buckets:
             flat = bucket.owned(part, lanes)
             first = bucket.local(rank, ranks).start - bucket.owned(rank, ranks).start

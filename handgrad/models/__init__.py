@@ -59,10 +59,10 @@ def forward_buffers(
 
 def document_buffers(model: ModuleType, batch: int, length: int) -> list[Buffer]:
     """The document inputs (see `joins.documents`) that the architecture has."""
-    places = (batch, length)
+    sizes = (batch, length)
     rows = {
-        "document_starts": (places, torch.int32),
-        "positions": (places, torch.int64),
+        "document_starts": (sizes, torch.int32),
+        "positions": (sizes, torch.int64),
         "sorted_by_position": ((batch * length,), torch.int32),
     }
     known = {field.name for field in fields(model.Activations)}

@@ -108,8 +108,8 @@ def prompts_attend(
         store_prompts(ops, block, sequences, layer, batch, append=append)
         if append:
             cache = sequences.keys[layer], sequences.values[layer]
-            places = sequences.prompt_slots[:batch], sequences.prompt_positions[: block.qkv.shape[0]]
-            ops.decode.attention_append(block.atty, *cache, block.qkv, *places, window=window, **scratch)
+            where = sequences.prompt_slots[:batch], sequences.prompt_positions[: block.qkv.shape[0]]
+            ops.decode.attention_append(block.atty, *cache, block.qkv, *where, window=window, **scratch)
         elif 0 < window < block.lse.shape[2]:
             starts = torch.empty(batch, block.lse.shape[2], dtype=torch.int32, device=block.qkv.device)
             fill_window_starts(starts, None, window)

@@ -80,11 +80,11 @@ def attention(
 
 
 def norm_and_rotate(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, layer: int, **place: Any
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, layer: int, **where: Any
 ) -> Launch:
-    """Norms and rotates queries and keys. `place`: `length` of the samples, or `positions` of one token per sequence."""
+    """Norms and rotates queries and keys. `where`: `length` of the samples, or `positions` of one token per sequence."""
     tensors = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
-    options = rotation(family_of(shape), layer) | norm_options(shape) | place
+    options = rotation(family_of(shape), layer) | norm_options(shape) | where
     return partial(ops.gained_qk_norm_rotary_forward, *tensors, **options)
 
 
@@ -294,10 +294,10 @@ def prefill(
     act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
     at_places = ops.decode if append else ops
-    place: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}
+    where: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}
     embed(ops.token_embedding_forward, x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
-        rotated = norm_and_rotate(at_places, weights, act, shape, layer, **place)
+        rotated = norm_and_rotate(at_places, weights, act, shape, layer, **where)
         if layer + 1 < len(w.blocks):
             attend = prompts_attend(ops, act, b, layer, batch, append=append, window=shape.windows[layer])
             block_forward(ops, weights, act, x, x, (rotated, attend), s, norm)

@@ -94,10 +94,10 @@ def rotation(shape: ModelShape, layer: int) -> dict[str, Any]:
 
 
 def norm_and_rotate(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, layer: int, **place: Any
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, layer: int, **where: Any
 ) -> Launch:
-    """Norms, if the model does, and rotates queries and keys. `place`: as in `models.gemma3`."""
-    options = rotation(shape, layer) | place
+    """Norms, if the model does, and rotates queries and keys. `where`: as in `models.gemma3`."""
+    options = rotation(shape, layer) | where
     if act.heads is None:
         return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
     norm = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
@@ -360,13 +360,13 @@ def prefill(
     act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
     at_places = ops.decode if append else ops
-    place: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}
+    where: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}
     ops.token_embedding_forward(x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks[:-1]):
-        rotated = norm_and_rotate(at_places, weights, act, shape, layer, **place)
+        rotated = norm_and_rotate(at_places, weights, act, shape, layer, **where)
         attention = prompt_attention(ops, act, b, layer, batch, append=append, window=shape.windows[layer])
         block_forward(ops, weights, act, x, rotated, s, epsilon, {}, attend=attention)
     last = w.blocks[-1]  # prefill needs only its keys and values
     queries_keys_values(ops, last, act, x, s, epsilon)
-    norm_and_rotate(at_places, last, act, shape, len(w.blocks) - 1, **place)()
+    norm_and_rotate(at_places, last, act, shape, len(w.blocks) - 1, **where)()
     store_prompts(ops, act, b, len(w.blocks) - 1, batch, append=append)

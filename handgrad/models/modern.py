@@ -92,13 +92,13 @@ def block_forward(
 # Norm and rotation of queries and keys, forward and backward: both, one of the two, or neither.
 
 
-def norm_and_rotate(ops: ModuleType, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
-    """`place`: the `length` of the samples, or the `positions` of one token per sequence."""
+def norm_and_rotate(ops: ModuleType, act: BlockActivations, shape: ModelShape, **where: Any) -> Launch:
+    """`where`: the `length` of the samples, or the `positions` of one token per sequence."""
     if not shape.has("rotary"):
         return no_launch if act.qk_rstd is None else partial(ops.qk_norm_forward, act.qkv, act.qk_rstd)
     if act.qk_rstd is None:
-        return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **place)
-    return partial(ops.qk_norm_rotary_forward, act.qkv, act.qk_rstd, **place)
+        return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **where)
+    return partial(ops.qk_norm_rotary_forward, act.qkv, act.qk_rstd, **where)
 
 
 def norm_and_rotate_backward(ops: ModuleType, act: BlockActivations, dqkv: Tensor, shape: ModelShape) -> None:

@@ -87,16 +87,16 @@ def norm_and_rotate(
     act: BlockActivations,
     shape: ModelShape,
     layer: int,
-    **place: Any,
+    **where: Any,
 ) -> None:
-    """Normalises queries and keys and rotates them. `place`: the `length` of the samples, or the `positions` of one token
+    """Normalises queries and keys and rotates them. `where`: the `length` of the samples, or the `positions` of one token
     per sequence, which `rotating` takes."""
     (q, k, v), (q_out, k_out, v_out) = split(act.heads, shape), split(act.qkv, shape)
     family = family_of(shape)
     ops.rmsnorm_forward(q_out, act.q_rstd, q, w.q_gain, epsilon=family.norm_epsilon)
     ops.rmsnorm_forward(k_out, act.k_rstd, k, w.k_gain, epsilon=family.norm_epsilon)
     v_out.copy_(v)
-    options = rotation(family, shape.head_width, layer) | place
+    options = rotation(family, shape.head_width, layer) | where
     rotating.rotary_forward(act.qkv, num_heads=shape.num_heads, **options)
 
 
@@ -305,10 +305,10 @@ def prefill(
     act = prefill_block(b.blocks[0], batch, length)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
     at_places = ops.decode if append else ops
-    place: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}
+    where: dict[str, Any] = {"positions": b.prompt_positions[:N]} if append else {"length": length}
     ops.token_embedding_forward(x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
-        rotated = partial(norm_and_rotate, ops, at_places, weights, act, shape, layer, **place)
+        rotated = partial(norm_and_rotate, ops, at_places, weights, act, shape, layer, **where)
         if layer + 1 < len(w.blocks):
             attend = prompts_attend(ops, act, b, layer, batch, append=append, window=shape.windows[layer])
             block_forward(ops, weights, act, x, x, (rotated, attend), s, epsilon)

@@ -129,9 +129,9 @@ def letters(shape: "ModelShape") -> dict[str, int]:
 def flops_per_token(shape: "ModelShape") -> float:
     """FLOPs of forward and backward per byte: 6 for each weight at each place that a convolution computes."""
     C, Z, L = shape.channels, family_of(shape).latent_channels, shape.num_layers
-    places = [rows * columns for rows, columns in (sides_of(shape, level) for level in range(L + 1))]
-    ends = places[0] * 2 * 27 * C + places[-1] * 2 * 9 * C * Z
-    levels = sum(2 * (9 * C * C * places[level] + 16 * C * C * places[level + 1]) for level in range(L))
+    areas = [rows * columns for rows, columns in (sides_of(shape, level) for level in range(L + 1))]
+    ends = areas[0] * 2 * 27 * C + areas[-1] * 2 * 9 * C * Z
+    levels = sum(2 * (9 * C * C * areas[level] + 16 * C * C * areas[level + 1]) for level in range(L))
     return 6.0 * (ends + levels) / shape.sequence_length
 
 

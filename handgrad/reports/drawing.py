@@ -79,11 +79,11 @@ def spread_names(axes: Axes) -> None:
     size = min(NAME_POINTS, height / NAME_GAP / len(names))
     ends = np.clip((axes.transData - axes.transAxes).transform([text.xy for text in names]), 0, 1)
     order = np.argsort(ends[:, 1], kind="stable")
-    for place, index in zip(apart(ends[order, 1], NAME_GAP * size / height), order, strict=True):
-        names[index].set(y=place, fontsize=size)
+    for top, index in zip(apart(ends[order, 1], NAME_GAP * size / height), order, strict=True):
+        names[index].set(y=top, fontsize=size)
         mark = str(names[index].get_gid()).replace(NAME, LEADER)
         style: Style = {"color": names[index].get_color(), "linewidth": 0.5, "clip_on": False, "gid": mark}
-        leader = Line2D([ends[index, 0], 1.012], [ends[index, 1], place], transform=axes.transAxes, **style)
+        leader = Line2D([ends[index, 0], 1.012], [ends[index, 1], top], transform=axes.transAxes, **style)
         leader.set_in_layout(False)
         axes.add_line(leader)
 

@@ -209,9 +209,9 @@ def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> No
     for index, run in enumerate(runs):
         if by_tokens and run.is_log:
             continue
-        place = partial(tokens_at, run) if by_tokens else np.asarray
+        x_of = partial(tokens_at, run) if by_tokens else np.asarray
         name = "training" if len(runs) == 1 else run.name
-        draw_curve(axes, place(run.steps.step), run.steps.loss, index, runs, np.mean, name)
+        draw_curve(axes, x_of(run.steps.step), run.steps.loss, index, runs, np.mean, name)
         if len(picked := thin(len(run.validations), MARKS)):
             points = np.array(run.validations, dtype=float)[picked]
             points[~np.isfinite(points)] = np.nan
@@ -221,7 +221,7 @@ def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> No
             dots: Style = {"color": color, "marker": "o", "markersize": size, "linewidth": 0.9, "zorder": 4}
             dots |= {"markeredgecolor": light("page"), "markeredgewidth": 0.7}
             name = "validation" if len(runs) == 1 else f"{run.name}, validation"
-            x = place(points[:, 0])
+            x = x_of(points[:, 0])
             axes.plot(x, points[:, 1], label=label(name), **run_mark(index), **dots)
             if len(runs) == 1:
                 name_end(axes, name, x, points[:, 1], color, index)

@@ -104,8 +104,8 @@ class GatheredBucket:
     def __call__(self, shard: Tensor, bucket: Bucket) -> Tensor:
         whole = self.state.views["exchange"].view(shard.dtype)[: bucket.elements]
         if self.held != (wanted := (shard.data_ptr(), bucket.name)):
-            operation, place = f"checkpoint, {bucket.name}", (self.ranks.rank, self.ranks.size)
-            work = self.ranks.all_gather(whole, shard[bucket.local(*place)], operation, bucket.shares(place[1]))
+            operation, rank, size = f"checkpoint, {bucket.name}", self.ranks.rank, self.ranks.size
+            work = self.ranks.all_gather(whole, shard[bucket.local(rank, size)], operation, bucket.shares(size))
             self.ranks.wait(work, operation)
             self.held = wanted
         return whole

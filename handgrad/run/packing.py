@@ -154,10 +154,10 @@ def packing_lines(config: RunConfig, dataset: Dataset, origin: dict[str, Any] | 
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)
     samples = in_order.samples_per_epoch
-    places = samples * config.sequence_length
-    parts = [PACKING_TEXT[config.packing], f"{in_order.scored_tokens(samples) / places:.1%} of the targets are trained"]
+    targets = samples * config.sequence_length
+    parts = [PACKING_TEXT[config.packing], f"{in_order.scored_tokens(samples) / targets:.1%} of the targets are trained"]
     if config.packing == WHOLE:
-        parts.insert(-1, f"{max(0.0, 1 - dataset.tokens('train') / places):.1%} of the rows is padding")
+        parts.insert(-1, f"{max(0.0, 1 - dataset.tokens('train') / targets):.1%} of the rows is padding")
     cut = cut_documents(dataset, config.sequence_length) if config.packing == WHOLE else []
     return [f"packing    {config.packing}: {', '.join(parts)}", *cut]
 

@@ -94,8 +94,8 @@ def resolve(
     teacher = teacher_of(config, shape)
     if config.packed:
         readers = [model] if teacher is None else [model, models.architecture(teacher.shape)]
-        places = config.micro_batch, shape.sequence_length
-        buffers += {row.name: row for each in readers for row in models.document_buffers(each, *places)}.values()
+        batch_sizes = config.micro_batch, shape.sequence_length
+        buffers += {row.name: row for each in readers for row in models.document_buffers(each, *batch_sizes)}.values()
     if teacher is not None:
         buffers += distill.buffers(teacher, rows, dtype, plain_ops)
     if config.dropout:

@@ -191,9 +191,9 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(aside)
 
 
-def move_aside(folder: Path, place: str = DAMAGED) -> Path:
-    """Moves a checkpoint into its sibling folder `place`; returns its new path."""
-    aside, name, number = folder.parent / place, folder.name, 0
+def move_aside(folder: Path, kind: str = DAMAGED) -> Path:
+    """Moves a checkpoint into its sibling folder `kind`; returns its new path."""
+    aside, name, number = folder.parent / kind, folder.name, 0
     aside.mkdir(exist_ok=True)
     while (moved := aside / (name if number == 0 else f"{name}.{number}")).exists():
         number += 1
@@ -254,7 +254,7 @@ def folders(checkpoints: Path) -> list[Path]:
 
 def unused_checkpoints(checkpoints: Path) -> list[Path]:
     """The checkpoints in `damaged` and `failing`, which no run resumes from."""
-    paths = (path for place in (DAMAGED, FAILING) for path in sorted((checkpoints / place).glob("step_*")))
+    paths = (path for kind in (DAMAGED, FAILING) for path in sorted((checkpoints / kind).glob("step_*")))
     return [path for path in paths if path.is_dir()]
 
 

@@ -68,11 +68,11 @@ def place_of(name: str, run: Path, config: Mapping[str, Any], manifest: Mapping[
     origin = (manifest.get("init") or {}).get("path") if name == "init_from" else None
 
     def place(path: str) -> str:
-        places = [*(str(folder / path) for folder in folders), *([origin] if isinstance(origin, str) else []), path]
-        places = list(dict.fromkeys(path if Path(one) == Path.cwd() / path else one for one in places))
-        here = next((one for one in places if Path(one).exists()), "")
+        paths = [*(str(folder / path) for folder in folders), *([origin] if isinstance(origin, str) else []), path]
+        paths = list(dict.fromkeys(path if Path(one) == Path.cwd() / path else one for one in paths))
+        here = next((one for one in paths if Path(one).exists()), "")
         if needed and not here:
-            raise DataError(f"expected the data of {run}, found none at {' nor at '.join(places)}; name them by --data DIR")
+            raise DataError(f"expected the data of {run}, found none at {' nor at '.join(paths)}; name them by --data DIR")
         return here or path
 
     if name != "data" or "=" not in text or Path(text).exists():

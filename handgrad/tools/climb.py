@@ -79,8 +79,8 @@ def grade(folder: Path, step: str) -> dict[str, str]:
     right = [table.answers(case) for case in cases]
     try:
         results = [checked(call(function, case), expected) for case, expected in zip(cases, right, strict=True)]
-        for place, name in enumerate(right[0]):
-            pairs = [(yours[place], expected[name]) for yours, expected in zip(results, right, strict=True)]
+        for index, name in enumerate(right[0]):
+            pairs = [(yours[index], expected[name]) for yours, expected in zip(results, right, strict=True)]
             verdicts[name] = diagnosis(table, name, cases, pairs)
         if hasattr(table, "further") and {*verdicts.values()} == {RIGHT}:
             verdicts["it"] = table.further(function, cases) or RIGHT
@@ -151,8 +151,8 @@ def wrong_terms(sizes: list[dict[str, int]], parts: list[dict[str, Tensor]], pai
         factors.append(torch.linalg.lstsq(columns, yours.reshape(-1, 1), driver="gelsd").solution)
         if not close((columns @ factors[-1]).view(yours.shape), yours, 10 * tolerance):
             return ""
-    for place, part in enumerate(parts[0]):
-        factor, whole = named_factor([factor[place].item() for factor in factors], sizes), part or "everything"
+    for index, part in enumerate(parts[0]):
+        factor, whole = named_factor([factor[index].item() for factor in factors], sizes), part or "everything"
         if not factor:
             return ""
         words = {"0": f"lacks {part}" if part else "is zero everywhere", "-1": f"has {whole} with the wrong sign"}
@@ -180,11 +180,11 @@ def first_difference(name: str, pairs: Pairs, tolerance: float) -> str:
     yours, right = next((yours.double(), right.double()) for yours, right in pairs if not close(yours, right, tolerance))
     most = tolerance * right.nan_to_num(0, 0, 0).abs().max().item()
     bad = ~torch.isclose(yours, right, rtol=0, atol=most, equal_nan=True)
-    places, cosine = bad.nonzero(), torch.cosine_similarity(yours.flatten(), right.flatten(), dim=0).item()
-    first = tuple(places[0].tolist())
-    words = f"differs in {len(places)} of {bad.numel()} numbers, first at {list(first)}: {yours[first].item():.9g}, where"
+    indices, cosine = bad.nonzero(), torch.cosine_similarity(yours.flatten(), right.flatten(), dim=0).item()
+    first = tuple(indices[0].tolist())
+    words = f"differs in {len(indices)} of {bad.numel()} numbers, first at {list(first)}: {yours[first].item():.9g}, where"
     words += f" {right[first].item():.9g} is right"
     for axis, size in enumerate(bad.shape):
-        some = places[:, axis].unique().tolist()
+        some = indices[:, axis].unique().tolist()
         words += f"; on axis {axis} only at {', '.join(map(str, some))}" * (len(some) <= size // 2)
     return words + (f"; the cosine of both is {cosine:.3f}" if bad.numel() > 1 and yours.isfinite().all() else "")

@@ -79,9 +79,9 @@ class SavedBuffer:
     def pieces(self, row: ParameterRow) -> Iterator[tuple[Tensor, slice]]:
         """Yields this process's share of the stored part of a row: (view of the shard, slice of the flattened row)."""
         start, stop = row.offset, row.offset + math.prod(row.stored_shape)
-        place = self.sharding.shard, self.sharding.shards
+        shard, shards = self.sharding.shard, self.sharding.shards
         for bucket in self.layout.buckets:
-            owned, local = bucket.owned(*place), bucket.local(*place)
+            owned, local = bucket.owned(shard, shards), bucket.local(shard, shards)
             first, end = max(start, owned.start), min(stop, owned.stop)
             if first < end:
                 into = local.start + first - owned.start

@@ -19,7 +19,7 @@ TYPES = {**NUMBERS, "length": "i32"}
 TYPES |= dict.fromkeys(("rstd", "losses", "scale", "gate", "partials"), "*fp32:16") | dict.fromkeys(
     ("targets", "positions", "tokens"), "*i64:16"
 )
-TYPES |= dict.fromkeys(("mean", "dweights", "dbiases"), "*fp32:16") | {"places": "i32:16"}
+TYPES |= dict.fromkeys(("mean", "dweights", "dbiases"), "*fp32:16") | {"pixels": "i32:16"}
 TYPES |= {"frequencies": "*fp64:16", "epsilon": "fp32", "F": "i32:16"}
 
 Launch = tuple[triton.JITFunction, dict[str, object], int]
@@ -64,7 +64,7 @@ def launches(itemsize: int) -> dict[str, Launch]:
             found[f"mix_rmsnorm_backward of {C}, {name}"] = mix._backward, constants | dict.fromkeys(absent), warps
     for C in (64, 192):
         constants = {"C": C, "Q": 8, "BLOCK": triton.next_power_of_2(C // 8)}
-        constants["PLACES"] = groupnorm.ELEMENTS // constants["BLOCK"]
+        constants["PIXELS"] = groupnorm.ELEMENTS // constants["BLOCK"]
         for way, kernel in (("forward", groupnorm._forward), ("backward", groupnorm._backward)):
             found[f"groupnorm_{way} of {C}"] = kernel, constants, groupnorm.WARPS
     for C, H, D in HEADS:

@@ -197,18 +197,18 @@ class HandgradModernForCausalLM(PreTrainedModel, GenerationMixin):
             mask = visible(past, length, mask, x.device)
         else:
             keys = mask.shape[-1]
-        places = torch.arange(past, past + length, device=x.device)
+        indices = torch.arange(past, past + length, device=x.device)
 
         def recall(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
             if past_key_values is None:
                 return k, v
             # The first versions of transformers 5 have a static cache write where they are told.
-            k, v = past_key_values.update(k, v, layer, {"cache_position": places})
+            k, v = past_key_values.update(k, v, layer, {"cache_position": indices})
             return k[:, :, :keys], v[:, :, :keys]  # a static cache has room for more
 
         turn = None
         if config.has("rotary"):
-            position_ids = places.unsqueeze(0) if position_ids is None else position_ids
+            position_ids = indices.unsqueeze(0) if position_ids is None else position_ids
             width = config.hidden_size // config.num_attention_heads
             turn = angles(position_ids, width, config.rotary_base, torch.promote_types(x.dtype, torch.float32))
         if config.has("embedding_norm"):

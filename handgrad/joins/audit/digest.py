@@ -68,7 +68,7 @@ class StateDigest:
             everyone = everyone[:1]  # each rank has the whole state
         halves = [[int(half) & BITS32 for half in row] for row in everyone]
         totals = [
-            sum(row[place] + (row[place + 1] << 32) for row in halves) % 2**64 for place in range(0, len(halves[0]), 2)
+            sum(row[index] + (row[index + 1] << 32) for row in halves) % 2**64 for index in range(0, len(halves[0]), 2)
         ]
         texts = [f"{total:016x}" for total in totals]
         return {name: "".join(texts[DIGEST_SUMS * i : DIGEST_SUMS * (i + 1)]) for i, name in enumerate(self.names)}

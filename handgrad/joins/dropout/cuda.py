@@ -91,13 +91,13 @@ def _dropout(
     column = tl.arange(0, BLOCK_C)[None, :]
     in_rows = row < N
     inside = in_rows & (column < C)
-    place = row.to(tl.int64) * C + column
+    offset = row.to(tl.int64) * C + column
     keys = row_keys(sample_key(samples, tl.where(in_rows, row // T, 0), stream), 0, row % T)
-    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(inp + offset, mask=inside, other=0.0).to(tl.float32)
     x = tl.where(kept(keys, 0, column, threshold), x * dropout_scale, 0.0)
     if residual is not None:
-        x += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, x.to(out.dtype.element_ty), mask=inside)
+        x += tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + offset, x.to(out.dtype.element_ty), mask=inside)
 
 
 # In attention, M a mask of zeros and ones and c = 1 / (1 - p):  y = c (M P) v,  dv = c (M P)^T dy,
@@ -125,8 +125,8 @@ def forward_kernel(
     out, lse, qkv, starts, samples, stream, threshold, dropout_scale, H, T, C, row_stride, D: tl.constexpr,
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
-    b, h, row, column, vector, first, left = place
+    q, head, block = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    b, h, row, column, vector, first, left = block
     if starts is not None:
         starts += b * T
     mask = row_keys(head_key(sample_key(samples, b, stream), h), first, tl.arange(0, QUERIES)), threshold
@@ -140,8 +140,8 @@ def dq_kernel(
     dqkv, sums, dout, out, lse, qkv, starts, samples, stream, threshold, dropout_scale, H, T, C, row_stride,
     D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
-    b, h, row, column, vector, first, left = place
+    q, head, block = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    b, h, row, column, vector, first, left = block
     if starts is not None:
         starts += b * T
     dy, delta = load_dy_delta(dout, out, row * C + column, C, left, D, QUERIES, WIDTH, TAIL)
@@ -159,8 +159,8 @@ def dkdv_kernel(
     dqkv, sums, dout, qkv, starts, samples, stream, threshold, dropout_scale, H, T, C, row_stride, D: tl.constexpr,
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    k, v, head, place = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
-    b, h, row, column, _, first, left = place
+    k, v, head, block = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
+    b, h, row, column, _, first, left = block
     if starts is not None:
         starts += b * T
     mask = head_key(sample_key(samples, b, stream), h), threshold

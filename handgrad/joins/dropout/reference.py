@@ -66,8 +66,8 @@ def kept(key: Tensor, rows: int, columns: int, threshold: int) -> Tensor:
     first = torch.arange(0, columns, 2 * PAIR, device=key.device)
     column = (first.unsqueeze(1) + torch.arange(PAIR, device=key.device)).view(-1)  # the first of each pair
     shared = mixed((row // ROWS * WEYL + key) & BITS32)
-    place = (row % ROWS * ROW_STRIDE).unsqueeze(1) + column
-    number = mixed((place * WEYL + shared.unsqueeze(1)) & BITS32).view(rows, -1, 1, PAIR)
+    index = (row % ROWS * ROW_STRIDE).unsqueeze(1) + column
+    number = mixed((index * WEYL + shared.unsqueeze(1)) & BITS32).view(rows, -1, 1, PAIR)
     return torch.cat([number & 0xFFFF, number >> 16], 2).view(rows, -1)[:, :columns] >= threshold
 
 

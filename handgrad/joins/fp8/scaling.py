@@ -241,8 +241,8 @@ class Fp8Forward:
         `saved`: a checkpoint's scales (`Scaling.saved`). Raises `UsageError` if a tensor has no scale there."""
         if missing := [row.name for row in self.table if row.name not in saved]:
             raise UsageError(f"the checkpoint has no fp8 scale of {missing[0]}; use --precision bf16")
-        for place, row in enumerate(self.table):
-            views["fp8.scaling"][place].copy_(torch.tensor(saved[row.name][0]))
+        for index, row in enumerate(self.table):
+            views["fp8.scaling"][index].copy_(torch.tensor(saved[row.name][0]))
         tensors = quantized_tensors(self.table, views, weights, current=self.current)
         for weight in weights_of(tensors):
             ops.quantize(weight, weight.plain)
@@ -277,7 +277,7 @@ def findings(scaling: Scaling, report: Tensor, micro_steps: int, *, counted: boo
             scale = largest_scale(amax, row.format, scaling.fp8.margin)
         limit = largest_number(row.format) / scale
         seen = elements * (1 if row.kind == WEIGHT else micro_steps)
-        clipped, vanished = (numbers[place] / seen if counted else None for place in (CLIPPED, VANISHED))
+        clipped, vanished = (numbers[column] / seen if counted else None for column in (CLIPPED, VANISHED))
         lines.append(Finding(row.name, row.part, amax, limit, scale, int(numbers[SATURATED]), clipped, vanished))
     return tuple(lines)
 

@@ -220,18 +220,18 @@ def quantized_tensors(
     them."""
     only_fp8 = (row.stored_as for row in table if row.kind == GRADIENT and not row.plain)
     tensors: dict[str, Any] = {name: None for name in only_fp8 if name not in views}
-    for place, row in enumerate(table):
+    for index, row in enumerate(table):
         plain = (weights if row.kind == WEIGHT else views).get(row.plain)
         name = HEAD if row.kind == WEIGHT and row.part == HEAD else row.name
-        tensors[name] = quantized(views, row.stored_as, place, plain, current, views.get(row.workspace))
+        tensors[name] = quantized(views, row.stored_as, index, plain, current, views.get(row.workspace))
     if "logits.rows" in views:  # its static scale is in the row after the table's
         tensors["logits"] = quantized(views, "logits", len(table), views["logits"], False, None)
     return tensors
 
 
 def quantized(
-    views: Mapping[str, Tensor], stored_as: str, place: int, plain: Tensor | None, current: bool, workspace: Tensor | None
+    views: Mapping[str, Tensor], stored_as: str, index: int, plain: Tensor | None, current: bool, workspace: Tensor | None
 ) -> Quantized:
     rows, columns = (views.get(f"{stored_as}.{form}") for form in ("rows", "columns"))
-    scaling, statistics = views["fp8.scaling"][place], views["fp8.statistics"][place]
+    scaling, statistics = views["fp8.scaling"][index], views["fp8.statistics"][index]
     return Quantized(rows, columns, scaling, statistics, plain, current, workspace)

@@ -28,14 +28,14 @@ RING = 3  # blocks with gradients in memory at once, with ZeRO 2: current, in fl
 
 def gradient_ring(buckets: Buckets) -> dict[str, slice]:
     """With ZeRO 2, bucket name -> range of its gradients. Blocks share `RING` ranges in turn, other buckets own theirs."""
-    places, stop, blocks = {}, 0, block_buckets(buckets)
+    slots, stop, blocks = {}, 0, block_buckets(buckets)
     for bucket in buckets:
         if bucket in blocks[RING:]:
-            places[bucket.name] = places[blocks[blocks.index(bucket) - RING].name]
+            slots[bucket.name] = slots[blocks[blocks.index(bucket) - RING].name]
             continue
-        places[bucket.name] = slice(stop, stop + bucket.elements)
+        slots[bucket.name] = slice(stop, stop + bucket.elements)
         stop += bucket.elements
-    return places
+    return slots
 
 
 def block_buckets(buckets: Buckets) -> list[Bucket]:
@@ -43,9 +43,9 @@ def block_buckets(buckets: Buckets) -> list[Bucket]:
     return [bucket for bucket in buckets if bucket.name.startswith("blocks.")]
 
 
-def moved(table: Table, buckets: Buckets, places: dict[str, slice]) -> Table:
-    """Moves the table's rows to their buckets' `places`."""
-    shifts = {bucket.name: places[bucket.name].start - bucket.start for bucket in buckets}
+def moved(table: Table, buckets: Buckets, slots: dict[str, slice]) -> Table:
+    """Moves the table's rows to their buckets' `slots`."""
+    shifts = {bucket.name: slots[bucket.name].start - bucket.start for bucket in buckets}
     return tuple(replace(row, offset=row.offset + shifts[bucket_of(row, buckets).name]) for row in table)
 
 
@@ -64,7 +64,7 @@ def buffers(rows: dict[str, Buffer], buckets: Buckets, sharding: Sharding) -> di
         rows["master"] = replace(rows["master"], shape=(shard,))
     if sharding.shards_gradients:
         rows["gradient_shard"] = Buffer("gradient_shard", (shard,), exact, "gradients")
-        elements = max(place.stop for place in gradient_ring(buckets).values())
+        elements = max(slot.stop for slot in gradient_ring(buckets).values())
     rows["gradients"] = replace(rows["gradients"], shape=(sharding.levels, elements))
     rows["losses_of_step"] = replace(rows["losses_of_step"], shape=(sharding.lanes,))
     if sharding.ranks > 1:

@@ -74,11 +74,11 @@ def run_ranks(
             shared = rank_environment(size, environment)
             for rank in range(size):
                 (Path(folder) / str(rank)).mkdir()
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
-                place["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}/error.json"  # `errors.is_first_to_print`
+                variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
+                variables["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}/error.json"  # `errors.is_first_to_print`
                 start = subprocess.Popen
                 if not received:
-                    processes.append(start(command, env=shared | place, stdin=subprocess.DEVNULL, process_group=0))
+                    processes.append(start(command, env=shared | variables, stdin=subprocess.DEVNULL, process_group=0))
             wait_for_exits(processes, received, patience_seconds)
         finally:
             send(processes, signal.SIGKILL)
@@ -115,9 +115,9 @@ def rank_environment(size: int, environment: Mapping[str, str]) -> dict[str, str
         return {**environment, **launcher}
     inherited = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
     inherited.setdefault("OMP_NUM_THREADS", "1")
-    place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
-    place["MASTER_PORT"] = free_port()
-    return {**inherited, **{name: str(value) for name, value in place.items()}, **launcher}
+    variables = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+    variables["MASTER_PORT"] = free_port()
+    return {**inherited, **{name: str(value) for name, value in variables.items()}, **launcher}
 
 
 def free_port() -> int:

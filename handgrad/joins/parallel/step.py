@@ -68,8 +68,8 @@ class ParallelStep(TrainStep):
         """Runs the micro-batches of one of this rank's lanes, from zeroed sums."""
         state, batch, lanes = self.state, self.design.batch, self.sync.sharding.lanes_per_rank
         micro_steps = batch.micro_steps(step)
-        place = self.ranks.rank * lanes + lane
-        first = batch.first_sample(step) + place * micro_steps * batch.micro_batch
+        global_lane = self.ranks.rank * lanes + lane
+        first = batch.first_sample(step) + global_lane * micro_steps * batch.micro_batch
         self.sync.gradients.zero_()
         state.sum_of_losses.zero_()
         for micro_step in range(micro_steps):
@@ -81,7 +81,7 @@ class ParallelStep(TrainStep):
             else:
                 for launch in self.micro_step if self.program.has_gradient(first_sample) else self.program.losses_alone:
                     launch()
-        state.losses_of_step[place].copy_(state.sum_of_losses[0])
+        state.losses_of_step[global_lane].copy_(state.sum_of_losses[0])
         last = lane == lanes - 1
         if not last or self.ranks.size == 1:
             self.sync.stack_lane(lane, slice(None), last=last)

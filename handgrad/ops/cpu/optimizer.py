@@ -34,7 +34,7 @@ def adamw_update(
     if results[ops.RESULT_VERDICT].item() != ops.UPDATE:
         return
     gradient_scale = results[ops.RESULT_SCALE].item()
-    step, learning_rate = (controls[place].item() for place in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
+    step, learning_rate = (controls[index].item() for index in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
     one = torch.ones((), dtype=torch.float32)
     weight, m, v = (exact(tensor) for tensor in (weight_inout, m_inout, v_inout))
     tensors = [weight], [gradient_inout], [m], [v], [], [one * step]

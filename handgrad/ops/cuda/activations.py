@@ -70,22 +70,22 @@ SATURATED = tl.constexpr(1e4)  # from this x^2 on exp(-2|u|) is 0; a larger squa
 @triton.jit
 def _gelu_forward(out, inp, elements, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = tl.arange(0, BLOCK)
-    inside = place < elements - start
-    x = tl.load(inp + start + place, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < elements - start
+    x = tl.load(inp + start + offset, mask=inside, other=0.0).to(tl.float32)
     y = gelu(x)
-    tl.store(out + start + place, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + start + offset, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gelu_backward(dhidden, inp, elements, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = tl.arange(0, BLOCK)
-    inside = place < elements - start
-    x = tl.load(inp + start + place, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dhidden + start + place, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < elements - start
+    x = tl.load(inp + start + offset, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dhidden + start + offset, mask=inside, other=0.0).to(tl.float32)
     dx = dy * gelu_derivative(x)
-    tl.store(dhidden + start + place, dx.to(dhidden.dtype.element_ty), mask=inside)
+    tl.store(dhidden + start + offset, dx.to(dhidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -111,10 +111,10 @@ def gelu_derivative(x):
 @triton.jit
 def _relu2_forward(hidden, elements, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = tl.arange(0, BLOCK)
-    inside = place < elements - start
-    x = tl.load(hidden + start + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(hidden + start + place, relu2(x).to(hidden.dtype.element_ty), mask=inside)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < elements - start
+    x = tl.load(hidden + start + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(hidden + start + offset, relu2(x).to(hidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -127,12 +127,12 @@ def relu2(x):
 @triton.jit
 def _relu2_backward(dhidden, out, elements, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = tl.arange(0, BLOCK)
-    inside = place < elements - start
-    y = tl.load(out + start + place, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dhidden + start + place, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < elements - start
+    y = tl.load(out + start + offset, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dhidden + start + offset, mask=inside, other=0.0).to(tl.float32)
     dx = dy * (2 * tl.sqrt_rn(y))
-    tl.store(dhidden + start + place, dx.to(dhidden.dtype.element_ty), mask=inside)
+    tl.store(dhidden + start + offset, dx.to(dhidden.dtype.element_ty), mask=inside)
 
 
 # SwiGLU and GEGLU. A row holds the gates g, then the numbers u that they multiply; a program takes one block of each.

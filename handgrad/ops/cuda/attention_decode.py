@@ -110,9 +110,9 @@ def attention_in_tiles(out: Tensor, keys_inout: Tensor, values_inout: Tensor, qk
 
 
 @triton.jit
-def tile_of(keys, values, place, here, inside):
+def tile_of(keys, values, offset, here, inside):
     mask = here[:, None] & inside[None, :]
-    return tl.load(keys + place, mask=mask, other=0.0), tl.load(values + place, mask=mask, other=0.0)
+    return tl.load(keys + offset, mask=mask, other=0.0), tl.load(values + offset, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -129,15 +129,15 @@ def _attention(
     position = tl.load(positions + b).to(tl.int32)
     kv_heads, kv_head = H // GROUP, h // GROUP
     cache = (b * kv_heads + kv_head) * maxT * D
-    place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
+    offset = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
     count = position  # of the keys before the new one that it sees
     if WINDOW:
         count = tl.minimum(position, WINDOW - 1)
-        place += (position - count).to(tl.int64) * D
+        offset += (position - count).to(tl.int64) * D
     used = tl.minimum(tl.maximum(tl.cdiv(count, KEYS), 1), PARTS)  # parts with keys
     if part >= used:
         return
-    key, value = tile_of(keys, values, place, n < count, inside)
+    key, value = tile_of(keys, values, offset, n < count, inside)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -157,8 +157,8 @@ def _attention(
     for start in range(used * KEYS, count - part * KEYS, used * KEYS):
         earlier = start + n < count
         mask = earlier[:, None] & inside[None, :]
-        key = tl.load(keys + place + start * D, mask=mask, other=0.0)
-        value = tl.load(values + place + start * D, mask=mask, other=0.0)
+        key = tl.load(keys + offset + start * D, mask=mask, other=0.0)
+        value = tl.load(values + offset + start * D, mask=mask, other=0.0)
         scores = tl.where(earlier, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
         above = tl.maximum(largest, scores)
         weights = tl.where(earlier, tl.exp2(scores - above), 0.0)
@@ -173,9 +173,9 @@ def _attention(
     own_weight = tl.exp2(own - top)
     weight = tl.sum(total * share) + own_weight
     result = tl.sum(y * share[:, None], 0) + own_weight * v.to(tl.float32)
-    place = out + b * H * D + h * D + channel
+    pointers = out + b * H * D + h * D + channel
     if PARTS == 1 or used == 1:
-        tl.store(place, (result / weight).to(out.dtype.element_ty), mask=inside)
+        tl.store(pointers, (result / weight).to(out.dtype.element_ty), mask=inside)
     else:
         head = b * H + h
         tl.store(sums + (head * PARTS + part) * BLOCK + channel, result)
@@ -191,7 +191,7 @@ def _attention(
             numbers = sums + every[:, None] * BLOCK + channel[None, :]
             each = tl.load(numbers, mask=present[:, None], other=0.0, cache_modifier=".cg")
             whole = tl.sum(each_share[:, None] * each, 0) / all_weights
-            tl.store(place, whole.to(out.dtype.element_ty), mask=inside)
+            tl.store(pointers, whole.to(out.dtype.element_ty), mask=inside)
             tl.store(arrivals + head, 0)
 
 
@@ -214,9 +214,9 @@ def _attention_in_tiles(
     shown = (query < GROUP)[:, None] & inside[None, :]
     q = tl.load(row + (first + query)[:, None] * D + channel[None, :], mask=shown, other=0.0)
     new = row + (H + kv_head) * D + channel
-    place = k_head + position.to(tl.int64) * D + channel
-    tl.store(place, tl.load(new, mask=inside, other=0.0), mask=inside)
-    tl.store(place + distance, tl.load(new + kv_heads * D, mask=inside, other=0.0), mask=inside)
+    slot = k_head + position.to(tl.int64) * D + channel
+    tl.store(slot, tl.load(new, mask=inside, other=0.0), mask=inside)
+    tl.store(slot + distance, tl.load(new + kv_heads * D, mask=inside, other=0.0), mask=inside)
     tl.debug_barrier()  # the last step reads both
     y = tl.zeros((QUERIES, WIDTH), tl.float32)
     m = tl.full((QUERIES,), -float("inf"), tl.float32)
@@ -253,8 +253,8 @@ def _attention_append(
         begin = tl.maximum(tl.min(tl.where(real, position, maxT)).to(tl.int32) - WINDOW + 1, 0) // KEYS * KEYS
     for first in range(begin, last + 1, KEYS):
         n = first + tl.arange(0, KEYS)
-        place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
-        key, value = tile_of(keys, values, place, n <= last, inside)
+        offset = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
+        key, value = tile_of(keys, values, offset, n <= last, inside)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * SCALE
         seen = n[None, :] <= position[:, None]
         if WINDOW:

@@ -64,8 +64,8 @@ def forward_loop(
         y, m, l = forward_step(y, m, l, q, head, first, key, D, KEYS, False, False, mask, KEEP, None)
     if starts is not None:
         own = load_vector(starts + first, head[3] - first, QUERIES, TAIL)
-    for place in range(diagonal - crossed, first + QUERIES, KEYS):
-        key = masked_block(place, diagonal, begin, starts)
+    for key_start in range(diagonal - crossed, first + QUERIES, KEYS):
+        key = masked_block(key_start, diagonal, begin, starts)
         y, m, l = forward_step(y, m, l, q, head, first, key, D, KEYS, True, TAIL, mask, KEEP, own)
     return y, m, l
 
@@ -125,8 +125,8 @@ def dq_loop(
         dq = dq_step(dq, q, dy, lse2, delta, head, first, key, D, KEYS, False, False, mask, KEEP, None)
     if starts is not None:
         own = load_vector(starts + first, head[3] - first, QUERIES, TAIL)
-    for place in range(diagonal - crossed, first + QUERIES, KEYS):
-        key = masked_block(place, diagonal, begin, starts)
+    for key_start in range(diagonal - crossed, first + QUERIES, KEYS):
+        key = masked_block(key_start, diagonal, begin, starts)
         dq = dq_step(dq, q, dy, lse2, delta, head, first, key, D, KEYS, True, TAIL, mask, KEEP, own)
     return dq * (1.0 / D**0.5)
 

@@ -66,12 +66,12 @@ def query_block(
     first = (blocks - 1 - block) * QUERIES
     q_head = qkv + b * T * row_stride + h * D
     q = load_tile(q_head + first * row_stride, row_stride, T - first, D, QUERIES, WIDTH, TAIL)
-    place = b, h, b * T + first, h * D, vector + first, first, T - first
+    at = b, h, b * T + first, h * D, vector + first, first, T - first
     if GROUP == 1:
-        return q, (q_head + C, C, row_stride, T), place
+        return q, (q_head + C, C, row_stride, T), at
     else:
         k_head = qkv + b * T * row_stride + C + h // GROUP * D
-        return q, (k_head, H // GROUP * D, row_stride, T), place  # of C // GROUP the compiler cannot know that D divides it
+        return q, (k_head, H // GROUP * D, row_stride, T), at  # of C // GROUP the compiler cannot know that D divides it
 
 
 @triton.jit
@@ -168,12 +168,12 @@ def keys_of_queries(starts, first, T, QUERIES: tl.constexpr, KEYS: tl.constexpr)
 
 
 @triton.jit
-def masked_block(place, diagonal, begin, starts):
+def masked_block(key_start, diagonal, begin, starts):
     """The first key of a masked block: blocks before `begin` come first, then the diagonal's."""
     if starts is None:
-        return place
+        return key_start
     else:
-        return tl.where(place < diagonal, place + begin - diagonal, place)
+        return tl.where(key_start < diagonal, key_start + begin - diagonal, key_start)
 
 
 @triton.jit
@@ -181,9 +181,9 @@ def first_after(starts, first, key, T, SPAN: tl.constexpr = 128):
     """The first position whose document starts after `key`, or T; the search begins at `first` <= key. It counts earlier
     positions among every 128th, then among the remaining 128: two loads in sequence for 16,384 positions."""
     before = 0
-    for place in range(first, T, SPAN * SPAN):
-        places = place + tl.arange(0, SPAN) * SPAN
-        before += tl.sum((tl.load(starts + places, mask=places < T, other=2147483647) <= key).to(tl.int32))
+    for span_start in range(first, T, SPAN * SPAN):
+        indices = span_start + tl.arange(0, SPAN) * SPAN
+        before += tl.sum((tl.load(starts + indices, mask=indices < T, other=2147483647) <= key).to(tl.int32))
     last = first + (before - 1) * SPAN
-    places = last + tl.arange(0, SPAN)
-    return last + tl.sum((tl.load(starts + places, mask=places < T, other=2147483647) <= key).to(tl.int32))
+    indices = last + tl.arange(0, SPAN)
+    return last + tl.sum((tl.load(starts + indices, mask=indices < T, other=2147483647) <= key).to(tl.int32))

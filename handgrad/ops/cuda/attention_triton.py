@@ -44,8 +44,8 @@ def forward_kernel(
 ):  # fmt: skip
     """y and lse for one block of queries of one head. Row n of qkv begins at n row_stride. `starts`: document_starts or
     None."""
-    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
-    b, _, row, column, vector, first, left = place
+    q, head, block = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
+    b, _, row, column, vector, first, left = block
     if starts is not None:
         starts += b * T
     y, m, l = forward_loop(q, head, first, D, KEYS, TAIL, starts=starts)
@@ -59,8 +59,8 @@ def dq_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr = 1,
 ):  # fmt: skip
     """dq for one block of queries of one head, and its rows of (lse log2(e), delta), which `dkdv_kernel` reads later."""
-    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
-    b, _, row, column, vector, first, left = place
+    q, head, block = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
+    b, _, row, column, vector, first, left = block
     if starts is not None:
         starts += b * T
     dy, delta = load_dy_delta(dout, out, row * C + column, C, left, D, QUERIES, WIDTH, TAIL)
@@ -76,8 +76,8 @@ def dkdv_kernel(
     KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """dk and dv for one block of keys of one head."""
-    k, v, head, place = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
-    b, _, row, column, _, first, left = place
+    k, v, head, block = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
+    b, _, row, column, _, first, left = block
     if starts is not None:
         starts += b * T
     dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL, starts=starts)

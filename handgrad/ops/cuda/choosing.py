@@ -70,13 +70,13 @@ def _greatest(
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    place = part * BLOCK + tl.arange(0, BLOCK)
-    scores = _scores(logits, seen, b, place, V, stride, penalty)
-    broken = (place < V) & ~(tl.abs(scores) < float("inf"))
+    index = part * BLOCK + tl.arange(0, BLOCK)
+    scores = _scores(logits, seen, b, index, V, stride, penalty)
+    broken = (index < V) & ~(tl.abs(scores) < float("inf"))
     largest = tl.max(scores)
     out = b * tl.num_programs(0) + part
     tl.store(values_out + out, largest)
-    tl.store(ids_out + out, tl.min(tl.where(scores == largest, place, V)))
+    tl.store(ids_out + out, tl.min(tl.where(scores == largest, index, V)))
     tl.store(broken_out + out, tl.max(broken.to(tl.int32)))
 
 
@@ -92,15 +92,15 @@ def _draw(
         gdc_wait()
     of = tl.arange(0, PARTS)
     top = tl.max(tl.load(largest + b * parts + of, mask=of < parts, other=float("-inf")))
-    place = part * BLOCK + tl.arange(0, BLOCK)
-    scores = tl.div_rn(_scores(logits, seen, b, place, V, stride, penalty) - top, temperature)
+    index = part * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.div_rn(_scores(logits, seen, b, index, V, stride, penalty) - top, temperature)
     seed, position = tl.load(seeds + b), tl.load(positions + b)
     key = mixed(position.to(tl.uint32) ^ mixed(seed.to(tl.uint32) ^ mixed((seed >> 32).to(tl.uint32))))
-    bits = mixed(place.to(tl.uint32) * WEYL + key) >> SHIFT
-    drawn = tl.where((scores >= least) & (place < V), scores + _gumbel(bits), float("-inf"))
+    bits = mixed(index.to(tl.uint32) * WEYL + key) >> SHIFT
+    drawn = tl.where((scores >= least) & (index < V), scores + _gumbel(bits), float("-inf"))
     best = tl.max(drawn)
     tl.store(values_out + b * parts + part, best)
-    tl.store(ids_out + b * parts + part, tl.min(tl.where(drawn == best, place, V)))
+    tl.store(ids_out + b * parts + part, tl.min(tl.where(drawn == best, index, V)))
 
 
 @triton.jit
@@ -122,12 +122,12 @@ def _join(tokens_out, seen, values, ids, broken, V, parts, PARTS: tl.constexpr, 
 
 
 @triton.jit
-def _scores(logits, seen, b, place, V, stride, penalty):
+def _scores(logits, seen, b, index, V, stride, penalty):
     """float32 logits, with the repetition penalty if there is one; minus infinity beyond the vocabulary."""
-    scores = tl.load(logits + b * stride + place, mask=place < V, other=float("-inf")).to(tl.float32)
+    scores = tl.load(logits + b * stride + index, mask=index < V, other=float("-inf")).to(tl.float32)
     if seen is not None:
         penalised = tl.where(scores > 0, tl.div_rn(scores, penalty), scores * penalty)
-        scores = tl.where(tl.load(seen + b * V + place, mask=place < V, other=0) != 0, penalised, scores)
+        scores = tl.where(tl.load(seen + b * V + index, mask=index < V, other=0) != 0, penalised, scores)
     return scores
 
 

@@ -60,11 +60,11 @@ def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
 @triton.jit
 def _cap(logits, elements, BLOCK: tl.constexpr, CAP: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = tl.arange(0, BLOCK)
-    inside = place < elements - start
-    x = tl.load(logits + start + place, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < elements - start
+    x = tl.load(logits + start + offset, mask=inside, other=0.0).to(tl.float32)
     TYPE: tl.constexpr = logits.dtype.element_ty
-    tl.store(logits + start + place, capped(x, CAP, TYPE)[0].to(TYPE), mask=inside)
+    tl.store(logits + start + offset, capped(x, CAP, TYPE)[0].to(TYPE), mask=inside)
 
 
 @triton.jit

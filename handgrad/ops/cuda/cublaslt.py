@@ -120,8 +120,8 @@ class Plan:
         for algorithm in (self.choose(), *self.candidates(MOST_CANDIDATES)):
             with contextlib.suppress(lt.cuBLASLtError):  # a split one may have no form without its split
                 for attribute, value in zip((SPLITS, REDUCTION), settings, strict=True):
-                    place = algorithm.ctypes.data, int(attribute), value.ctypes.data, value.nbytes
-                    lt.matmul_algo_config_set_attribute(*place)
+                    setting = algorithm.ctypes.data, int(attribute), value.ctypes.data, value.nbytes
+                    lt.matmul_algo_config_set_attribute(*setting)
                 self.check(algorithm)
                 return algorithm
         raise UsageError(
@@ -208,14 +208,14 @@ class Plan:
         """d = op(a) op(b) + beta c with this plan's epilogue, on the current stream."""
         attribute = lt.MatmulDescAttribute
         a_inverse, b_inverse = inverse_scales or (None, None)
-        for place, tensor in (
+        for pointer, tensor in (
             (attribute.A_SCALE_POINTER, a_inverse),
             (attribute.B_SCALE_POINTER, b_inverse),
             (attribute.BIAS_POINTER, bias),
             (attribute.EPILOGUE_AUX_POINTER, aux),
         ):
             if tensor is not None:
-                self.set(place, tensor.data_ptr(), np.uint64)
+                self.set(pointer, tensor.data_ptr(), np.uint64)
         assert scratch.numel() >= WORKSPACE_BYTES
         inputs = ONE.ctypes.data, a.data_ptr(), self.a, b.data_ptr(), self.b, self.beta.ctypes.data, c.data_ptr(), self.d
         workspace = self.algorithm.ctypes.data, scratch.data_ptr(), WORKSPACE_BYTES

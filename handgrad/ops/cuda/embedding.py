@@ -50,11 +50,11 @@ def token_embedding_backward(
     chunks = chunks_of(N)
     parts = float32_of(scratch, chunks * 2 * C)
     grid = (triton.cdiv(C, RUN_COLUMNS), chunks)
-    places = tokens, sorted_positions, N, C, CHUNK
-    launch(_sum_runs, grid, dwte_acc, parts, dout, *places, RUN_COLUMNS, num_warps=RUN_WARPS)
+    entries = tokens, sorted_positions, N, C, CHUNK
+    launch(_sum_runs, grid, dwte_acc, parts, dout, *entries, RUN_COLUMNS, num_warps=RUN_WARPS)
     if chunks > 1:
         grid = (triton.cdiv(C, PART_COLUMNS), chunks - 1)
-        launch(_join_runs, grid, dwte_acc, parts, *places, PARTS, PART_COLUMNS, num_warps=PART_WARPS)
+        launch(_join_runs, grid, dwte_acc, parts, *entries, PARTS, PART_COLUMNS, num_warps=PART_WARPS)
 
 
 @triton.jit
@@ -82,11 +82,11 @@ def _sum_runs(dwte, parts, dout, tokens, sorted_positions, N, C: tl.constexpr, C
     parts += chunk.to(tl.int64) * 2 * C
     token = head
     sums = tl.zeros((COLUMNS,), tl.float32)
-    for place in range(start, start + CHUNK, 4):
-        token0, row0 = entry(dout, tokens, sorted_positions, column, place, N, C)
-        token1, row1 = entry(dout, tokens, sorted_positions, column, place + 1, N, C)
-        token2, row2 = entry(dout, tokens, sorted_positions, column, place + 2, N, C)
-        token3, row3 = entry(dout, tokens, sorted_positions, column, place + 3, N, C)
+    for index in range(start, start + CHUNK, 4):
+        token0, row0 = entry(dout, tokens, sorted_positions, column, index, N, C)
+        token1, row1 = entry(dout, tokens, sorted_positions, column, index + 1, N, C)
+        token2, row2 = entry(dout, tokens, sorted_positions, column, index + 2, N, C)
+        token3, row3 = entry(dout, tokens, sorted_positions, column, index + 3, N, C)
         token, sums = follow(dwte, parts, sums, token, token0, row0, column, head, before, after, C)
         token, sums = follow(dwte, parts, sums, token, token1, row1, column, head, before, after, C)
         token, sums = follow(dwte, parts, sums, token, token2, row2, column, head, before, after, C)
@@ -95,18 +95,18 @@ def _sum_runs(dwte, parts, dout, tokens, sorted_positions, N, C: tl.constexpr, C
 
 
 @triton.jit
-def sorted_token(tokens, sorted_positions, place, N):
+def sorted_token(tokens, sorted_positions, index, N):
     """The token at an index of the sorted order, -1 before its start and after its end."""
-    inside = (place >= 0) & (place < N)
-    position = tl.load(sorted_positions + place, mask=inside, other=0)
+    inside = (index >= 0) & (index < N)
+    position = tl.load(sorted_positions + index, mask=inside, other=0)
     return tl.load(tokens + position, mask=inside, other=-1)
 
 
 @triton.jit
-def entry(dout, tokens, sorted_positions, column, place, N, C: tl.constexpr):
+def entry(dout, tokens, sorted_positions, column, index, N, C: tl.constexpr):
     """(token, its output gradient) at an index of the sorted order, (-1, 0) after its end."""
-    inside = place < N
-    position = tl.load(sorted_positions + place, mask=inside, other=0)
+    inside = index < N
+    position = tl.load(sorted_positions + index, mask=inside, other=0)
     token = tl.load(tokens + position, mask=inside, other=-1)
     row = tl.load(dout + position.to(tl.int64) * C + column, mask=inside & (column < C), other=0.0)
     return token, row.to(tl.float32)
@@ -135,8 +135,8 @@ def put_run(dwte, parts, sums, token, column, head, before, after, C: tl.constex
 
 @triton.jit
 def add_row(dwte, sums, token, column, C: tl.constexpr):
-    place = dwte + token * C + column
-    tl.store(place, tl.load(place, mask=column < C, other=0.0) + sums, mask=column < C)
+    pointers = dwte + token * C + column
+    tl.store(pointers, tl.load(pointers, mask=column < C, other=0.0) + sums, mask=column < C)
 
 
 @triton.jit
@@ -159,8 +159,8 @@ def _join_runs(
         while matching == PARTS:  # a tile with fewer parts of this run than PARTS ends it
             other = first + tl.arange(0, PARTS)[:, None]
             belongs = sorted_token(tokens, sorted_positions, other * CHUNK, N) == token
-            place = parts + other.to(tl.int64) * 2 * C + column[None, :]
-            sums += tl.load(place, mask=belongs & (column < C)[None, :], other=0.0)
+            pointers = parts + other.to(tl.int64) * 2 * C + column[None, :]
+            sums += tl.load(pointers, mask=belongs & (column < C)[None, :], other=0.0)
             matching = tl.sum(belongs.to(tl.int32))
             first += PARTS
         begin = tl.load(parts + (chunk.to(tl.int64) * 2 + 1) * C + column, mask=column < C, other=0.0)
@@ -170,11 +170,11 @@ def _join_runs(
 @triton.jit
 def _sum_samples(dwpe, dout, B, elements, SAMPLES: tl.constexpr, BLOCK: tl.constexpr):
     """dwpe (elements) += the sum over the samples of dout (B, elements)."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = place < elements
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = offset < elements
     sums = tl.zeros((1, BLOCK), tl.float32)
     for first in range(0, B, SAMPLES):
         sample = first + tl.arange(0, SAMPLES)[:, None]
-        x = tl.load(dout + sample.to(tl.int64) * elements + place, mask=(sample < B) & inside, other=0.0)
+        x = tl.load(dout + sample.to(tl.int64) * elements + offset, mask=(sample < B) & inside, other=0.0)
         sums += tl.sum(x.to(tl.float32), 0, keep_dims=True)
-    tl.store(dwpe + place, tl.load(dwpe + place, mask=inside, other=0.0) + sums, mask=inside)
+    tl.store(dwpe + offset, tl.load(dwpe + offset, mask=inside, other=0.0) + sums, mask=inside)

@@ -30,7 +30,7 @@ def groupnorm_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    sums = torch.empty(2, len(inp), inp.shape[3], dtype=torch.float32, device=inp.device)  # of a sample's places
+    sums = torch.empty(2, len(inp), inp.shape[3], dtype=torch.float32, device=inp.device)  # of a sample's pixels
     launch_groups(_backward, mean, inp, dresidual_inout, *sums, dout, inp, mean, rstd, weight)
     dweight_acc.add_(sums[0].sum(0))
     dbias_acc.add_(sums[1].sum(0))
@@ -45,24 +45,24 @@ def launch_groups(kernel: Any, mean: Tensor, inp: Tensor, *tensors: Tensor) -> N
 
 @triton.jit
 def _forward(
-    out, mean, rstd, inp, weight, bias, places, C: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr
+    out, mean, rstd, inp, weight, bias, pixels, C: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr, PIXELS: tl.constexpr
 ):
-    sample, channel, in_group = group_here(places, C, Q, BLOCK)
-    sums = tl.zeros((PLACES, BLOCK), tl.float32)  # per lane; reduced across lanes and warps once, at the end
-    for first in range(0, places, PLACES):
-        at, inside = tile(sample, channel, in_group, first, places, C, PLACES)
+    sample, channel, in_group = group_here(pixels, C, Q, BLOCK)
+    sums = tl.zeros((PIXELS, BLOCK), tl.float32)  # per lane; reduced across lanes and warps once, at the end
+    for first in range(0, pixels, PIXELS):
+        at, inside = tile(sample, channel, in_group, first, pixels, C, PIXELS)
         sums += tl.load(inp + at, mask=inside, other=0.0).to(tl.float32)
-    group_mean = tl.sum(sums) / (places * (C // Q))
-    squares = tl.zeros((PLACES, BLOCK), tl.float32)
-    for first in range(0, places, PLACES):
-        at, inside = tile(sample, channel, in_group, first, places, C, PLACES)
+    group_mean = tl.sum(sums) / (pixels * (C // Q))
+    squares = tl.zeros((PIXELS, BLOCK), tl.float32)
+    for first in range(0, pixels, PIXELS):
+        at, inside = tile(sample, channel, in_group, first, pixels, C, PIXELS)
         centred = tl.where(inside, tl.load(inp + at, mask=inside, other=0.0).to(tl.float32) - group_mean, 0.0)
         squares += centred * centred
-    group_rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(squares) / (places * (C // Q)) + EPSILON))
+    group_rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(squares) / (pixels * (C // Q)) + EPSILON))
     w = tl.load(weight + channel, mask=in_group, other=0.0).to(tl.float32)
     b = tl.load(bias + channel, mask=in_group, other=0.0).to(tl.float32)
-    for first in range(0, places, PLACES):
-        at, inside = tile(sample, channel, in_group, first, places, C, PLACES)
+    for first in range(0, pixels, PIXELS):
+        at, inside = tile(sample, channel, in_group, first, pixels, C, PIXELS)
         x = tl.load(inp + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, ((x - group_mean) * group_rstd * w + b).to(out.dtype.element_ty), mask=inside)
     group = tl.program_id(1) * Q + tl.program_id(0)
@@ -72,16 +72,16 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dresidual, dweights, dbiases, dout, inp, mean, rstd, weight, places, C: tl.constexpr, Q: tl.constexpr,
-    BLOCK: tl.constexpr, PLACES: tl.constexpr,
+    dresidual, dweights, dbiases, dout, inp, mean, rstd, weight, pixels, C: tl.constexpr, Q: tl.constexpr,
+    BLOCK: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
     """dweights, dbiases (B, C): the parameter gradients of each sample."""
-    sample, channel, in_group = group_here(places, C, Q, BLOCK)
+    sample, channel, in_group = group_here(pixels, C, Q, BLOCK)
     group = tl.program_id(1) * Q + tl.program_id(0)
     group_mean, group_rstd = tl.load(mean + group), tl.load(rstd + group)
-    along, sums = tl.zeros((PLACES, BLOCK), tl.float32), tl.zeros((PLACES, BLOCK), tl.float32)
-    for first in range(0, places, PLACES):
-        at, inside = tile(sample, channel, in_group, first, places, C, PLACES)
+    along, sums = tl.zeros((PIXELS, BLOCK), tl.float32), tl.zeros((PIXELS, BLOCK), tl.float32)
+    for first in range(0, pixels, PIXELS):
+        at, inside = tile(sample, channel, in_group, first, pixels, C, PIXELS)
         dy = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
         along += dy * (tl.load(inp + at, mask=inside, other=0.0).to(tl.float32) - group_mean) * group_rstd
         sums += dy
@@ -89,9 +89,9 @@ def _backward(
     tl.store(dweights + tl.program_id(1) * C + channel, dw, mask=in_group)
     tl.store(dbiases + tl.program_id(1) * C + channel, db, mask=in_group)
     w = tl.load(weight + channel, mask=in_group, other=0.0).to(tl.float32)
-    g_mean, gx_mean = tl.sum(db * w) / (places * (C // Q)), tl.sum(dw * w) / (places * (C // Q))
-    for first in range(0, places, PLACES):
-        at, inside = tile(sample, channel, in_group, first, places, C, PLACES)
+    g_mean, gx_mean = tl.sum(db * w) / (pixels * (C // Q)), tl.sum(dw * w) / (pixels * (C // Q))
+    for first in range(0, pixels, PIXELS):
+        at, inside = tile(sample, channel, in_group, first, pixels, C, PIXELS)
         dy = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
         normal = (tl.load(inp + at, mask=inside, other=0.0).to(tl.float32) - group_mean) * group_rstd
         stream = tl.load(dresidual + at, mask=inside, other=0.0).to(tl.float32)
@@ -100,14 +100,14 @@ def _backward(
 
 
 @triton.jit
-def group_here(places, C: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr):
+def group_here(pixels, C: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr):
     """(offset of this program's sample, its group's channels, which of them exist)."""
-    place = tl.arange(0, BLOCK)[None, :]
-    return tl.program_id(1).to(tl.int64) * places * C, tl.program_id(0) * (C // Q) + place, place < C // Q
+    index = tl.arange(0, BLOCK)[None, :]
+    return tl.program_id(1).to(tl.int64) * pixels * C, tl.program_id(0) * (C // Q) + index, index < C // Q
 
 
 @triton.jit
-def tile(sample, channel, in_group, first, places, C: tl.constexpr, PLACES: tl.constexpr):
-    """(offsets of the group's channels at PLACES places from `first` on, which of them exist)."""
-    place = first + tl.arange(0, PLACES)[:, None]
-    return sample + place.to(tl.int64) * C + channel, (place < places) & in_group
+def tile(sample, channel, in_group, first, pixels, C: tl.constexpr, PIXELS: tl.constexpr):
+    """(offsets of the group's channels of PIXELS pixels from `first` on, which of them exist)."""
+    pixel = first + tl.arange(0, PIXELS)[:, None]
+    return sample + pixel.to(tl.int64) * C + channel, (pixel < pixels) & in_group

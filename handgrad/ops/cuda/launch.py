@@ -130,7 +130,7 @@ def code_bytes(code: bytes) -> int:
     if end > len(code):
         return end
     headers = (SECTION.unpack_from(code, sections + section_bytes * number) for number in range(section_count))
-    return max([end, *(place + size for kind, place, size in headers if kind != NO_BYTES)])
+    return max([end, *(offset + size for kind, offset, size in headers if kind != NO_BYTES)])
 
 
 def refuse_cut_code(_module: Any, _function: Any, name: str, files: dict[str, str], _hash: str) -> None:

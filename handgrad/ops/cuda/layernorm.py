@@ -46,9 +46,9 @@ def layernorm_backward(
 @triton.jit
 def _forward(out, mean, rstd, inp, weight, bias, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
-    place, inside = first * C + (row * C + column), in_rows & in_row
-    y, row_mean, row_rstd = normalised((inp, weight, bias), place, column, inside, in_row, C)
-    tl.store(out + place, y, mask=inside)
+    offset, inside = first * C + (row * C + column), in_rows & in_row
+    y, row_mean, row_rstd = normalised((inp, weight, bias), offset, column, inside, in_row, C)
+    tl.store(out + offset, y, mask=inside)
     tl.store(mean + first + row, row_mean, mask=in_rows)
     tl.store(rstd + first + row, row_rstd, mask=in_rows)
 
@@ -63,10 +63,10 @@ def forward_places(N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def normalised(tensors, place, column, inside, in_row, C: tl.constexpr):
+def normalised(tensors, offset, column, inside, in_row, C: tl.constexpr):
     """(out in the input's dtype, mean, rstd) of a tile of rows."""
     inp, weight, bias = tensors
-    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(inp + offset, mask=inside, other=0.0).to(tl.float32)
     row_mean = tl.sum(x, 1, keep_dims=True) / C
     centred = tl.where(in_row, x - row_mean, 0.0)
     variance = tl.sum(centred * centred, 1, keep_dims=True) / C
@@ -105,10 +105,10 @@ def backward_rows(tensors, w, sums, first, row, column, N, C: tl.constexpr, BELO
     dw, db, below = sums
     in_rows, in_row = row < N - first, column < C
     inside = in_rows & in_row
-    place = tl.cast(first, tl.int64) * C + (row * C + column)
-    dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
-    stream = tl.load(dresidual + place, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.cast(first, tl.int64) * C + (row * C + column)
+    dy = tl.load(dout + offset, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(inp + offset, mask=inside, other=0.0).to(tl.float32)
+    stream = tl.load(dresidual + offset, mask=inside, other=0.0).to(tl.float32)
     row_rstd = tl.load(rstd + first + row, mask=in_rows, other=0.0)
     normal = (x - tl.load(mean + first + row, mask=in_rows, other=0.0)) * row_rstd
     # Outside the row dy and w are 0, so whatever `normal` holds there affects neither the sums nor the stored columns.
@@ -116,12 +116,12 @@ def backward_rows(tensors, w, sums, first, row, column, N, C: tl.constexpr, BELO
     g_mean = tl.sum(g, 1, keep_dims=True) / C
     gx_mean = tl.sum(g * normal, 1, keep_dims=True) / C
     updated = (stream + row_rstd * (g - g_mean - normal * gx_mean)).to(dresidual.dtype.element_ty)
-    tl.store(dresidual + place, updated, mask=inside)
+    tl.store(dresidual + offset, updated, mask=inside)
     dw += tl.sum(dy * normal, 0, keep_dims=True)
     db += tl.sum(dy, 0, keep_dims=True)
     if BELOW:
         below += tl.sum(updated.to(tl.float32), 0, keep_dims=True)
-    return updated, place, inside, (dw, db, below)
+    return updated, offset, inside, (dw, db, below)
 
 
 @triton.jit

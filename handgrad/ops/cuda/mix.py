@@ -67,25 +67,25 @@ def _forward(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     start, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
-    place, inside = start * C + (row * C + column), in_rows & in_row
-    m, _, _ = mixture((inp, first, residual_scalar, input_scalar), place, inside)
+    offset, inside = start * C + (row * C + column), in_rows & in_row
+    m, _, _ = mixture((inp, first, residual_scalar, input_scalar), offset, inside)
     if mixed is not None:
-        tl.store(mixed + place, m, mask=inside)
+        tl.store(mixed + offset, m, mask=inside)
     if out is not None:
         m = m.to(tl.float32)
         row_rstd = rstd_of(tl.sum(m * m, 1, keep_dims=True), C)
-        tl.store(out + place, (m * row_rstd).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + offset, (m * row_rstd).to(out.dtype.element_ty), mask=inside)
         tl.store(rstd + start + row, row_rstd, mask=in_rows)
 
 
 @triton.jit
-def mixture(tensors, place, inside):
+def mixture(tensors, offset, inside):
     """(m in the stream's dtype, x and x0 in float32) for a tile of rows."""
     inp, first, residual_scalar, input_scalar = tensors
-    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(inp + offset, mask=inside, other=0.0).to(tl.float32)
     x0 = x
     if input_scalar is not None:
-        x0 = tl.load(first + place, mask=inside, other=0.0).to(tl.float32)
+        x0 = tl.load(first + offset, mask=inside, other=0.0).to(tl.float32)
     return mixture_of(x, x0, residual_scalar, input_scalar).to(inp.dtype.element_ty), x, x0
 
 
@@ -114,32 +114,32 @@ def _backward(
     for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         in_rows = start + row < N
         inside = in_rows & (column < C)
-        place = tl.cast(start, tl.int64) * C + (row * C + column)
+        offset = tl.cast(start, tl.int64) * C + (row * C + column)
         tensors = dstream, dfirst, dout, inp, first, rstd, residual_scalar, input_scalar
-        updated, dr_rows, ds_rows = backward_rows(tensors, place, start + row, in_rows, inside, C)
+        updated, dr_rows, ds_rows = backward_rows(tensors, offset, start + row, in_rows, inside, C)
         dr += dr_rows
         ds += ds_rows
-        tl.store(dstream + place, updated, mask=inside)
+        tl.store(dstream + offset, updated, mask=inside)
     store_sums(partials, dr, ds, residual_scalar, input_scalar)
 
 
 @triton.jit
-def backward_rows(tensors, place, row, in_rows, inside, C: tl.constexpr):
+def backward_rows(tensors, offset, row, in_rows, inside, C: tl.constexpr):
     """(gradient of inp in its dtype, per-row terms of dr, of ds) for a tile of rows; adds the tile's term to dfirst."""
     dstream, dfirst, dout, inp, first, rstd, residual_scalar, input_scalar = tensors
-    dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
-    dm = tl.load(dstream + place, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dout + offset, mask=inside, other=0.0).to(tl.float32)
+    dm = tl.load(dstream + offset, mask=inside, other=0.0).to(tl.float32)
     row_rstd = tl.load(rstd + row, mask=in_rows, other=0.0)
-    m, x, x0 = mixture((inp, first, residual_scalar, input_scalar), place, inside)
+    m, x, x0 = mixture((inp, first, residual_scalar, input_scalar), offset, inside)
     normal = m.to(tl.float32) * row_rstd
     along = tl.sum(dy * normal, 1, keep_dims=True) / C
     dm += row_rstd * (dy - normal * along)
     dr, ds = tl.zeros_like(row_rstd), tl.zeros_like(row_rstd)
     if input_scalar is not None:
         ds = tl.sum(dm * x0, 1, keep_dims=True)
-        dx0 = tl.load(dfirst + place, mask=inside, other=0.0).to(tl.float32)
+        dx0 = tl.load(dfirst + offset, mask=inside, other=0.0).to(tl.float32)
         dx0 += dm * tl.load(input_scalar).to(tl.float32)
-        tl.store(dfirst + place, dx0.to(dfirst.dtype.element_ty), mask=inside)
+        tl.store(dfirst + offset, dx0.to(dfirst.dtype.element_ty), mask=inside)
     if residual_scalar is not None:
         dr = tl.sum(dm * x, 1, keep_dims=True)
         dm *= tl.load(residual_scalar).to(tl.float32)

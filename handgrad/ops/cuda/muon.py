@@ -53,13 +53,13 @@ def _momentum(
         scale = tl.load(results + SCALE).to(tl.float32)
         warmed = tl.minimum(tl.load(controls + STEP) / WARM_UP_STEPS, 1.0)
         rest = (1.0 - (warmed * (MOMENTUM - FIRST_MOMENTUM) + FIRST_MOMENTUM)).to(tl.float32)
-        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = place < elements
-        g = tl.load(gradient + place, mask=inside, other=0.0) * scale
-        m = tl.load(m_buffer + place, mask=inside, other=0.0)
+        offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = offset < elements
+        g = tl.load(gradient + offset, mask=inside, other=0.0) * scale
+        m = tl.load(m_buffer + offset, mask=inside, other=0.0)
         m -= rest * (m - g)
-        tl.store(m_buffer + place, m, mask=inside)
-        tl.store(update + place, (m - rest * (m - g)).to(update.dtype.element_ty), mask=inside)
+        tl.store(m_buffer + offset, m, mask=inside)
+        tl.store(update + offset, (m - rest * (m - g)).to(update.dtype.element_ty), mask=inside)
 
 
 # Polar factor. X alternates between two buffers; after five polynomials the last X is in the tensor.
@@ -103,8 +103,8 @@ def _squares(sums, matrices, size, BLOCK: tl.constexpr, TILE: tl.constexpr):
     first = tl.program_id(0) * BLOCK
     total = tl.zeros((TILE,), tl.float32)
     for start in range(0, BLOCK, TILE):
-        place = first + start + tl.arange(0, TILE)
-        x = tl.load(matrices + place, mask=place < size, other=0.0).to(tl.float32)
+        index = first + start + tl.arange(0, TILE)
+        x = tl.load(matrices + index, mask=index < size, other=0.0).to(tl.float32)
         total += x * x
     tl.store(sums + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(total))
 
@@ -114,10 +114,10 @@ def _normalize(out, matrices, sums, size, parts, BLOCK: tl.constexpr, PARTIALS: 
     """out = matrices, each divided by a little more than its norm."""
     norm = tl.sqrt_rn(added_up(sums + tl.program_id(1) * parts, parts, PARTIALS))
     offset = tl.program_id(1).to(tl.int64) * size
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(matrices + offset + place, mask=place < size, other=0.0).to(tl.float32)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(matrices + offset + index, mask=index < size, other=0.0).to(tl.float32)
     x = x * (1.0 / (norm * ABOVE_LARGEST + LEAST_NORM))
-    tl.store(out + offset + place, x.to(out.dtype.element_ty), mask=place < size)
+    tl.store(out + offset + index, x.to(out.dtype.element_ty), mask=index < size)
 
 
 @triton.jit
@@ -125,8 +125,8 @@ def added_up(values, N, BLOCK: tl.constexpr):
     """The sum of values (N) float32, added in the same order in every program."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        total += tl.load(values + place, mask=place < N, other=0.0)
+        index = start + tl.arange(0, BLOCK)
+        total += tl.load(values + index, mask=index < N, other=0.0)
     return tl.sum(total)
 
 
@@ -146,11 +146,11 @@ def _symmetric(
         left, right = (rows % R)[:, None] * row_stride, (columns % R)[None, :] * row_stride
         sums = scale * summed(x, left, column_stride, x, right, column_stride, C, WHOLE, SIDE, DEPTH)
         inside = (rows[:, None] < R) & (columns[None, :] < R)
-        place = rows[:, None] * R + columns[None, :]
+        offset = rows[:, None] * R + columns[None, :]
         if ADDS:
-            sums += added_scale * tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+            sums += added_scale * tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
         tile = sums.to(out.dtype.element_ty)
-        tl.store(out + place, tile, mask=inside)
+        tl.store(out + offset, tile, mask=inside)
         if column < row:
             mirrored = columns[:, None] * R + rows[None, :]
             tl.store(out + mirrored, tl.trans(tile), mask=(columns[:, None] < R) & (rows[None, :] < R))
@@ -170,9 +170,9 @@ def _product(
     left, right = (rows % R)[:, None] * R, (columns % C)[None, :] * column_stride
     sums = summed(b_matrices, left, 1, x, right, row_stride, R, WHOLE, SIDE, DEPTH)
     inside = (rows[:, None] < R) & (columns[None, :] < C)
-    place = rows[:, None] * row_stride + columns[None, :] * column_stride
-    sums += x_scale * tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+    offset = rows[:, None] * row_stride + columns[None, :] * column_stride
+    sums += x_scale * tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + offset, sums.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -262,11 +262,11 @@ def _weights(
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (rows[:, None] < R) & (columns[None, :] < C)
-        place = rows[:, None] * C + columns[None, :]
+        offset = rows[:, None] * C + columns[None, :]
         factor = scale * tl.load(factors + rows, mask=rows < R, other=0.0)
-        n = tl.load(polar + place, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
-        w = tl.load(weight + place, mask=inside, other=0.0)
+        n = tl.load(polar + offset, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
+        w = tl.load(weight + offset, mask=inside, other=0.0)
         w -= rate * (n + tl.where(n * w > 0, DECAY * w, 0.0))
-        tl.store(weight + place, w, mask=inside)
+        tl.store(weight + offset, w, mask=inside)
         if PUBLISH:
-            tl.store(published + place, w.to(published.dtype.element_ty), mask=inside)
+            tl.store(published + offset, w.to(published.dtype.element_ty), mask=inside)

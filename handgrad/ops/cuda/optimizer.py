@@ -44,8 +44,8 @@ def float64_sum(values, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The float64 sum of values (N) float32, in one program."""
     sums = tl.zeros((1, COLUMNS), tl.float64)
     for start in range(0, N, ROWS * COLUMNS):
-        place = start + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        sums += tl.sum(tl.load(values + place, mask=place < N, other=0.0).to(tl.float64), 0, keep_dims=True)
+        offset = start + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        sums += tl.sum(tl.load(values + offset, mask=offset < N, other=0.0).to(tl.float64), 0, keep_dims=True)
     return tl.sum(sums)
 
 
@@ -66,8 +66,8 @@ def _squared_norms(out, flat, size, elements, ROWS: tl.constexpr, COLUMNS: tl.co
     left = elements - block * size
     sums = tl.zeros((1, COLUMNS), tl.float32)
     for start in range(0, size, ROWS * COLUMNS):
-        place = start + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        x = tl.load(flat + place, mask=(place < size) & (place < left), other=0.0)
+        offset = start + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        x = tl.load(flat + offset, mask=(offset < size) & (offset < left), other=0.0)
         sums += tl.sum(x * x, 0, keep_dims=True)
     tl.store(out + block, tl.sum(sums))
 
@@ -182,50 +182,50 @@ def _adamw(
         first = tl.program_id(0).to(tl.int64) * (BLOCK * TILES)
         for tile in range(TILES):
             start = first + tile * BLOCK
-            place = start + tl.arange(0, BLOCK)
+            offset = start + tl.arange(0, BLOCK)
             inside = tl.arange(0, BLOCK) < elements - start
-            g = tl.load(gradient + place, mask=inside, other=0.0) * scale
-            w = loaded(weight + place, inside, ROUNDED)
-            m = loaded(m_buffer + place, inside, ROUNDED_MOMENTS)
-            v = loaded(v_buffer + place, inside, ROUNDED_MOMENTS)
+            g = tl.load(gradient + offset, mask=inside, other=0.0) * scale
+            w = loaded(weight + offset, inside, ROUNDED)
+            m = loaded(m_buffer + offset, inside, ROUNDED_MOMENTS)
+            v = loaded(v_buffer + offset, inside, ROUNDED_MOMENTS)
             m = BETA1 * m + (1.0 - BETA1) * g
             v = BETA2 * v + (1.0 - BETA2) * (g * g)
             w -= decay * w + tl.div_rn(m_rate * m, tl.sqrt_rn(v) * v_factor + EPSILON)
             if ROUNDED_MOMENTS:
-                element, key = first_element + place, seed.to(tl.uint32)
+                element, key = first_element + offset, seed.to(tl.uint32)
                 rounded_m = stochastically(m, element, step.to(tl.int32), key ^ FIRST_MOMENT)
                 rounded_v = stochastically(v, element, step.to(tl.int32), key ^ SECOND_MOMENT)
-                tl.store(m_buffer + place, rounded_m, mask=inside)
-                tl.store(v_buffer + place, rounded_v, mask=inside)
+                tl.store(m_buffer + offset, rounded_m, mask=inside)
+                tl.store(v_buffer + offset, rounded_v, mask=inside)
             else:
-                tl.store(m_buffer + place, m, mask=inside)
-                tl.store(v_buffer + place, v, mask=inside)
+                tl.store(m_buffer + offset, m, mask=inside)
+                tl.store(v_buffer + offset, v, mask=inside)
             if ROUNDED:
-                rounded = stochastically(w, first_element + place, step.to(tl.int32), seed)
-                tl.store(weight + place, rounded, mask=inside)
+                rounded = stochastically(w, first_element + offset, step.to(tl.int32), seed)
+                tl.store(weight + offset, rounded, mask=inside)
             else:
-                tl.store(weight + place, w, mask=inside)
+                tl.store(weight + offset, w, mask=inside)
             if PUBLISH:
-                tl.store(published + place, w.to(published.dtype.element_ty), mask=inside)
+                tl.store(published + offset, w.to(published.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def loaded(place, inside, ROUNDED: tl.constexpr):
+def loaded(pointers, inside, ROUNDED: tl.constexpr):
     """Loads float32 numbers, or bf16 numbers (as int16) as float32."""
     if ROUNDED:
-        return (tl.load(place, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return (tl.load(pointers, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        return tl.load(place, mask=inside, other=0.0)
+        return tl.load(pointers, mask=inside, other=0.0)
 
 
 # Stochastic rounding to bf16: the upper half of a float's bits plus a random lower half (see the reference).
 
 
 @triton.jit
-def stochastically(w, place, step, seed):
+def stochastically(w, index, step, seed):
     """The bits (int16) of w (float32) rounded to bf16 at random, keyed by its index, the step and the seed."""
     key = mixed(step.to(tl.uint32) ^ mixed(seed.to(tl.uint32)))
-    added = mixed(place.to(tl.uint32) * WEYL + key) & 0xFFFF
+    added = mixed(index.to(tl.uint32) * WEYL + key) & 0xFFFF
     bits = w.to(tl.uint32, bitcast=True)
     added = tl.where((bits & 0x7F800000) != 0x7F800000, added, 0)
     return ((bits + added) >> 16).to(tl.int16)

@@ -36,20 +36,20 @@ def tree_block(rows: int, itemsize: int) -> int:
 @triton.jit
 def _tree_sum(out, pieces, stride, n, P: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = tl.arange(0, BLOCK)
-    inside = place < n - start
-    total = tree(pieces + start, tl.cast(stride, tl.int64), place, inside, P, ROUNDED)
-    tl.store(out + start + place, total, mask=inside)
+    offset = tl.arange(0, BLOCK)
+    inside = offset < n - start
+    total = tree(pieces + start, tl.cast(stride, tl.int64), offset, inside, P, ROUNDED)
+    tl.store(out + start + offset, total, mask=inside)
 
 
 @triton.jit
-def tree(pieces, stride, place, inside, P: tl.constexpr, ROUNDED: tl.constexpr):
+def tree(pieces, stride, offset, inside, P: tl.constexpr, ROUNDED: tl.constexpr):
     """The float32 sum of P rows over a tile of columns."""
     if P == 1:
-        return tl.load(pieces + place, mask=inside, other=0.0).to(tl.float32)
+        return tl.load(pieces + offset, mask=inside, other=0.0).to(tl.float32)
     else:
-        first = tree(pieces, stride, place, inside, P // 2, ROUNDED)
-        second = tree(pieces + P // 2 * stride, stride, place, inside, P // 2, ROUNDED)
+        first = tree(pieces, stride, offset, inside, P // 2, ROUNDED)
+        second = tree(pieces + P // 2 * stride, stride, offset, inside, P // 2, ROUNDED)
         if ROUNDED and (P > 2 or pieces.dtype.element_ty == tl.float32):  # else these are bf16 rows
             first, second = rounded_to_bf16(first), rounded_to_bf16(second)
         return first + second
@@ -76,11 +76,11 @@ def _checksum(out, words, n, BLOCK: tl.constexpr, TILES: tl.constexpr):
     sums = tl.zeros((BLOCK,), tl.int64)
     for tile in range(TILES):
         start = first + tile * BLOCK
-        place = tl.arange(0, BLOCK)
-        word = tl.load(words + start + place, mask=place < n - start, other=0).to(tl.uint32)
+        offset = tl.arange(0, BLOCK)
+        word = tl.load(words + start + offset, mask=offset < n - start, other=0).to(tl.uint32)
         if words.dtype.element_ty == tl.int16:
             word &= 0xFFFF
-        sums += mixed(word).to(tl.int64) * (2 * (start + place) + 1)  # masked words add 0, the hash of 0
+        sums += mixed(word).to(tl.int64) * (2 * (start + offset) + 1)  # masked words add 0, the hash of 0
     tl.atomic_add(out, tl.sum(sums))  # in any order: integer sums do not round
 
 
@@ -110,10 +110,10 @@ def _digest(out_acc, words, controls, n, first, COLUMNS: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def key(place, stream: tl.constexpr, step):
+def key(index, stream: tl.constexpr, step):
     """Odd 64-bit numbers, one per index: the upper 32 bits from a stream, the lower from the next."""
-    place = tl.cast(place, tl.uint32)
-    high, low = mixed(place ^ seed(stream, step)), mixed(place ^ seed(stream + 1, step))
+    index = tl.cast(index, tl.uint32)
+    high, low = mixed(index ^ seed(stream, step)), mixed(index ^ seed(stream + 1, step))
     return (high.to(tl.int64) << 32) | low.to(tl.int64) | 1
 
 

@@ -63,16 +63,16 @@ def _forward(
     PLUS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
-    place, inside = first * STRIDE + (row * STRIDE + column), in_rows & in_row
-    y, row_rstd = normalised(inp, gain, place, column, inside, in_row, epsilon, C, PLUS)
-    tl.store(out + place, y, mask=inside)
+    offset, inside = first * STRIDE + (row * STRIDE + column), in_rows & in_row
+    y, row_rstd = normalised(inp, gain, offset, column, inside, in_row, epsilon, C, PLUS)
+    tl.store(out + offset, y, mask=inside)
     tl.store(rstd + first + row, row_rstd, mask=in_rows)
 
 
 @triton.jit
-def normalised(inp, gain, place, column, inside, in_row, epsilon, C: tl.constexpr, PLUS: tl.constexpr = 0):
+def normalised(inp, gain, offset, column, inside, in_row, epsilon, C: tl.constexpr, PLUS: tl.constexpr = 0):
     """(out in the input's dtype, rstd) for a tile of rows."""
-    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(inp + offset, mask=inside, other=0.0).to(tl.float32)
     g = None if gain is None else gain_at(gain, column, in_row, PLUS)
     row_rstd = rstd_of(tl.sum(x * x, 1, keep_dims=True), C, epsilon)
     y = x * row_rstd
@@ -97,9 +97,9 @@ def rstd_of(sum_of_squares, count, epsilon=EPSILON):
 @triton.jit
 def _backward(dresidual, dout, inp, rstd, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
-    place, inside = first * C + (row * C + column), in_rows & in_row
-    updated, _ = backward_rows((dresidual, dout, inp, rstd), None, place, first + row, in_rows, inside, C)
-    tl.store(dresidual + place, updated, mask=inside)
+    offset, inside = first * C + (row * C + column), in_rows & in_row
+    updated, _ = backward_rows((dresidual, dout, inp, rstd), None, offset, first + row, in_rows, inside, C)
+    tl.store(dresidual + offset, updated, mask=inside)
 
 
 @triton.jit
@@ -115,21 +115,21 @@ def _gain_backward(
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         in_rows = row < N - first
         inside = in_rows & in_row
-        place = tl.cast(first, tl.int64) * STRIDE + (row * STRIDE + column)
-        updated, dgain = backward_rows((dresidual, dout, inp, rstd), g, place, first + row, in_rows, inside, C)
-        tl.store(dresidual + place, updated, mask=inside)
+        offset = tl.cast(first, tl.int64) * STRIDE + (row * STRIDE + column)
+        updated, dgain = backward_rows((dresidual, dout, inp, rstd), g, offset, first + row, in_rows, inside, C)
+        tl.store(dresidual + offset, updated, mask=inside)
         sums += tl.sum(dgain, 0, keep_dims=True)
     tl.store(partials + tl.program_id(0) * C + column, sums, mask=in_row)
 
 
 @triton.jit
-def backward_rows(tensors, g, place, row, in_rows, inside, C: tl.constexpr):
+def backward_rows(tensors, g, offset, row, in_rows, inside, C: tl.constexpr):
     """(the stream's gradient plus the gradient through the norm, in its dtype; each row's gradient of the gain) for a tile
     of rows. g: the gain, or None."""
     dresidual, dout, inp, rstd = tensors
-    dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
-    stream = tl.load(dresidual + place, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dout + offset, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(inp + offset, mask=inside, other=0.0).to(tl.float32)
+    stream = tl.load(dresidual + offset, mask=inside, other=0.0).to(tl.float32)
     row_rstd = tl.load(rstd + row, mask=in_rows, other=0.0)
     normal = x * row_rstd
     u = dy if g is None else dy * g

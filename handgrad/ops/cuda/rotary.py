@@ -220,16 +220,16 @@ def _backward(
     head, pair, inside = places(HEADS, D, BLOCK_H, BLOCK_P)
     frequency = frequencies_at(frequencies, pair, D)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
-        place = tl.cast(row, tl.int64) * C3 + (head * D + pair)
-        dx1, dx2 = pairs_at(dqkv + place, inside, D)
+        offset = tl.cast(row, tl.int64) * C3 + (head * D + pair)
+        dx1, dx2 = pairs_at(dqkv + offset, inside, D)
         if rstd is not None:
-            y1, y2 = pairs_at(qkv + place, inside, D)
+            y1, y2 = pairs_at(qkv + offset, inside, D)
             row_rstd = tl.load(rstd + tl.cast(row, tl.int64) * HEADS + head, mask=head < HEADS, other=0.0)
             dx1, dx2 = through_norm(dx1, dx2, y1, y2, row_rstd, D)
         if ROTARY:
             cos, sin = angles_at(frequency, None, row, length, SCALE)
             dx1, dx2 = turned_back(dx1, dx2, cos, sin)
-        store_pairs(dqkv + place, dx1, dx2, inside, D)
+        store_pairs(dqkv + offset, dx1, dx2, inside, D)
 
 
 @triton.jit
@@ -358,16 +358,16 @@ def _gained_backward(
     g1, g2 = gains_at(q_gain, k_gain, head, pair, inside, QUERIES, D, PLUS)
     sums1, sums2 = tl.zeros((BLOCK_H, BLOCK_P), tl.float32), tl.zeros((BLOCK_H, BLOCK_P), tl.float32)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
-        place = tl.cast(row, tl.int64) * COLUMNS + (head * D + pair)
-        dy1, dy2 = pairs_at(dqkv + place, inside, D)
+        offset = tl.cast(row, tl.int64) * COLUMNS + (head * D + pair)
+        dy1, dy2 = pairs_at(dqkv + offset, inside, D)
         cos, sin = angles_at(frequency, None, row, length, SCALE)
         du1, du2 = turned_back(dy1, dy2, cos, sin)
-        x1, x2 = pairs_at(qkv + place, inside, D)
+        x1, x2 = pairs_at(qkv + offset, inside, D)
         row_rstd = tl.load(rstd + tl.cast(row, tl.int64) * HEADS + head, mask=head < HEADS, other=0.0)
         dx1, dx2, dg1, dg2 = through_gained_norm(du1, du2, x1, x2, g1, g2, row_rstd, D)
         sums1 += dg1
         sums2 += dg2
-        store_pairs(dqkv + place, dx1, dx2, inside, D)
+        store_pairs(dqkv + offset, dx1, dx2, inside, D)
     is_query = head < QUERIES
     partial, in_row = partials + tl.program_id(0) * 2 * D + pair, pair < D // 2
     tl.store(partial, tl.sum(tl.where(is_query, sums1, 0.0), 0, keep_dims=True), mask=in_row)

@@ -102,9 +102,9 @@ def row_gemm(
 @triton.jit
 def weight_tile(weight, tile, offset, O, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    place = (row.to(tl.int64) + offset)[:, None] * K + column[None, :]
+    index = (row.to(tl.int64) + offset)[:, None] * K + column[None, :]
     inside = (row < O)[:, None] & (column < K)[None, :]
-    return tl.load(weight + place, mask=inside, other=0.0, eviction_policy="evict_first")
+    return tl.load(weight + index, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit

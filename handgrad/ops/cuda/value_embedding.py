@@ -119,11 +119,11 @@ def _backward(
     dweight = tl.zeros((BLOCK_H, BLOCK_G), tl.float32)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         start = tl.cast(row, tl.int64) * C
-        place = head * (C // H) + channel
-        dv = tl.load(dqkv + 3 * start + 2 * C + place, mask=inside, other=0.0).to(tl.float32)
-        e = tl.load(table + tl.load(tokens + row) * C + place, mask=inside, other=0.0).to(tl.float32)
+        offset = head * (C // H) + channel
+        dv = tl.load(dqkv + 3 * start + 2 * C + offset, mask=inside, other=0.0).to(tl.float32)
+        e = tl.load(table + tl.load(tokens + row) * C + offset, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(gate + tl.cast(row, tl.int64) * H + head, mask=head < H, other=0.0)
-        tl.store(dvalues + start + place, (g * dv).to(dvalues.dtype.element_ty), mask=inside)
+        tl.store(dvalues + start + offset, (g * dv).to(dvalues.dtype.element_ty), mask=inside)
         dz = tl.sum(dv * e, 1, keep_dims=True) * g * (1.0 - g / 2)
         n = tl.load(norm + start + read, mask=in_gate, other=0.0).to(tl.float32)
         dn = tl.load(dnorm + start + read, mask=in_gate, other=0.0).to(tl.float32)

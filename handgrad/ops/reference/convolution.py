@@ -106,8 +106,8 @@ def fold(out: Tensor, dpatches: Tensor, side: int, stride: int) -> None:
     padded, padding = padded_like(out, side), padding_of(side)
     Yo, Xo = ((length + 2 * padding - side) // stride + 1 for length in (Y, X))
     terms = dpatches.view(B, Yo, Xo, side, side, C)
-    for u, v, places in offsets(padded, side, stride, Yo, Xo):
-        places += terms[:, :, :, u, v]
+    for u, v, window in offsets(padded, side, stride, Yo, Xo):
+        window += terms[:, :, :, u, v]
     out.copy_(inside(padded, out, side))
 
 

@@ -125,9 +125,9 @@ def store_keys_values_at(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, 
     share the cache's last position; any one of them stays there."""
     B, (_, K, _, D) = slots.shape[0], keys_inout.shape
     _, k, v = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
-    places = slots.unsqueeze(1), slice(None), positions.view(B, -1)
-    keys_inout[places] = k.transpose(1, 2)
-    values_inout[places] = v.transpose(1, 2)
+    index = slots.unsqueeze(1), slice(None), positions.view(B, -1)
+    keys_inout[index] = k.transpose(1, 2)
+    values_inout[index] = v.transpose(1, 2)
 
 
 def attention_append(
@@ -148,9 +148,9 @@ def attention_append(
     q, _, _ = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
     H, T = q.shape[1:3]
     q = q.to(accumulation_dtype(qkv.dtype))
-    places, own = torch.arange(maxT, device=qkv.device), positions.view(B, 1, T, 1)
-    later = places > own
-    hidden = later | (places <= own - window) if window else later
+    columns, own = torch.arange(maxT, device=qkv.device), positions.view(B, 1, T, 1)
+    later = columns > own
+    hidden = later | (columns <= own - window) if window else later
     weights = torch.softmax(attention.masked_scores(q, for_queries(keys[slots], H, 1).to(q.dtype), hidden), -1)
     # Unwritten cache memory may hold NaN, and a weight of 0 does not remove it.
     unseen = later.all(2).view(B, 1, maxT, 1)

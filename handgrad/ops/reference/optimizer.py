@@ -122,7 +122,7 @@ def adamw_update(
     them."""
     if results[ops.RESULT_VERDICT].item() != ops.UPDATE:
         return
-    step, learning_rate = (controls[place].item() for place in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
+    step, learning_rate = (controls[index].item() for index in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
     learning_rate *= rate
     weight, m, v = (exact(tensor) for tensor in (weight_inout, m_inout, v_inout))
     g = gradient_inout * results[ops.RESULT_SCALE].to(gradient_inout.dtype)
@@ -161,8 +161,8 @@ def publish(published: Tensor, weight_inout: Tensor, weight: Tensor, step: int, 
 def round_stochastically(out: Tensor, exact: Tensor, step: int, seed: int, first_element: int) -> None:
     """out (bf16) = exact (float32), each rounded up or down at random; infinities and NaN stay."""
     key = mixed(step ^ mixed(seed))
-    places = torch.arange(first_element, first_element + exact.numel(), dtype=torch.int64, device=exact.device)
-    added = mixed((places * WEYL + key) & BITS32) & 0xFFFF
+    indices = torch.arange(first_element, first_element + exact.numel(), dtype=torch.int64, device=exact.device)
+    added = mixed((indices * WEYL + key) & BITS32) & 0xFFFF
     bits = exact.view(torch.int32).to(torch.int64) & BITS32
     added = added.where((bits & 0x7F800000) != 0x7F800000, torch.zeros_like(added))
     out.copy_(((bits + added) >> 16).to(torch.int16).view(torch.bfloat16))

@@ -86,8 +86,8 @@ def digest(out_acc: Tensor, flat: Tensor, controls: Tensor, *, first: int) -> No
 
 def keys(start: int, stop: int, stream: int, step: int, device: torch.device) -> Tensor:
     """(stop - start) odd 64-bit numbers, as int64, one per index: upper 32 bits from a stream, the rest from the next."""
-    place = torch.arange(start, stop, device=device) & BITS32
-    high, low = (mixed(place ^ seed(stream + half, step)) for half in (0, 1))
+    indices = torch.arange(start, stop, device=device) & BITS32
+    high, low = (mixed(indices ^ seed(stream + half, step)) for half in (0, 1))
     return (high << 32) | low | 1
 
 

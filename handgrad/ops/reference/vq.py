@@ -74,8 +74,8 @@ def vq_update(
     vectors.sub_((1 - decay) * sums[:, :-1] / usage.clamp(min=torch.finfo(new.dtype).tiny))  # without n there is no sum
     order = usage.view(-1).argsort(stable=True)
     rare, often = order[:pairs], order.flip(0)[:pairs]
-    places = torch.arange(pairs * vectors.shape[1], device=new.device).view(pairs, -1)
-    signs = 1 - 2 * (mixed((places * WEYL + mixed(controls[ops.CONTROL_STEP].long())) & BITS32) & 1)
+    indices = torch.arange(pairs * vectors.shape[1], device=new.device).view(pairs, -1)
+    signs = 1 - 2 * (mixed((indices * WEYL + mixed(controls[ops.CONTROL_STEP].long())) & BITS32) & 1)
     moves = usage[rare] < RARE * usage[often]
     usage[often] = torch.where(moves, usage[often] / 2, usage[often])
     new[rare] = torch.where(moves, torch.cat([vectors[often] * (1 + SPLIT * signs), usage[often]], 1), new[rare])

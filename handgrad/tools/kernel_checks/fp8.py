@@ -100,8 +100,8 @@ WITH_PLAIN = ("layernorm_backward", "rmsnorm_backward", "mix_rmsnorm_backward")
 WITH_PLAIN += ("attention_forward", "attention_backward")
 
 
-def to_fp8(operation: str, arguments: str, place: str, exponent: int, form: torch.dtype, columns: torch.dtype) -> Fp8Case:
-    """A case: the operation with a quantised tensor at `place` of its `arguments`, beside the 16-bit operation; at a scale
+def to_fp8(operation: str, arguments: str, field: str, exponent: int, form: torch.dtype, columns: torch.dtype) -> Fp8Case:
+    """A case: the operation with a quantised tensor as `field` of its `arguments`, beside the 16-bit operation; at a scale
     of 2^exponent, then at one made from the tensor. `columns`: their format.
 
     What turns dqkv back reads it from a workspace, and need only come near the 16-bit kernel."""
@@ -112,20 +112,20 @@ def to_fp8(operation: str, arguments: str, place: str, exponent: int, form: torc
 
     def beside_16_bits(ops: ModuleType, d: Fp8Draw, current: bool) -> Compared:
         plain = CASES[arguments](d)
-        values, turns = copies(plain), place == "dqkv_inout"
-        plain_out = torch.full_like(plain[place], math.nan) if turns else values[place] if operation in WITH_PLAIN else None
-        workspace = values[place] if turns else None
-        out = d.output(plain[place].shape, form, exponent, plain=plain_out, workspace=workspace, current=current)
+        values, turns = copies(plain), field == "dqkv_inout"
+        plain_out = torch.full_like(plain[field], math.nan) if turns else values[field] if operation in WITH_PLAIN else None
+        workspace = values[field] if turns else None
+        out = d.output(plain[field].shape, form, exponent, plain=plain_out, workspace=workspace, current=current)
         assert out.columns is not None
         out = replace(out, columns=out.columns.view(columns))
         scaling = out.scaling.clone()
-        launch(getattr(ops, operation), {**values, place: out})
+        launch(getattr(ops, operation), {**values, field: out})
         launch(getattr(ops, operation), plain)
-        yield from requantized(out, scaling, plain[place] if plain_out is None else plain_out)
+        yield from requantized(out, scaling, plain[field] if plain_out is None else plain_out)
         if plain_out is not None:
-            values[place] = plain_out
+            values[field] = plain_out
         for name, tensor in plain.items():
-            if isinstance(tensor, Tensor) and (name != place or plain_out is not None):
+            if isinstance(tensor, Tensor) and (name != field or plain_out is not None):
                 exact = turns and name.endswith("_acc")
                 yield values[name], tensor, 2.0**-20 if exact else 2 * torch.finfo(d.dtype).eps
 

@@ -69,11 +69,11 @@ def _gelu_forward(
     """EVEN: no block reaches past the end."""
     scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = tl.arange(0, BLOCK)
-    inside = (place < elements - start) | EVEN
-    y, _ = gelu_and_derivative(widened(tl.load(hidden + start + place, mask=inside, other=0.0)))
+    offset = tl.arange(0, BLOCK)
+    inside = (offset < elements - start) | EVEN
+    y, _ = gelu_and_derivative(widened(tl.load(hidden + start + offset, mask=inside, other=0.0)))
     TYPE: tl.constexpr = hidden.dtype.element_ty
-    counts = store_scaled(rows + start + place, y, scale, inside, counting, TYPE, LARGEST, VANISHES_AT)
+    counts = store_scaled(rows + start + offset, y, scale, inside, counting, TYPE, LARGEST, VANISHES_AT)
     amax = tl.max(tl.abs(y), 0).to(TYPE)  # rounding is monotonic: round after taking the maximum
     store_part(statistics, PARTS, tl.program_id(0), amax.to(tl.float32), counts & 65535, counts >> 16)
 
@@ -160,12 +160,12 @@ def _relu2_forward(
     """EVEN: no block reaches past the end."""
     scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    place = tl.arange(0, BLOCK)
-    inside = (place < elements - start) | EVEN
+    offset = tl.arange(0, BLOCK)
+    inside = (offset < elements - start) | EVEN
     TYPE: tl.constexpr = hidden.dtype.element_ty
-    y = relu2(widened(tl.load(hidden + start + place, mask=inside, other=0.0)))
-    tl.store(hidden + start + place, y.to(TYPE), mask=inside)
-    counts = store_scaled(rows + start + place, y, scale, inside, counting, TYPE, LARGEST, VANISHES_AT)
+    y = relu2(widened(tl.load(hidden + start + offset, mask=inside, other=0.0)))
+    tl.store(hidden + start + offset, y.to(TYPE), mask=inside)
+    counts = store_scaled(rows + start + offset, y, scale, inside, counting, TYPE, LARGEST, VANISHES_AT)
     amax = tl.max(y, 0).to(TYPE)
     store_part(statistics, PARTS, tl.program_id(0), amax.to(tl.float32), counts & 65535, counts >> 16)
 
@@ -216,13 +216,13 @@ def _swiglu_forward(
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
     inside = ((row < N) & (column < F)) | EVEN
-    place = row.to(tl.int64) * F + column
+    offset = row.to(tl.int64) * F + column
     gate = hidden + row.to(tl.int64) * (2 * F) + column
     g = widened(tl.load(gate, mask=inside, other=0.0))
     u = widened(tl.load(gate + F, mask=inside, other=0.0))
     y, _, _ = gated(g, u, 0.0)
     scaled = rounded_and_scaled(y, scale, hidden.dtype.element_ty)
-    tl.store(rows + place, rounded(scaled, 1.0, rows.dtype.element_ty), mask=inside)
+    tl.store(rows + offset, rounded(scaled, 1.0, rows.dtype.element_ty), mask=inside)
     counts = 0
     if counting:
         counts += tl.sum(tl.sum(counted(scaled, LARGEST, VANISHES_AT), 1), 0)
@@ -261,10 +261,10 @@ def _swiglu_backward(
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     store_part(statistics, PARTS, part, amax.to(tl.float32), counts & 65535, counts >> 16)
     dwords, words = dcolumns.to(tl.pointer_type(tl.int32)), columns.to(tl.pointer_type(tl.int32))
-    place, inside = column.to(tl.int64)[:, None] * N4 + quad[None, :], tl.trans(inside)
-    tl.store(dwords + place, tl.trans(word(dg0, dg1, dg2, dg3, DTYPE)), mask=inside)
-    tl.store(dwords + F.to(tl.int64) * N4 + place, tl.trans(word(du0, du1, du2, du3, DTYPE)), mask=inside)
-    tl.store(words + place, tl.trans(word(y0, y1, y2, y3, columns.dtype.element_ty)), mask=inside)
+    offset, inside = column.to(tl.int64)[:, None] * N4 + quad[None, :], tl.trans(inside)
+    tl.store(dwords + offset, tl.trans(word(dg0, dg1, dg2, dg3, DTYPE)), mask=inside)
+    tl.store(dwords + F.to(tl.int64) * N4 + offset, tl.trans(word(du0, du1, du2, du3, DTYPE)), mask=inside)
+    tl.store(words + offset, tl.trans(word(y0, y1, y2, y3, columns.dtype.element_ty)), mask=inside)
 
 
 @triton.jit

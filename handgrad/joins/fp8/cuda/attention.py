@@ -59,8 +59,8 @@ def forward_kernel(
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
     VANISHES_AT: tl.constexpr, GROUP: tl.constexpr = 1,
 ):  # fmt: skip
-    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
-    b, _, row, column, vector, first, left = place
+    q, head, block = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
+    b, _, row, column, vector, first, left = block
     if starts is not None:
         starts += b * T
     y, m, l = forward_loop(q, head, first, D, KEYS, TAIL, starts=starts)
@@ -80,8 +80,8 @@ def dq_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
     LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
-    b, _, row, column, vector, first, left = place
+    q, head, block = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    b, _, row, column, vector, first, left = block
     if starts is not None:
         starts += b * T
     dy, delta = load_dy_delta(dout, out, row * C + column, C, left, D, QUERIES, WIDTH, TAIL)
@@ -101,8 +101,8 @@ def dkdv_kernel(
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
     VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    k, v, head, place = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
-    b, _, row, column, _, first, left = place
+    k, v, head, block = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
+    b, _, row, column, _, first, left = block
     if starts is not None:
         starts += b * T
     dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL, starts=starts)

@@ -59,9 +59,9 @@ def store_gradient(into, column, d, mask, EVICTION: tl.constexpr):
     TYPE: tl.constexpr = logits.dtype.element_ty
     if IN_PLACE:
         tl.store(logits + column, d.to(TYPE), mask=mask, eviction_policy=EVICTION)
-    place = rows + column
+    pointers = rows + column
     if len(column.shape) == 2:  # stores of 8 bytes: 16 would shuffle a tile of 16-bit numbers between lanes
-        place, scaled = tl.max_contiguous(place, (1, 8)), rounded_and_scaled(d, scale, TYPE)
+        pointers, scaled = tl.max_contiguous(pointers, (1, 8)), rounded_and_scaled(d, scale, TYPE)
     else:
         scaled = d.to(TYPE).to(tl.float32) * scale
-    tl.store(place, rounded(scaled, 1.0, rows.dtype.element_ty), mask=mask)
+    tl.store(pointers, rounded(scaled, 1.0, rows.dtype.element_ty), mask=mask)

@@ -72,9 +72,9 @@ def backward_tile(
     tl.store(drows + place1, rounded(dx1, 1.0, DTYPE), mask=inside)
     tl.store(drows + place2, rounded(dx2, 1.0, DTYPE), mask=inside)
     tl.store(drows + place3, rounded(dx3, 1.0, DTYPE), mask=inside)
-    place, inside = column.to(tl.int64)[:, None] * N4 + quad[None, :], tl.trans(inside)
-    tl.store(dwords + place, tl.trans(word(dx0, dx1, dx2, dx3, DTYPE)), mask=inside)
-    tl.store(words + place, tl.trans(word(y0, y1, y2, y3, columns.dtype.element_ty)), mask=inside)
+    offset, inside = column.to(tl.int64)[:, None] * N4 + quad[None, :], tl.trans(inside)
+    tl.store(dwords + offset, tl.trans(word(dx0, dx1, dx2, dx3, DTYPE)), mask=inside)
+    tl.store(words + offset, tl.trans(word(y0, y1, y2, y3, columns.dtype.element_ty)), mask=inside)
 
 
 @triton.jit

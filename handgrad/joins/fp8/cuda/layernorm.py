@@ -99,12 +99,12 @@ def _forward(
 ):  # fmt: skip
     """out may be None."""
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
-    place, inside = first * C + (row * C + column), in_rows & in_row
-    y, row_mean, row_rstd = normalised((inp, weight, bias), place, column, inside, in_row, C)
+    offset, inside = first * C + (row * C + column), in_rows & in_row
+    y, row_mean, row_rstd = normalised((inp, weight, bias), offset, column, inside, in_row, C)
     if out is not None:
-        tl.store(out + place, y, mask=inside)
+        tl.store(out + offset, y, mask=inside)
     y = y.to(tl.float32)
-    store_rows(rows, place, y, tl.load(scaling + SCALE), inside)
+    store_rows(rows, offset, y, tl.load(scaling + SCALE), inside)
     y = tl.where(in_rows, y, 0.0)
     store_statistics(statistics, PARTS, tl.program_id(0), y, scaling, LARGEST, VANISHES_AT)
     tl.store(mean + first + row, row_mean, mask=in_rows)
@@ -112,9 +112,9 @@ def _forward(
 
 
 @triton.jit
-def store_rows(rows, place, x, scale, inside):
+def store_rows(rows, offset, x, scale, inside):
     """Stores float32 x as fp8, eight numbers of a lane per store."""
-    tl.store(tl.max_contiguous(rows + place, (1, 8)), rounded(x, scale, rows.dtype.element_ty), mask=inside)
+    tl.store(tl.max_contiguous(rows + offset, (1, 8)), rounded(x, scale, rows.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -129,9 +129,9 @@ def _backward(
     scale = tl.load(scaling + SCALE)
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         tensors = dresidual, dout, inp, mean, rstd
-        updated, place, inside, sums = backward_rows(tensors, w, sums, first, row, column, N, C, BELOW)
+        updated, offset, inside, sums = backward_rows(tensors, w, sums, first, row, column, N, C, BELOW)
         u = updated.to(tl.float32)
-        store_rows(rows, place, u, scale, inside)
+        store_rows(rows, offset, u, scale, inside)
         magnitude = tl.abs(u) if C % LANE == 0 else tl.where(column < C, tl.abs(u), 0.0)
         magnitude = tl.reshape(magnitude, (ROWS, BLOCK_C // LANE, LANE))
         amax = tl.maximum(amax, tl.max(tl.max(magnitude, 2), 0))

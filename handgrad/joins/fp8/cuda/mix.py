@@ -76,17 +76,17 @@ def _forward(
 ):  # fmt: skip
     """mixed and out may be None."""
     start, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
-    place, inside = start * C + (row * C + column), in_rows & in_row
-    m, _, _ = mixture((inp, first, residual_scalar, input_scalar), place, inside)
+    offset, inside = start * C + (row * C + column), in_rows & in_row
+    m, _, _ = mixture((inp, first, residual_scalar, input_scalar), offset, inside)
     if mixed is not None:
-        tl.store(mixed + place, m, mask=inside)
+        tl.store(mixed + offset, m, mask=inside)
     m = m.to(tl.float32)
     row_rstd = rstd_of(tl.sum(m * m, 1, keep_dims=True), C)
     y = (m * row_rstd).to(inp.dtype.element_ty)
     if out is not None:
-        tl.store(out + place, y, mask=inside)
+        tl.store(out + offset, y, mask=inside)
     y = y.to(tl.float32)  # 0 outside of the tensor
-    store_rows(rows, place, y, tl.load(scaling + SCALE), inside)
+    store_rows(rows, offset, y, tl.load(scaling + SCALE), inside)
     store_statistics(statistics, PARTS, tl.program_id(0), y, scaling, LARGEST, VANISHES_AT)
     tl.store(rstd + start + row, row_rstd, mask=in_rows)
 
@@ -103,14 +103,14 @@ def _backward(
     for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         in_rows = start + row < N
         inside = in_rows & (column < C)
-        place = tl.cast(start, tl.int64) * C + (row * C + column)
+        offset = tl.cast(start, tl.int64) * C + (row * C + column)
         tensors = dstream, dfirst, dout, inp, first, rstd, residual_scalar, input_scalar
-        updated, dr_rows, ds_rows = backward_rows(tensors, place, start + row, in_rows, inside, C)
+        updated, dr_rows, ds_rows = backward_rows(tensors, offset, start + row, in_rows, inside, C)
         dr += dr_rows
         ds += ds_rows
-        tl.store(dstream + place, updated, mask=inside)
+        tl.store(dstream + offset, updated, mask=inside)
         u = updated.to(tl.float32)  # 0 outside of the tensor
-        store_rows(rows, place, u, scale, inside)
+        store_rows(rows, offset, u, scale, inside)
         largest = tl.maximum(largest, tl.max(tl.abs(u), 1, keep_dims=True))
     store_sums(partials, dr, ds, residual_scalar, input_scalar)
     store_part(statistics, PARTS, tl.program_id(0), tl.max(tl.max(largest, 1), 0), 0, 0)

@@ -112,8 +112,8 @@ def at_own_scale(tensor: Quantized, run: Callable[[], None]) -> None:
 
 
 def fold_statistics(totals_inout: Tensor, statistics: Tensor) -> None:
-    n, places, parts = statistics.shape
-    launch(_fold_statistics, (n, places), totals_inout, statistics, parts, PARTS_BLOCK, num_warps=PARTS_WARPS)
+    n, columns, parts = statistics.shape
+    launch(_fold_statistics, (n, columns), totals_inout, statistics, parts, PARTS_BLOCK, num_warps=PARTS_WARPS)
 
 
 def update_scaling(
@@ -144,15 +144,15 @@ def _quantize(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < N)[:, None] & (column < C)[None, :]
-    place = row.to(tl.int64)[:, None] * C + column[None, :]
-    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    offset = row.to(tl.int64)[:, None] * C + column[None, :]
+    x = tl.load(inp + offset, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(scaling + SCALE)
     if rows is not None:
-        tl.store(rows + place, rounded(x, scale, rows.dtype.element_ty), mask=inside)
+        tl.store(rows + offset, rounded(x, scale, rows.dtype.element_ty), mask=inside)
     if columns is not None:
         transposed = tl.trans(rounded(x, scale, columns.dtype.element_ty))
-        place = column.to(tl.int64)[:, None] * N + row[None, :]
-        tl.store(columns + place, transposed, mask=(column < C)[:, None] & (row < N)[None, :])
+        offset = column.to(tl.int64)[:, None] * N + row[None, :]
+        tl.store(columns + offset, transposed, mask=(column < C)[:, None] & (row < N)[None, :])
     if statistics is not None:
         part, programs = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.num_programs(0) * tl.num_programs(1)
         store_statistics(statistics, PARTS, part, x, scaling, LARGEST, VANISHES_AT)
@@ -166,8 +166,8 @@ def _transpose(columns, rows, N, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     x = tl.load(rows + row.to(tl.int64)[:, None] * C + column[None, :], mask=(row < N)[:, None] & (column < C)[None, :])
-    place = column.to(tl.int64)[:, None] * N + row[None, :]
-    tl.store(columns + place, tl.trans(x), mask=(column < C)[:, None] & (row < N)[None, :])
+    offset = column.to(tl.int64)[:, None] * N + row[None, :]
+    tl.store(columns + offset, tl.trans(x), mask=(column < C)[:, None] & (row < N)[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -179,8 +179,8 @@ def _count_numbers(
         scale = tl.load(scaling + SCALE)
         clipped, vanished = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
         for start in range(tl.program_id(0) * BLOCK, elements, tl.num_programs(0) * BLOCK):
-            place = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-            scaled = tl.abs(tl.load(inp + place, mask=place < elements, other=0.0).to(tl.float32)) * scale
+            offset = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+            scaled = tl.abs(tl.load(inp + offset, mask=offset < elements, other=0.0).to(tl.float32)) * scale
             clipped += (scaled > LARGEST).to(tl.int32)
             vanished += ((scaled <= VANISHES_AT) & (scaled > 0)).to(tl.int32)
         tl.store(statistics + CLIPPED * PARTS + tl.program_id(0), tl.sum(clipped, 0))
@@ -199,9 +199,9 @@ def _rescale(scaling, statistics, PARTS, LARGEST_EXPONENT: tl.constexpr, BLOCK: 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _fold_statistics(totals, statistics, PARTS, BLOCK: tl.constexpr):
     """Folds one place of one tensor."""
-    tensor, place = tl.program_id(0), tl.program_id(1)
-    totals += tensor * STATISTICS_PLACES + place
-    statistics += (tensor * STATISTICS_PLACES + place).to(tl.int64) * PARTS
+    tensor, column = tl.program_id(0), tl.program_id(1)
+    totals += tensor * STATISTICS_PLACES + column
+    statistics += (tensor * STATISTICS_PLACES + column).to(tl.int64) * PARTS
     before = tl.load(totals)
     largest, sums = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float64)
     for start in range(0, PARTS, BLOCK):
@@ -210,7 +210,7 @@ def _fold_statistics(totals, statistics, PARTS, BLOCK: tl.constexpr):
         largest = tl.maximum(largest, x)
         sums += x.to(tl.float64)
     joined = tl.maximum(before, tl.max(largest, 0).to(tl.float64))
-    tl.store(totals, tl.where(place == AMAX, joined, before + tl.sum(sums, 0)))
+    tl.store(totals, tl.where(column == AMAX, joined, before + tl.sum(sums, 0)))
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)

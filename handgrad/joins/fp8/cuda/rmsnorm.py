@@ -72,12 +72,12 @@ def _forward(
 ):  # fmt: skip
     """out may be None."""
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
-    place, inside = first * C + (row * C + column), in_rows & in_row
-    y, row_rstd = normalised(inp, gain, place, column, inside, in_row, epsilon, C, PLUS)
+    offset, inside = first * C + (row * C + column), in_rows & in_row
+    y, row_rstd = normalised(inp, gain, offset, column, inside, in_row, epsilon, C, PLUS)
     if out is not None:
-        tl.store(out + place, y, mask=inside)
+        tl.store(out + offset, y, mask=inside)
     y = y.to(tl.float32)  # 0 outside of the tensor
-    store_rows(rows, place, y, tl.load(scaling + SCALE), inside)
+    store_rows(rows, offset, y, tl.load(scaling + SCALE), inside)
     store_statistics(statistics, PARTS, tl.program_id(0), y, scaling, LARGEST, VANISHES_AT)
     tl.store(rstd + first + row, row_rstd, mask=in_rows)
 
@@ -93,11 +93,11 @@ def _backward(
     scale = tl.load(scaling + SCALE)
     for first in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
         in_rows = row < N - first
-        place, inside = tl.cast(first, tl.int64) * C + (row * C + column), in_rows & (column < C)
-        updated, _ = backward_rows((dresidual, dout, inp, rstd), None, place, first + row, in_rows, inside, C)
-        tl.store(dresidual + place, updated, mask=inside)
+        offset, inside = tl.cast(first, tl.int64) * C + (row * C + column), in_rows & (column < C)
+        updated, _ = backward_rows((dresidual, dout, inp, rstd), None, offset, first + row, in_rows, inside, C)
+        tl.store(dresidual + offset, updated, mask=inside)
         u = updated.to(tl.float32)  # 0 outside of the tensor
-        store_rows(rows, place, u, scale, inside)
+        store_rows(rows, offset, u, scale, inside)
         largest = tl.maximum(largest, tl.max(tl.abs(u), 1, keep_dims=True))
     store_part(statistics, PARTS, tl.program_id(0), tl.max(tl.max(largest, 1), 0), 0, 0)
 
@@ -116,12 +116,12 @@ def _gain_backward(
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         in_rows = row < N - first
         inside = in_rows & in_row
-        place = tl.cast(first, tl.int64) * C + (row * C + column)
-        updated, dgain = backward_rows((dresidual, dout, inp, rstd), g, place, first + row, in_rows, inside, C)
-        tl.store(dresidual + place, updated, mask=inside)
+        offset = tl.cast(first, tl.int64) * C + (row * C + column)
+        updated, dgain = backward_rows((dresidual, dout, inp, rstd), g, offset, first + row, in_rows, inside, C)
+        tl.store(dresidual + offset, updated, mask=inside)
         sums += tl.sum(dgain, 0, keep_dims=True)
         u = updated.to(tl.float32)  # 0 outside of the tensor
-        store_rows(rows, place, u, scale, inside)
+        store_rows(rows, offset, u, scale, inside)
         largest = tl.maximum(largest, tl.max(tl.abs(u), 1, keep_dims=True))
     tl.store(partials + tl.program_id(0) * C + column, sums, mask=in_row)
     store_part(statistics, PARTS, tl.program_id(0), tl.max(tl.max(largest, 1), 0), 0, 0)

@@ -149,22 +149,22 @@ def _backward(
         turn3 = scaled_turn(frequency, (row0 + 3) % length, TURN_SCALE)
         turns = turn0, turn1, turn2, turn3
     tensors = plain, rows, columns, dturned, scale, counting
-    places, totals = (quad, pair, in_quad, in_row, N4), (tl.zeros((QUADS, BLOCK_P), tl.float32), 0, 0)
+    geometry, totals = (quad, pair, in_quad, in_row, N4), (tl.zeros((QUADS, BLOCK_P), tl.float32), 0, 0)
     sizes = COLUMNS, TURNED, D, LARGEST, VANISHES_AT
-    totals = through_heads(0, QUERIES, tensors, (qkv, rstd, q_gain, partials), turns, places, totals, sizes)
-    totals = through_heads(QUERIES, TURNED, tensors, (qkv, rstd, k_gain, partials), turns, places, totals, sizes)
-    largest, clipped, vanished = through_heads(TURNED, HEADS, tensors, nothing, nothing, places, totals, sizes)
+    totals = through_heads(0, QUERIES, tensors, (qkv, rstd, q_gain, partials), turns, geometry, totals, sizes)
+    totals = through_heads(QUERIES, TURNED, tensors, (qkv, rstd, k_gain, partials), turns, geometry, totals, sizes)
+    largest, clipped, vanished = through_heads(TURNED, HEADS, tensors, nothing, nothing, geometry, totals, sizes)
     amax = tl.max(tl.max(largest, 1), 0).to(dturned.dtype.element_ty).to(tl.float32)
     store_part(statistics, PARTS, tl.program_id(0), amax, clipped, vanished)
 
 
 @triton.jit
-def through_heads(FIRST: tl.constexpr, END: tl.constexpr, tensors, norm, turns, places, totals, sizes):
+def through_heads(FIRST: tl.constexpr, END: tl.constexpr, tensors, norm, turns, geometry, totals, sizes):
     """Writes the heads from FIRST to before END: the queries, the keys or the values. Returns (largest magnitudes, numbers
     clipped and vanished) so far."""
     plain, rows, columns, dturned, scale, counting = tensors
     qkv, rstd, gain, partials = norm
-    quad, pair, in_quad, in_row, N4 = places
+    quad, pair, in_quad, in_row, N4 = geometry
     largest, clipped, vanished = totals
     COLUMNS, TURNED, D, LARGEST, VANISHES_AT = sizes
     forms, inputs = (plain, rows, scale, rstd), (dturned, qkv, rstd)
@@ -199,19 +199,19 @@ def through_heads(FIRST: tl.constexpr, END: tl.constexpr, tensors, norm, turns, 
 
 
 @triton.jit
-def loaded_pairs(inputs, place, rstd_place, in_quad, inside, D: tl.constexpr):
+def loaded_pairs(inputs, offset, rstd_place, in_quad, inside, D: tl.constexpr):
     """(gradients, outputs of the norm or inputs of one with gains, rstd) of a row. Without a norm only the first counts."""
     dturned, qkv, rstd = inputs
-    d = tl.load(dturned + place, mask=inside, other=0.0), tl.load(dturned + place + D // 2, mask=inside, other=0.0)
+    d = tl.load(dturned + offset, mask=inside, other=0.0), tl.load(dturned + offset + D // 2, mask=inside, other=0.0)
     if rstd is None:
         return d, d, 0.0
     else:
-        y = tl.load(qkv + place, mask=inside, other=0.0), tl.load(qkv + place + D // 2, mask=inside, other=0.0)
+        y = tl.load(qkv + offset, mask=inside, other=0.0), tl.load(qkv + offset + D // 2, mask=inside, other=0.0)
         return d, y, tl.load(rstd + rstd_place, mask=in_quad, other=0.0)
 
 
 @triton.jit
-def written_pairs(forms, place, inside, loads, gains, turn, sums, D: tl.constexpr):
+def written_pairs(forms, offset, inside, loads, gains, turn, sums, D: tl.constexpr):
     """Computes the gradients of a row before norm and rotation; writes the forms that exist. Returns (larger magnitude of a
     pair, its first and second channel in 16 bits and scaled, sums with the terms of the gains' gradients)."""
     plain, rows, scale, rstd = forms
@@ -228,12 +228,12 @@ def written_pairs(forms, place, inside, loads, gains, turn, sums, D: tl.constexp
         if turn is not None:
             dx1, dx2 = turned_back(dx1, dx2, turn[0], turn[1])
     if plain is not None:
-        tl.store(plain + place, dx1.to(plain.dtype.element_ty), mask=inside)
-        tl.store(plain + place + D // 2, dx2.to(plain.dtype.element_ty), mask=inside)
+        tl.store(plain + offset, dx1.to(plain.dtype.element_ty), mask=inside)
+        tl.store(plain + offset + D // 2, dx2.to(plain.dtype.element_ty), mask=inside)
     s1, s2 = rounded_and_scaled(dx1, scale, d[0].dtype), rounded_and_scaled(dx2, scale, d[0].dtype)
     if rows is not None:
-        tl.store(rows + place, rounded(s1, 1.0, rows.dtype.element_ty), mask=inside)
-        tl.store(rows + place + D // 2, rounded(s2, 1.0, rows.dtype.element_ty), mask=inside)
+        tl.store(rows + offset, rounded(s1, 1.0, rows.dtype.element_ty), mask=inside)
+        tl.store(rows + offset + D // 2, rounded(s2, 1.0, rows.dtype.element_ty), mask=inside)
     return tl.maximum(tl.abs(dx1), tl.abs(dx2)), s1, s2, sums
 
 

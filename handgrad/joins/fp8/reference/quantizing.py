@@ -62,8 +62,8 @@ def write_scales(scaling: Tensor, amax: Tensor, largest_exponents: Tensor) -> No
 def fold_statistics(totals_inout: Tensor, statistics: Tensor) -> None:
     """Joins statistics (n, 3, parts) into totals (n, 3) float64: maximum of amax, sums of counts."""
     totals_inout[:, AMAX] = torch.maximum(totals_inout[:, AMAX], statistics[:, AMAX].amax(-1).double())
-    for place in (CLIPPED, VANISHED):
-        totals_inout[:, place] += statistics[:, place].sum(-1, dtype=torch.float64)
+    for column in (CLIPPED, VANISHED):
+        totals_inout[:, column] += statistics[:, column].sum(-1, dtype=torch.float64)
 
 
 def update_scaling(
