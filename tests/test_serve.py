@@ -146,7 +146,7 @@ def test_settings_are_those_of_the_request(client: Client, run: Path) -> None:
     assert client.text(messages=HELLO) == own, "of the command, and its seed"
     assert client.text(messages=HELLO) != own, "which counts up"
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
-    neutral = {"n": 1, "tools": [], "response_format": {"type": "text"}, "logprobs": False, "model": "x", "user": "y"}
+    neutral = {"n": 1, "best_of": None, "tools": [], "response_format": {"type": "text"}, "logprobs": False, "model": "x", "user": "y"}
     assert client.text(messages=parts, max_tokens=20, **options, **neutral) == said
 
 
@@ -202,6 +202,7 @@ def test_a_conversation_that_does_not_fit(client: Client) -> None:
         ),
         (CHAT, {"messages": HELLO, "tools": [{}]}, "does not know 'tools'"),
         (CHAT, {"messages": HELLO, "n": 2}, "does not know 'n' (here 2)"),
+        (CHAT, {"messages": HELLO, "n": 0}, "does not know 'n' (here 0)"),
         (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "does not know 'response_format'"),
         (CHAT, {"messages": HELLO, "temperature": "hot"}, "expected 'temperature' to be a number, found 'hot'"),
         (CHAT, {"messages": HELLO, "temperature": -1}, "temperature must be"),
