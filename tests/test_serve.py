@@ -146,7 +146,7 @@ def test_settings_are_those_of_the_request(client: Client, run: Path) -> None:
     assert client.text(messages=HELLO) == own, "of the command, and its seed"
     assert client.text(messages=HELLO) != own, "which counts up"
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
-    neutral = {"n": 1, "best_of": None, "tools": [], "response_format": {"type": "text"}, "logprobs": False, "model": "x", "user": "y"}
+    neutral = {"n": 1, "best_of": None, "tools": [], "response_format": {"type": "text"}, "logprobs": False, "model": "x"}
     assert client.text(messages=parts, max_tokens=20, **options, **neutral) == said
 
 
