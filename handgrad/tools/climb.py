@@ -177,14 +177,13 @@ def named_factor(values: list[float], sizes: list[dict[str, int]]) -> str:
 
 def first_difference(name: str, pairs: Pairs, tolerance: float) -> str:
     """The first number that differs; the rows or columns, if only few differ; and the direction."""
-    yours, right = next((yours.double(), right.double()) for yours, right in pairs if not close(yours, right, tolerance))
-    most = tolerance * right.nan_to_num(0, 0, 0).abs().max().item()
-    bad = ~torch.isclose(yours, right, rtol=0, atol=most, equal_nan=True)
-    indices, cosine = bad.nonzero(), torch.cosine_similarity(yours.flatten(), right.flatten(), dim=0).item()
+    own, right = next((own.double(), right.double()) for own, right in pairs if not close(own, right, tolerance))
+    bad = ~torch.isclose(own, right, rtol=0, atol=tolerance * right.nan_to_num(0, 0, 0).abs().max().item(), equal_nan=True)
+    indices, cosine = bad.nonzero(), torch.cosine_similarity(own.flatten(), right.flatten(), dim=0).item()
     first = tuple(indices[0].tolist())
-    words = f"differs in {len(indices)} of {bad.numel()} numbers, first at {list(first)}: {yours[first].item():.9g}, where"
+    words = f"differs in {len(indices)} of {bad.numel()} numbers, first at {list(first)}: {own[first].item():.9g}, where"
     words += f" {right[first].item():.9g} is right"
     for axis, size in enumerate(bad.shape):
         some = indices[:, axis].unique().tolist()
         words += f"; on axis {axis} only at {', '.join(map(str, some))}" * (len(some) <= size // 2)
-    return words + (f"; the cosine of both is {cosine:.3f}" if bad.numel() > 1 and yours.isfinite().all() else "")
+    return words + (f"; the cosine of both is {cosine:.3f}" if bad.numel() > 1 and own.isfinite().all() else "")
