@@ -78,7 +78,7 @@ def launch(parsed: Namespace, span: Span, scratch: Path) -> int:
 
 @contextmanager
 def scratch_folder(parent: str, *, inside: bool) -> Iterator[Path]:
-    """An empty folder for a replay, removed afterwards. `inside`: yields the folder `given`, which all ranks share."""
+    """An empty folder for a replay, removed afterwards. `inside`: yields the folder `parent`, which all ranks share."""
     if inside:
         yield Path(parent)
         return

@@ -67,7 +67,7 @@ class Part:
         return (values + self.offset if self.offset else values).contiguous().numpy()
 
     def read(self, content: np.ndarray) -> None:
-        """Sets our part to `found`, numbers of the file."""
+        """Sets our part to `content`, numbers of the file."""
         values = torch.from_numpy(np.array(content)).view(self.values.shape) - self.offset
         self.values.copy_(in_halves(values, self.heads) if self.heads else values)
 

@@ -82,8 +82,8 @@ def sensors(device: torch.device) -> Sensors | None:
 
 def snapshot(device: torch.device) -> Reading | None:
     """The current reading; None without an NVIDIA GPU or without the package nvidia-ml-py."""
-    of_device = sensors(device)
-    return None if of_device is None else of_device.read()
+    monitor = sensors(device)
+    return None if monitor is None else monitor.read()
 
 
 class Sampler:

@@ -58,7 +58,7 @@ def read_request(kind: str, content: bytes, default: Request, context: int, syst
     if not isinstance(body, dict):
         raise UsageError(f"expected a JSON object, found {content[:40]!r}")
     for name, value in body.items():
-        asks = bool(value) if name not in NEUTRAL else value is not None and value != NEUTRAL[name]
+        asks = (value or name in NEUTRAL) and value not in (None, NEUTRAL.get(name))
         if asks and name not in {*READ, *PASSED_OVER}:
             raise UsageError(f"this server does not know {name!r} (here {value!r:.60}); leave it out")
     most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"

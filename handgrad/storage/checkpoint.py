@@ -131,12 +131,12 @@ def split_among_writers(state: Sequence[Row], writers: int) -> list[dict[str, li
     names = {tensor.name for tensor in state}
     moments = [tensor for tensor in state if tensor.name.partition(".")[2] in names]
     weights = [tensor for tensor in state if tensor.name.partition(".")[2] not in names]
-    parts_of_writer: list[dict[str, list[Row]]] = [{} for _ in range(writers)]
+    by_writer: list[dict[str, list[Row]]] = [{} for _ in range(writers)]
     for file, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, moments)):
         parts = split(tensors, writers)
         for number, part in enumerate(parts, start=1):
-            parts_of_writer[number - 1][part_of(file, number, len(parts))] = part
-    return parts_of_writer
+            by_writer[number - 1][part_of(file, number, len(parts))] = part
+    return by_writer
 
 
 def partial_folder(final: Path) -> Path:

@@ -97,7 +97,7 @@ def as_it_runs(config: RunConfig, vocab_size: int, *, named: bool) -> tuple[RunC
     """(`config` as `train` would use it, vocabulary size, lines about both).
 
     A run that has begun in `config.out` keeps the settings of its start, and the data choose the packing. `vocab_size` 0
-    means the data's vocabulary, or GPT-2's if there are no data yet. `given`: the user named the data, so a folder
+    means the data's vocabulary, or GPT-2's if there are no data yet. `named`: the user named the data, so a folder
     without shards raises `DataError`, unless `vocab_size` is given as well."""
     (config, begun), dataset, lines = as_begun(config), None, list[str]()
     if config.reward or any(Path(folder).exists() for folder in named_sets(config.data)):

@@ -289,14 +289,14 @@ def summary(found_tensors: Iterable[Finding]) -> dict[str, dict[str, Any]]:
         classes.setdefault(finding.name.rpartition(".")[2], []).append(finding)
     return {
         name: {
-            "largest_amax": max(line.amax for line in tensors_of),
-            "smallest_scale": min(line.scale for line in tensors_of),
-            "largest_scale": max(line.scale for line in tensors_of),
-            "clipped_fraction": max(line.clipped or 0.0 for line in tensors_of),
-            "vanished_fraction": max(line.vanished or 0.0 for line in tensors_of),
-            "most_vanished": max(tensors_of, key=lambda line: line.vanished or 0.0).name,
+            "largest_amax": max(line.amax for line in layers),
+            "smallest_scale": min(line.scale for line in layers),
+            "largest_scale": max(line.scale for line in layers),
+            "clipped_fraction": max(line.clipped or 0.0 for line in layers),
+            "vanished_fraction": max(line.vanished or 0.0 for line in layers),
+            "most_vanished": max(layers, key=lambda line: line.vanished or 0.0).name,
         }
-        for name, tensors_of in classes.items()
+        for name, layers in classes.items()
     }
 
 
